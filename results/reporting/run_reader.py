@@ -462,9 +462,17 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
 
 def hardware_of(session: Mapping[str, Any]) -> str:
     """Return in words what a process ran on."""
-    machine = session["hardware"]
-    gpus = machine["gpus"]
-    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine.get('cores')} cores, {machine.get('cpu')}"
+    gpus = session["hardware"]["gpus"]
+    return f"{len(gpus)} x {gpus[0]}" if gpus else processor_of(session["hardware"])
+
+
+def processor_of(machine: Mapping[str, Any]) -> str:
+    """Return cores, CPU and its vector instructions, where these are recorded.
+
+    One name of a CPU has stood for machines of which some multiply bfloat16 a hundred times faster than others.
+    """
+    instructions = [machine["instructions"]] if machine.get("instructions") else []
+    return ", ".join([f"{machine.get('cores')} cores", str(machine.get("cpu")), *instructions])
 
 
 def commit_of(session: Mapping[str, Any]) -> str:

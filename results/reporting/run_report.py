@@ -31,7 +31,7 @@ from results.reporting.pages import (
 )
 from results.reporting.pass_at_k import run_panels
 from results.reporting.readme_tables import experiment_table, experiments, run_table
-from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs
+from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs, processor_of
 
 FIRST = ("experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")  # of the first table
 SHOWN_SAMPLES = 8  # of a run; the questions that flipped are listed apart
@@ -227,7 +227,7 @@ def _resumes(run: RecordedRun) -> str:
 def _hardware(run: RecordedRun) -> str:
     machine = run.session["hardware"]
     gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ""
-    return f"{machine['cores']} cores, {machine['cpu']}, {machine['memory_gib']} GiB{gpus}"
+    return f"{processor_of(machine)}, {machine['memory_gib']} GiB{gpus}"
 
 
 _PROVENANCE = {

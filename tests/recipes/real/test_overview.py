@@ -30,7 +30,7 @@ def answers(tmp_path, monkeypatch) -> Path:
         trained = {"step": 60} if "seed" in path.stem else {}
         dtype = {"actor_rollout_ref.rollout.dtype": "bfloat16" if trained else "float32"}
         dtype |= {"actor_rollout_ref.actor.optim.lr": 1e-5} if trained else {}
-        hardware = {"cpu": "a CPU", "cores": 2, "gpus": []}
+        hardware = {"cpu": "a CPU", "instructions": "AVX2", "cores": 2, "gpus": []}
         return {"model": {"path": "x", **trained}, "config": dtype, "sessions": [{"hardware": hardware}]}
 
     monkeypatch.setattr(overview, "read_manifest", manifest)
@@ -44,7 +44,7 @@ def test_a_stage_has_its_own_files_and_says_seeds_steps_and_precision(answers):
     assert cells["then GRPO"] == "75.0 ± 35.4 [0.0, 100.0] (2 seeds, step 60, rate 1e-05, bfloat16)"
     assert re.fullmatch(r"50\.0 \[.*\] \(float32\)", cells["after fine-tuning"])
     assert cells["GRPO, reward a coin"].endswith("(1 seed, step 60, rate 1e-05, bfloat16)")
-    assert cells["then DAPO"] == "not run" and "Answered on: 2 cores, a CPU." in page
+    assert cells["then DAPO"] == "not run" and "Answered on: 2 cores, a CPU, AVX2." in page
 
 
 @pytest.mark.parametrize("stage", overview.STAGES)
