@@ -142,6 +142,19 @@ real_start() { # real_start TASK PRESET: answers of the model as released and af
     } > "outputs/record-start-$task.log" 2>&1
 }
 
+real_tuned() { # real_tuned SEED: fine-tuning on instructions, its published copy, and its held-out answers
+    local seed="$1" run="outputs/sft/smollm2_135m-seed$1" answers="outputs/real/answers_instructions/sft-seed$1.jsonl"
+    echo "sft/real-seed$seed: $(date +%H:%M:%S)"
+    {
+        bash recipes/sft/run_smollm2_135m.sh "trainer.seed=$seed" && # the first seed was the start of the others
+            "$python" -m results.publish "$run" --as "sft/real-seed$seed" &&
+            "$python" -m core.export "$run" "outputs/real/sft-seed$seed" &&
+            "$python" -m core.evaluate generate grpo preset=smollm2_135m --model "./outputs/real/sft-seed$seed" \
+                --out "$answers" &&
+            "$python" -m core.evaluate score "$answers" --name "${guarded[@]}"
+    } > "outputs/record-sft-seed$seed.log" 2>&1 || { tail -n 5 "outputs/record-sft-seed$seed.log" >&2 && return 1; }
+}
+
 failed=""
 queue() { # queue COMMAND ...: runs it beside the others, REAL_AT_ONCE at a time
     while (($(jobs -rp | wc -l) >= ${REAL_AT_ONCE:-1})); do wait -n || failed=1; done
@@ -161,7 +174,7 @@ settle() { # waits for what was queued; fails where any of it failed
 
 real() {
     local faster=actor_rollout_ref.actor.optim.lr=3.0e-5
-    local grpo=grpo/run_smollm2_135m.sh traced=(trainer.trace.freq=20 trainer.trace.groups=10) seed task control
+    local grpo=grpo/run_smollm2_135m.sh traced=(trainer.trace.freq=20 trainer.trace.groups=10) seed task control port=8123
     source recipes/real/common.sh # the precision and the memory of all stages
     [[ "$REAL_DEVICE" == cuda ]] || unset OMP_NUM_THREADS
     mkdir -p outputs/real
@@ -171,6 +184,7 @@ real() {
     queue real_start search smollm2_135m
     settle
     for seed in 1 2 3; do
+        queue real_tuned "$seed"
         queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150 "${traced[@]}"
         queue real_run "real-lr3e-5-seed$seed" $grpo "trainer.seed=$seed" "$faster" \
             "${traced[@]}"
@@ -194,8 +208,12 @@ real() {
     done
     queue real_run real-untuned-seed1 $grpo "actor_rollout_ref.model.path=$model" "$faster"
     for seed in 1 2 3; do
-        REAL_PORT=$((8123 + seed)) queue real_run "real-search-seed$seed" search_r1/run_smollm2_135m.sh \
+        REAL_PORT=$((++port)) queue real_run "real-search-seed$seed" search_r1/run_smollm2_135m.sh \
             "trainer.seed=$seed" "${traced[@]}"
+    done
+    for control in random shuffled; do
+        REAL_PORT=$((++port)) queue real_run "real-search-$control-seed1" search_r1/run_smollm2_135m.sh \
+            "$control" "${traced[@]}"
     done
     settle
 }

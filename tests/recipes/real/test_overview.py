@@ -60,11 +60,12 @@ def test_the_command_beside_a_row_is_one_that_can_be_typed(stage):
     [
         ("instructions", "real-seed1", "then GRPO"),
         ("instructions", "real-lr3e-5-seed1", "then GRPO, larger rate"),
+        ("instructions", "sft-seed1", "fine-tuning, other seeds too"),
         ("search", "real-search-seed1", "then GRPO"),
     ],
 )
 def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(task, name, stage, tmp_path):
-    assert f'"{name[:-1]}$seed"' in (ROOT / "results/record.sh").read_text(encoding="utf-8")
+    assert f"{name[:-1]}$seed" in (ROOT / "results/record.sh").read_text(encoding="utf-8")
     (tmp_path / f"{name}.jsonl").touch()
     assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES[stage][0])] == [name]
 
