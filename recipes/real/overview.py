@@ -49,7 +49,10 @@ its own, and has the controls.
 COMMANDS = """`bash` before a command repeats its row. TASK is nothing for instructions, `passages` or `arithmetic`;
 for `search` the row of GRPO is `recipes/search_r1/run_smollm2_135m.sh`. Behind a command, `trainer.seed=2` is another
 seed, and `trainer.total_training_steps=20` ends at the step that the row names. `recipes/real/run.sh`
-has the answers as released, and after fine-tuning; those of a run are made by
+has the answers as released, and after fine-tuning; those of another fine-tuning are made by
+`python -m core.export outputs/sft/smollm2_135m-seed2 outputs/real/sft-seed2` and
+`python -m core.evaluate generate grpo --model ./outputs/real/sft-seed2 preset=smollm2_135m --out answers.jsonl`,
+those of a run by
 `python -m core.evaluate generate grpo --run outputs/grpo/smollm2_135m-seed1 --out answers.jsonl` and scored by
 `python -m core.evaluate score answers.jsonl --name guarded reward_model.reward_kwargs.instructions.method=guarded` (for
 other tasks `--name strict` alone).
