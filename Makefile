@@ -3,7 +3,6 @@
 # make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
 # make test-processes  runs those that start clusters, ranks, engines and shells: some ten minutes
-# make test-deletion   runs the kernel's tests in copies without all extensions and without each: half an hour
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
 # make record      runs what is published of the labs again, with the capsules and the oracle: an hour or two
@@ -25,7 +24,7 @@ BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without bytecode each compiles what it imports
 
-.PHONY: setup lab real check test test-processes test-slow test-deletion verified record test-gpu bench lint format
+.PHONY: setup lab real check test test-processes test-slow verified record test-gpu bench lint format
 .PHONY: report studies feasible constraints clean
 
 setup: $(STAMP)
@@ -53,9 +52,6 @@ test-slow: setup
 
 test-processes: setup
 	$(BIN)/python -m pytest -m processes -n 2
-
-test-deletion: setup
-	$(BIN)/python -m pytest -m deletion tests/core/extensions/test_deletion.py
 
 verified: setup
 	RECORD_VERIFIED=1 $(BIN)/python -m pytest -m slow tests/recipes/test_lab.py -k published_lab_run_repeats

@@ -37,7 +37,7 @@ def generate_command(arguments: Sequence[str]) -> int:
         "--out", type=written_here, required=True, help="The file to write or to go on with, ending in .jsonl."
     )
     args = parser.parse_intermixed_args(arguments)
-    from core.extensions.evaluation.generate import generate, request
+    from core.evaluation.generate import generate, request
 
     asked = request(args.recipe, args.overrides, args.out, model=args.model, run=args.run, step=args.step)
     print("\n".join([*(["dry run: it would generate"] if is_dry_run() else []), *asked.described()]), flush=True)
@@ -61,7 +61,7 @@ def score_command(arguments: Sequence[str]) -> int:
     if is_dry_run():
         beside = args.answers.with_name(f"{args.answers.stem}.scores-{args.name or args.scorer or 'SCORER'}.jsonl")
         return _would("score", [args.answers], [beside])
-    from core.extensions.evaluation.score import score
+    from core.evaluation.score import score
     from core.tracking.validation import failed_share
 
     done = score(args.answers, args.overrides, args.scorer, args.name)
@@ -76,7 +76,7 @@ def report_command(arguments: Sequence[str]) -> int:
     parser.add_argument("scores", nargs="+", type=Path, metavar="SCORES.jsonl", help="The files that score wrote.")
     parser.add_argument("--k", nargs="+", type=int, help="The k of pass@k (default: powers of two and all samples).")
     args = parser.parse_args(arguments)
-    from core.extensions.evaluation.summary import report, report_path
+    from core.evaluation.summary import report, report_path
 
     if is_dry_run():
         return _would("report", args.scores, [report_path(path) for path in args.scores])

@@ -2,7 +2,7 @@
 
 import sys
 
-from core.extensions.planning.estimate import main
+from core.planning.estimate import main
 
 if __name__ == "__main__":
     sys.exit(main())

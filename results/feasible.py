@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InputError
-from core.extensions.planning.model_shapes import TABLE
+from core.planning.model_shapes import TABLE
 from core.tracking.run_manifest import ROOT
 from results.reporting.feasibility import table
 from results.reporting.run_scripts import read_summaries

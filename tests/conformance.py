@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import golden_adapters
-from tests.core.extensions.variants import golden_variants
+from tests.core.algorithm.variants import golden_variants
 from tests.golden_io import check, golden_dir, golden_files, load
 from tests.golden_scorers import ANSWERS, ERRORS, departure, raw_cases
 
@@ -31,7 +31,7 @@ ELSEWHERE = {
 }
 NOT_HERE = {
     "policy_clip_cov": "published, it draws tokens within a micro-batch; here among those of an optimizer step, by the "
-    "old log-probs (tests/core/extensions/variants/test_covariance.py)",
+    "old log-probs (tests/core/algorithm/variants/test_covariance.py)",
     "policy_kl_cov": "published, it ranks the tokens of a micro-batch; here as clip_cov",
     "policy_geo_mean": "counts empty rows in its mean, and has a sequence weight of its own for rollout correction",
 }

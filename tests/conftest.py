@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.needs import EXTENSIONS
-
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,16 +28,6 @@ def pytest_xdist_make_scheduler(config, log):
 @cache
 def has_module_fixtures(file):
     return 'scope="module"' in (ROOT / file).read_text()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    """Leave out a test that needs an extension whose folder was deleted (``python -m tests.without``)."""
-    for name in (name for mark in item.iter_markers("needs") for name in mark.args):
-        if name not in EXTENSIONS:
-            raise pytest.UsageError(f"needs({name!r}): no such extension; one of {', '.join(EXTENSIONS)}")
-        if not (ROOT / "core/extensions" / name).is_dir():
-            pytest.skip(f"needs core/extensions/{name}, which is not there")
 
 
 @pytest.fixture(autouse=True)

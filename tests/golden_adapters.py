@@ -1,7 +1,7 @@
 """Which function each file of golden vectors is about, and how its inputs map onto ours.
 
 An adapter yields :class:`Comparison` objects for a case at a precision ("f64" or "f32"). :data:`ADAPTERS` is the table
-that the tests and ``python -m tests.conformance`` go through, with that of ``core/extensions/variants``; a file that is
+that the tests and ``python -m tests.conformance`` go through, with that of ``core/algorithm/variants``; a file that is
 in neither is reported, not failed.
 """
 

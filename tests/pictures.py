@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from core.config.sections.model import ModelConfig
-from core.extensions.vision.images import Picture, PictureFormat, Pictures, read_picture
-from core.extensions.vision.picture_modality import PictureModality
+from core.vision.images import Picture, PictureFormat, Pictures, read_picture
+from core.vision.picture_modality import PictureModality
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -48,7 +48,7 @@ COMMANDS = ("plan", "evaluate", "replay")
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {
     "ray": ("core/cluster/ray_*.py",),
-    "vllm": ("core/engines/vllm*.py", "core/extensions/vision/vllm_*.py"),
+    "vllm": ("core/engines/vllm*.py", "core/vision/vllm_*.py"),
 }
 
 MARKDOWN = [
@@ -212,7 +212,7 @@ def test_ray_and_vllm_are_imported_by_few_files(package):
         "from core.config import compose; compose('grpo', ['actor_rollout_ref.rollout.n=4'])",
         "from reward_scores import SCORERS; SCORERS['openai/gsm8k']('#### 4', '4', {})",
         "import core.rewards, results.reporting.run_report, results.reporting.study_report",
-        "from core.extensions.planning import estimate as plan; "
+        "from core.planning import estimate as plan; "
         "plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])",
     ],
 )

@@ -1,7 +1,7 @@
 """How far the engine's log-probs are from the learner's: metrics under verl's names, of every step.
 
 Written ``d = log pi_learner - log pi_rollout`` below, token by token, with the learner's weights of before the update.
-``core/extensions/variants/rollout_correction.py`` weighs or rejects samples by it, where a key asks for that.
+``core/algorithm/variants/rollout_correction.py`` weighs or rejects samples by it, where a key asks for that.
 """
 
 from __future__ import annotations

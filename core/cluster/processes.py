@@ -263,7 +263,7 @@ class RewardModelProcess(Process):
 
     def __init__(self, cores: int | None, parts: int = 1):
         super().__init__(cores, parts)
-        self.model: Any = None  # of core/extensions/judge
+        self.model: Any = None  # of core/rewards/judge
 
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
         """Load the model, or this rank's part of it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,25 @@ from core.config.section import Section
 from core.config.yaml_files import read_table
 from core.errors import InputError
 
-PACKAGE = "core.extensions"
+PACKAGES = (
+    "core.rollout.call_formats",
+    "core.extensions.capsules",
+    "core.extensions.environments",
+    "core.evaluation",
+    "core.rewards.judge",
+    "core.planning",
+    "core.files.remote",
+    "core.engines.sglang",
+    "core.cluster.tensor_parallel",
+    "core.rollout.tools",
+    "core.trace",
+    "core.algorithm.variants",
+    "core.extensions.verl_classes",
+    "core.extensions.verl_data",
+    "core.config.verl_keys",
+    "core.extensions.verl_tools",
+    "core.vision",
+)
 
 
 @dataclass(frozen=True)
@@ -70,11 +87,8 @@ def recorder(
 
 @functools.cache
 def found() -> tuple[Extension, ...]:
-    """Return the extensions that are there, by name."""
-    package = importlib.import_module(PACKAGE)
-    names = sorted(one.name for one in pkgutil.iter_modules(package.__path__) if one.ispkg)
-    modules = (importlib.import_module(f"{PACKAGE}.{name}.extension") for name in names)
-    return tuple(module.EXTENSION for module in modules)
+    """Return what the packages of ``PACKAGES`` declare."""
+    return tuple(importlib.import_module(f"{name}.extension").EXTENSION for name in PACKAGES)
 
 
 def entries(table: str) -> dict[str, Any]:
@@ -128,11 +142,11 @@ def extended(section: str) -> Callable[[type[Section]], Any]:
 
 def tables(name: str) -> list[Any]:
     """Return what the extensions' files of this name hold, ``key_roles.yaml`` say."""
-    folders = (Path(importlib.import_module(f"{PACKAGE}.{one.name}").__file__).parent for one in found())
+    folders = (Path(importlib.import_module(name).__file__).parent for name in PACKAGES)
     return [read_table(folder / name) for folder in folders if (folder / name).exists()]
 
 
 def config_folders() -> list[Path]:
     """Return the folders of configuration files that defaults lists of users' files may name."""
-    folders = (Path(importlib.import_module(f"{PACKAGE}.{one.name}").__file__).parent / "config" for one in found())
+    folders = (Path(importlib.import_module(name).__file__).parent / "config" for name in PACKAGES)
     return [folder for folder in folders if folder.is_dir()]

@@ -15,7 +15,7 @@ from core.errors import InputError
 
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # S3:// is no folder either: no driver has that name
 ABSENT = "is a URL, and the extension that reads and writes those is not there"
-FIX = "give a path on this machine, or restore core/extensions/remote"
+FIX = "give a path on this machine, or restore core/files/remote"
 
 
 def is_url(text: str | Path) -> bool:

@@ -1,6 +1,6 @@
 """Keys that the schema lacks, and values that it refuses: what an extension reads in them, or the nearest key.
 
-The nearest key is looked for within a key's own section. An extension (``core/extensions/verl_keys``) may know what
+The nearest key is looked for within a key's own section. An extension (``core/config/verl_keys``) may know what
 other versions meant; it is asked, and imported, only where a command line has such a key or value.
 """
 

@@ -1,7 +1,7 @@
 """The rollout engine contract: token ids in, token ids out, one request a sample, asynchronous.
 
 ``core/engines/hf.py`` (transformers, in process), ``tests/scripted_engine.py`` (tests) and
-``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. ``core/extensions/sglang`` implements it
+``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. ``core/engines/sglang`` implements it
 except for the limitations in its docstring.
 """
 

@@ -1,6 +1,6 @@
 """What a reward model is called with, and what it gives.
 
-The model itself is :mod:`core.extensions.judge.reward_model`; where it runs is decided by
+The model itself is :mod:`core.rewards.judge.reward_model`; where it runs is decided by
 :attr:`core.cluster.workers.Workers.reward_model`. Nothing here imports torch.
 """
 

@@ -1,7 +1,7 @@
 """Which keys lower the memory of each phase. A plan before a run and the error of a run name the same keys.
 
 These are memory settings: they split or move the computation and cannot change the result, up to rounding. Where none
-is left, the advice says so. :mod:`core.extensions.planning.estimate` computes how much a phase needs.
+is left, the advice says so. :mod:`core.planning.estimate` computes how much a phase needs.
 """
 
 from __future__ import annotations

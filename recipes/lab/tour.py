@@ -30,7 +30,7 @@ SETTINGS = (
 OBSERVERS = (
     *("core/tracking/step_time.py", "core/tracking/progress.py"),
     *(
-        "core/extensions/trace/trace_recorder.py",
+        "core/trace/trace_recorder.py",
         "core/learner/traced_tokens.py",
         "core/extensions/capsules/capsule_recorder.py",
     ),

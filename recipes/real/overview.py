@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from core.errors import InputError
-from core.extensions.evaluation.answer_file import read_manifest
+from core.evaluation.answer_file import read_manifest
 from recipes.real.report import TITLES, Stage, estimate
 from results.reporting.numbers import percent
 from results.reporting.run_reader import hardware_of

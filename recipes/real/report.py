@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import InputError
-from core.extensions.evaluation.answer_file import read_manifest, trajectory_of
-from core.extensions.evaluation.summary import summary
+from core.evaluation.answer_file import read_manifest, trajectory_of
+from core.evaluation.summary import summary
 from core.tracking.confidence_intervals import Estimate, question_interval
 from recipes.real.controls import control_of
 from results.reporting.comparison import seed_interval

@@ -27,11 +27,11 @@ OVERRIDE = re.compile(r"[\w.+~]+=")
 
 
 def answer(question: str, overrides: Sequence[str], prompt: str | None = None) -> Mapping[str, Any] | None:
-    """Generate the answer and return its line (``core/extensions/evaluation/answer_file.py``); None in a dry run.
+    """Generate the answer and return its line (``core/evaluation/answer_file.py``); None in a dry run.
 
     The prompt is that of the training data, with or without search as ``do_search`` has it, or ``prompt``, plain.
     """
-    from core.extensions.evaluation.generate import PATH, generate, request
+    from core.evaluation.generate import PATH, generate, request
     from data_preprocess.open_qa import make_qa_row
     from data_preprocess.schema import write_rows
     from data_preprocess.search_r1_prompts import PROMPTS

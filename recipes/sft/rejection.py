@@ -26,8 +26,8 @@ from core.config.locations import written_here
 from core.data.parquet import sha256_of
 from core.data.sampler import permutation
 from core.errors import InputError
-from core.extensions.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
-from core.extensions.evaluation.generate import digest_of
+from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
+from core.evaluation.generate import digest_of
 from core.files.durable_files import replacing, write_atomic
 from core.tracking import run_manifest
 from core.tracking.validation import ValRecord

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.extensions.evaluation.summary import Summary, summary
+from core.evaluation.summary import Summary, summary
 from results.reporting.comparison import accuracy_by_question, paired_comparison
 from results.reporting.numbers import change, percent
 from results.reporting.pages import Block, Gallery, Heading, Table, Text, write_pages
@@ -99,7 +99,7 @@ def lenient(strict: Summary) -> Summary | None:
     settings = lenient_settings(strict)
     if not settings:
         return None
-    from core.extensions.evaluation.score import score  # it loads torch
+    from core.evaluation.score import score  # it loads torch
 
     answers = strict.path.with_name(strict.manifest["answers"])
     label = f"{strict.manifest['scorer']}-lenient"

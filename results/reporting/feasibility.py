@@ -1,6 +1,6 @@
 """Which run scripts run on what: each ``recipes/*/run_*.sh`` planned for other GPUs, beside the published runs.
 
-Memory and time are those of ``core/extensions/planning``; a lab's time is that of its published runs.
+Memory and time are those of ``core/planning``; a lab's time is that of its published runs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from core.config import examine
 from core.config.recipes import trainer_of
 from core.errors import InputError
-from core.extensions.planning.estimate import Plan, advice
-from core.extensions.planning.model_rules import model_problems
-from core.extensions.planning.model_shapes import gpu
+from core.planning.estimate import Plan, advice
+from core.planning.model_rules import model_problems
+from core.planning.model_shapes import gpu
 from core.tracking.memory_settings import pass_tokens
 from results.reporting.numbers import duration
 from results.reporting.pages import Table, markdown_table

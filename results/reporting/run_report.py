@@ -283,7 +283,7 @@ def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = 
 
 def _trace_links(runs: Sequence[RecordedRun], out: Path) -> list[Block]:
     """Return links to pages of recorded tokens; none where the extension that knows their format was deleted."""
-    if find_spec("core.extensions.trace") is None:
+    if find_spec("core.trace") is None:
         return []
     from results.reporting.trace_page import trace_links
 

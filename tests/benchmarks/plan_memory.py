@@ -5,7 +5,7 @@
 Each case makes two optimizer steps of ``core.learner.learner.Actor`` (the first creates Adam's moments) and counts
 every
 allocation and release of torch's CPU allocator during the second: their highest sum is what the update needs beyond
-the weights and moments that are there. The estimate is that of ``core.extensions.planning.estimate`` for the same
+the weights and moments that are there. The estimate is that of ``core.planning.estimate`` for the same
 shape, precision and tokens:
 gradients and activations at their highest, copies of the weights in bf16. A GPU's allocator, its fragments and its
 libraries are not measured. Writes ``results/benchmarks/plan_memory.md``, and ``plan_memory.json``, from which a plan
@@ -24,10 +24,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from core.extensions.planning.estimate import copies_bytes, update_bytes
-from core.extensions.planning.model_shapes import Shape
 from core.learner.batching import make_batch, mini_batches
 from core.learner.learner import Actor
+from core.planning.estimate import copies_bytes, update_bytes
+from core.planning.model_shapes import Shape
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 

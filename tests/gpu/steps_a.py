@@ -24,14 +24,14 @@ from transformers import Qwen2Config
 from core.cluster.fsdp import ProcessRanks, gathered, reshard, shard
 from core.config import compose
 from core.engines.weight_buckets import Packer, Staging, Weight, staged_size
-from core.extensions.planning.estimate import block_bytes, gathered_bytes, head_bytes, sharded_update_bytes
-from core.extensions.planning.model_shapes import MODELS, Shape
 from core.learner import log_probs
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor, MicroBatchSize
 from core.learner.models import load_policy
 from core.learner.packing import Layout
 from core.learner.saving import host_copy, load_sharded_optimizer, save_optimizer
+from core.planning.estimate import block_bytes, gathered_bytes, head_bytes, sharded_update_bytes
+from core.planning.model_shapes import MODELS, Shape
 from core.types import TrainBatch
 from tests.gpu import grpo
 from tests.padded import batch_of_padded

@@ -18,13 +18,13 @@ from core.command_line import all_problems
 from core.config import examine
 from core.config.schema import Config
 from core.errors import InputError
-from core.extensions.tools.interactions import check_interactions
-from core.extensions.tools.tools import check_tools
 from core.rewards.grading import Failure
 from core.rewards.layer import RewardLayer
+from core.rollout.tools.interactions import check_interactions
+from core.rollout.tools.tools import check_tools
 from core.types import Prompt
-from tests.core.extensions.tools.test_interactions import played as conversed
-from tests.core.extensions.tools.test_tool_agent import MULTI, call, played, tool_text
+from tests.core.rollout.tools.test_interactions import played as conversed
+from tests.core.rollout.tools.test_tool_agent import MULTI, call, played, tool_text
 from tests.public_classes.cases import Reward, Tool, User
 
 FOLDER = Path(__file__).parent

@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CALLS = '''
-from core.extensions.call_formats.call_formats import parse_hermes
-from core.extensions.tools.tool_agent import ToolAgentLoop
-from core.extensions.tools.tools import chosen
+from core.rollout.call_formats.call_formats import parse_hermes
+from core.rollout.tools.tool_agent import ToolAgentLoop
+from core.rollout.tools.tools import chosen
 
 CALL = """<tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call>"""
 

@@ -11,9 +11,9 @@ import pytest
 from core.config import compose
 from core.data.parquet import ExampleFile
 from core.engines import SamplingParams
-from core.extensions.tools.tool_agent import ToolAgentLoop
-from core.extensions.tools.tools import load_tools
 from core.rollout.agent_loop import Episode, Limits
+from core.rollout.tools.tool_agent import ToolAgentLoop
+from core.rollout.tools.tools import load_tools
 from core.types import Prompt
 from recipes.lab import guesses, sums, warm_start
 from recipes.lab.tokenizer import build_tokenizer

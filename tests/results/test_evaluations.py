@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from core import evaluate
-from core.extensions.evaluation.summary import summary
+from core.evaluation.summary import summary
 from core.tracking.confidence_intervals import Estimate
 from results import publish, report
 from results.reporting.evaluations import read_evaluations

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 from core.errors import InputError
-from core.extensions.trace.trace_recorder import FORMAT
-from core.extensions.vision.images import THUMBNAIL, pixels, read_picture, thumbnail
+from core.trace.trace_recorder import FORMAT
 from core.types import Stop
+from core.vision.images import THUMBNAIL, pixels, read_picture, thumbnail
 from results import report, trace
 from results.reporting import trace_page
 from results.reporting.pages import Link

@@ -16,9 +16,9 @@ import torch
 
 from core.algorithm.losses import vanilla
 from core.config import Config
-from core.extensions.trace.trace_recorder import TraceRecorder, _byte_of
 from core.learner.batching import make_batch, mini_batches
 from core.learner.traced_tokens import TracedTokens, clipped_how
+from core.trace.trace_recorder import TraceRecorder, _byte_of
 from core.tracking.recorders import Moment
 from core.types import Media, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded

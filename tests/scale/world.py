@@ -27,10 +27,10 @@ import torch
 
 from core.cluster.fsdp import LearnerRank
 from core.config.schema import Config
-from core.extensions.planning.estimate import Plan
-from core.extensions.planning.model_shapes import gpu, width
-from core.extensions.planning.step_seconds import forward_flops
 from core.learner.models import compute_dtype
+from core.planning.estimate import Plan
+from core.planning.model_shapes import gpu, width
+from core.planning.step_seconds import forward_flops
 from core.tracking.memory_settings import log_prob_tokens, pass_tokens
 from core.tracking.run_manifest import git_state, hardware
 from results.reporting.run_scripts import Script, read_script

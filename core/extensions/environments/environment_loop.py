@@ -32,9 +32,9 @@ from core.data.dataset import Worded
 from core.data.parquet import Example
 from core.data.vocabulary import writable
 from core.errors import InputError
-from core.extensions.call_formats.call_formats import FORMATS, Chat
 from core.extensions.environments.extension import SECTION
 from core.rollout.agent_loop import AgentLoop, Episode
+from core.rollout.call_formats.call_formats import FORMATS, Chat
 from core.safe_text.printable import printable
 from core.types import Prompt, Stop
 from reward_scores.environment import REWARD

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from core.extensions.tools.interactions import Interaction, UserTurn
 from core.extensions.verl_classes.base_tool import accepted, awaited
+from core.rollout.tools.interactions import Interaction, UserTurn
 
 
 class BaseInteraction:

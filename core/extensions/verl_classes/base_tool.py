@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from core.extensions.tools.tools import EpisodeTool, ToolAnswer
+from core.rollout.tools.tools import EpisodeTool, ToolAnswer
 
 
 class OpenAIFunctionPropertySchema(BaseModel):

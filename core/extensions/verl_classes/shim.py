@@ -124,10 +124,10 @@ ABSENT = ("verl.experimental", "verl.trainer", "verl.tools.mcp", "verl.tools.uti
 ADVICE = {  # beginning of a module of verl -> what to write instead; the first that fits
     "verl.experimental.agent_loop": "write the loop on core.rollout.agent_loop.AgentLoop, whose run() asks the episode "
     "for turns: verl's server manager is not here",
-    "verl.tools.mcp": "write a class on BaseTool or core.extensions.tools.tools.Tool that asks the MCP server itself",
-    "verl.tools.utils.mcp": "write a class on BaseTool or core.extensions.tools.tools.Tool that asks the server itself",
-    "verl.tools": "write the tool on BaseTool, or on core.extensions.tools.tools.Tool",
-    "verl.interactions": "write the user on BaseInteraction, or on core.extensions.tools.interactions.Interaction",
+    "verl.tools.mcp": "write a class on BaseTool or core.rollout.tools.tools.Tool that asks the MCP server itself",
+    "verl.tools.utils.mcp": "write a class on BaseTool or core.rollout.tools.tools.Tool that asks the server itself",
+    "verl.tools": "write the tool on BaseTool, or on core.rollout.tools.tools.Tool",
+    "verl.interactions": "write the user on BaseInteraction, or on core.rollout.tools.interactions.Interaction",
     "verl.utils.reward_score": "call reward_scores.scorer_for(data_source), or copy the function into your file",
     "verl.workers.reward_manager": "write the manager on AbstractRewardManager",
     "verl.utils.dataset": "write the class on RLHFDataset, or write parquet rows",

@@ -22,7 +22,7 @@ from core.rollout.agent_loop import Episode, Limits
 from core.types import Stop
 from data_preprocess import environment
 from reward_scores.score import ScoreStatus
-from tests.core.extensions.tools.test_tool_agent import call, tokenizer
+from tests.core.rollout.tools.test_tool_agent import call, tokenizer
 from tests.scripted_engine import ScriptedEngine
 
 FILE = Path(__file__).with_name("guessing.py")

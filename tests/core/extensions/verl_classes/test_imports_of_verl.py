@@ -143,7 +143,7 @@ def test_a_dry_run_checks_the_files_of_tools_and_users(tmp_path):
         tmp_path, "from verl.tools.mcp_base_tool import MCPBaseTool\nclass M(MCPBaseTool):\n    pass\n", "m.py"
     )
     file = written(tmp_path, f"tools:\n  - class_name: {tool}:T\n  - class_name: {tool}:U\n", "tools.yaml")
-    users = written(tmp_path, "interaction:\n  - class_name: core.extensions.tools.tools.Calculator\n", "users.yaml")
+    users = written(tmp_path, "interaction:\n  - class_name: core.rollout.tools.tools.Calculator\n", "users.yaml")
     options = [f"{MULTI}.enable=True", f"{MULTI}.tool_config_path={file}", f"{MULTI}.interaction_config_path={users}"]
     lines = "\n".join(_of_extensions("problems_before_start", compose("grpo", options))).splitlines()
     for part, line in zip(("has no execute of its own", "has no 'U'", "does not extend"), lines, strict=True):

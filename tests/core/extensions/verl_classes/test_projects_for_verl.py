@@ -14,12 +14,12 @@ import pytest
 from core.config import compose
 from core.config.plugins import load_object
 from core.errors import InputError
-from core.extensions.tools.interactions import load_interactions
-from core.extensions.tools.tools import load_tools
 from core.extensions.verl_classes.import_check import problems
 from core.rollout import outside_code
-from tests.core.extensions.tools.test_interactions import played as conversed
-from tests.core.extensions.tools.test_tool_agent import MULTI, call, played, tool_text
+from core.rollout.tools.interactions import load_interactions
+from core.rollout.tools.tools import load_tools
+from tests.core.rollout.tools.test_interactions import played as conversed
+from tests.core.rollout.tools.test_tool_agent import MULTI, call, played, tool_text
 
 BASE = "from verl.tools.base_tool import BaseTool\nfrom verl.tools.schemas import ToolResponse\n"
 ECHO = f"""{BASE}

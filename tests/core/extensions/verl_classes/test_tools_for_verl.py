@@ -10,14 +10,14 @@ import pytest
 
 from core.config.plugins import load_object
 from core.errors import InputError
-from core.extensions.evaluation.answer_file import answer_line, trajectory_of
-from core.extensions.tools.interactions import load_interactions
-from core.extensions.tools.tools import load_tools
+from core.evaluation.answer_file import answer_line, trajectory_of
 from core.extensions.verl_classes.shim import MODULES
 from core.rewards.layer import verl_facts
-from tests.core.extensions.tools.test_interactions import played as conversed
-from tests.core.extensions.tools.test_tool_agent import MULTI, call, played, problems_of, tool_text
+from core.rollout.tools.interactions import load_interactions
+from core.rollout.tools.tools import load_tools
 from tests.core.rollout.test_agent_loop import prompt
+from tests.core.rollout.tools.test_interactions import played as conversed
+from tests.core.rollout.tools.test_tool_agent import MULTI, call, played, problems_of, tool_text
 
 PUBLIC = Path(__file__).parent / "public"
 

@@ -1,0 +1,215 @@
+"""Importance correction: training on samples that another policy than the learner's drew.
+
+Samples come from an engine of its own precision, from a policy that is a step old, or from a truncated distribution.
+Written ``d = log pi_learner - log pi_rollout`` below, token by token, with the learner's weights before the update.
+Two remedies, alone or together (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+training"; Liu et al. 2025, "When speed kills stability"):
+
+* weights (``rollout_is``): the policy-gradient loss of a token is multiplied by ``exp(d)``, or by the product over
+  its sequence; truncated at a bound (TIS), or 0 outside two (MIS, also called IcePop). A weight changes a token's
+  loss, never the denominators.
+* rejection (``rollout_rs``): tokens or sequences whose divergence is out of bounds leave ``loss_mask``, and with it
+  every denominator, as a masked sample does. Their rewards stay in their group's statistics: the answer is real, only
+  its gradient is not to be trusted.
+
+PPO's own ratio stays between the learner and itself, before and during the update (decoupled PPO, arXiv:2110.00641).
+``bypass_mode`` takes the engine's log-probs for the old ones instead: one ratio then does both, and a pass is saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core.algorithm.losses import LOG_RATIO_BOUND
+from core.algorithm.rollout_mismatch import log_ratio, sampled
+from core.algorithm.sequences import (
+    count_by_sequence,
+    max_by_sequence,
+    mean_by_sequence,
+    spread_over_tokens,
+    sum_by_sequence,
+)
+from core.algorithm.variants.keys import Bounds, CorrectionKeys, Criterion, criteria, weight_bounds
+from core.types import TrainBatch
+
+
+def importance_weights(
+    log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
+    """Return the weights as applied, and as they were before the bounds.
+
+    ``token``: ``exp(d_t)``. ``sequence``: ``exp(sum_t d_t)`` for all its tokens. Exponents are clamped to +-20.
+    One bound truncates, ``min(w, upper)``; two of them mask, ``w`` where ``lower <= w <= upper`` and 0 elsewhere.
+
+    Shapes:
+        log_ratio_N   [N], 0 outside the mask
+        applied, raw  [N], 0 outside the mask
+    """
+    exponent = log_ratio_N
+    if level == "sequence":
+        exponent = spread_over_tokens(sum_by_sequence(log_ratio_N, lengths_B), lengths_B)
+    raw = exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().masked_fill(~mask_N, 0)
+    if bounds.lower is None:
+        return raw.clamp(max=bounds.upper), raw
+    return raw.masked_fill((raw < bounds.lower) | (raw > bounds.upper), 0), raw
+
+
+def normalising_factor(weights_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str) -> float:
+    """Return the mean weight, over tokens or over sequences; 1 where all weights are 0."""
+    of_tokens = level == "token"
+    mean = float((weights_N[mask_N] if of_tokens else _means_of_sequences(weights_N, mask_N, lengths_B)).mean())
+    return mean if mean > 1e-8 else 1.0
+
+
+def divergence(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, name: str) -> Tensor:
+    """Return a statistic of ``core.algorithm.variants.keys.STATISTICS``, [N]; a sequence's is in all of its tokens.
+
+    ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
+    +-20; per token, or summed, averaged or maximised over the sequence.
+    """
+    d = log_ratio_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    over, _, estimate = name.rpartition("_")
+    value = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[estimate].masked_fill(~mask_N, 0)
+    if over == "seq_sum":
+        return spread_over_tokens(sum_by_sequence(value, lengths_B), lengths_B)
+    if over == "seq_mean":
+        return spread_over_tokens(mean_by_sequence(value, mask_N, lengths_B), lengths_B)
+    if over == "seq_max":  # k2 and k3 are at least 0
+        return spread_over_tokens(max_by_sequence(value, lengths_B), lengths_B)
+    return value
+
+
+def kept_tokens(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: tuple[Criterion, ...]) -> Tensor:
+    """Return the tokens of the mask that meet every criterion, [N] bool."""
+    mask_kept = mask_N.clone()
+    for criterion in rules:
+        value = divergence(log_ratio_N, mask_N, lengths_B, criterion.name)
+        mask_kept &= (value >= criterion.lower) & (value <= criterion.upper)
+    return mask_kept
+
+
+def correct(batch: TrainBatch, config: CorrectionKeys) -> tuple[TrainBatch, dict[str, float]]:
+    """Set ``rollout_is_weights`` and take rejected tokens out of ``loss_mask``; return ``rollout_corr/...`` too.
+
+    The weights belong to the whole batch: a driver computes them once, before sequences are split over ranks.
+    Tokens that train and that no policy sampled (``batch.sampled_mask``) have weight 1, and stay where their sequence
+    does.
+    """
+    remedies = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
+    mask, lengths, metrics = sampled(batch), batch.lengths, {}
+    if not bool(mask.any()) or (batch.sampled_mask is None and all(remedy is None for remedy in remedies)):
+        return batch, metrics
+    others = batch.response_mask & ~mask
+    ratio = log_ratio(batch.require("old_log_probs"), batch.rollout_log_probs, mask)
+    if config.rollout_is is not None:
+        bounds = weight_bounds(config.rollout_is_threshold)
+        applied, raw = importance_weights(ratio, mask, lengths, config.rollout_is, bounds)
+        metrics.update(weight_metrics(applied, raw, mask, lengths, config.rollout_is, bounds))
+        if config.rollout_is_batch_normalize:
+            factor = normalising_factor(applied, mask, lengths, config.rollout_is)
+            metrics["rollout_is_batch_norm_factor"] = factor
+            applied = applied / factor
+        batch = batch.adding(rollout_is_weights=applied.masked_fill(others, 1.0).float()).sealed("rollout_is_weights")
+    kept = mask
+    if config.rollout_rs is not None:
+        rules = criteria(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
+        kept = kept_tokens(ratio, mask, lengths, rules)
+        metrics.update(rejection_metrics(ratio, mask, lengths, rules))
+    if config.rollout_token_veto_threshold is not None:
+        # One token that the learner finds less likely than the engine by this factor drops its sequence.
+        vetoed = count_by_sequence(ratio.exp() < config.rollout_token_veto_threshold, lengths) > 0
+        kept = kept & ~spread_over_tokens(vetoed, lengths)
+        metrics["rollout_is_veto_fraction"] = float(vetoed.double().mean())
+    kept = kept | (others & spread_over_tokens(count_by_sequence(kept, lengths) > 0, lengths))
+    corrected = batch.adding(loss_mask=batch.loss_mask & kept).sealed("loss_mask")
+    return corrected, {f"rollout_corr/{k}": v for k, v in metrics.items()}
+
+
+# -- metrics, under verl's names --------------------------------------------------------------------------------------
+
+
+def weight_metrics(
+    applied_N: Tensor, raw_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str, bounds: Bounds
+) -> dict[str, float]:
+    """Return ``rollout_is_*``: of the weights as applied; the shares beyond the bounds, of the weights before.
+
+    ``eff_sample_size`` is Kish's, ``(mean w)^2 / mean w^2`` over tokens: 1 where all weights are equal, 0 where all
+    are 0. Without a lower bound ``fraction_low`` counts what is below the upper one's reciprocal.
+    """
+    lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
+    inside, by_sequence = Bounds(lower, bounds.upper), level == "sequence"
+    metrics = _distribution(applied_N, raw_N, mask_N, lengths_B, by_sequence, inside, ideal=1.0, floor=0.0)
+    tokens = applied_N[mask_N]
+    square = float(tokens.square().mean())
+    metrics["eff_sample_size"] = float(tokens.mean()) ** 2 / square if square else 0.0
+    for name in ("fraction_high", "fraction_low"):
+        metrics[f"ratio_{name}"] = metrics.pop(name)
+    if bounds.lower is not None:
+        raw = raw_N[mask_N]
+        metrics["oob_ratio"] = float(((raw < lower) | (raw > bounds.upper)).double().mean())
+    return {f"rollout_is_{name}": value for name, value in metrics.items()}
+
+
+def rejection_metrics(
+    log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: tuple[Criterion, ...]
+) -> dict[str, float]:
+    """Return ``rollout_rs_*``: each criterion's statistic, and the shares of tokens and of sequences rejected."""
+    metrics = {}
+    for rule in rules:
+        value, by_sequence = divergence(log_ratio_N, mask_N, lengths_B, rule.name), rule.name.startswith("seq")
+        inside = Bounds(rule.lower, rule.upper)
+        of_rule = _distribution(value, value, mask_N, lengths_B, by_sequence, inside, ideal=0.0, floor=rule.lower)
+        of_rule |= _rejected(kept_tokens(log_ratio_N, mask_N, lengths_B, (rule,)), mask_N, lengths_B)
+        metrics |= {f"rollout_rs_{rule.name}_{name}": number for name, number in of_rule.items()}
+    together = _rejected(kept_tokens(log_ratio_N, mask_N, lengths_B, rules), mask_N, lengths_B)
+    return metrics | {f"rollout_rs_{name}": number for name, number in together.items()}
+
+
+def _rejected(kept_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> dict[str, float]:
+    """Return the share of tokens that were rejected, and of sequences that lost one."""
+    loses_B = count_by_sequence(mask_N & ~kept_N, lengths_B) > 0
+    return {
+        "masked_fraction": float((~kept_N[mask_N]).double().mean()),
+        "seq_masked_fraction": float(loses_B[count_by_sequence(mask_N, lengths_B) > 0].double().mean()),
+    }
+
+
+def _distribution(
+    applied_N: Tensor,
+    raw_N: Tensor,
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    by_sequence: bool,
+    bounds: Bounds,
+    ideal: float,
+    floor: float,
+) -> dict[str, float]:
+    """Return mean and spread over tokens, and over the means of sequences in ``seq_*``.
+
+    Extremes and shares are those of tokens or, ``by_sequence``, of sequences' means.
+    """
+    tokens, means = applied_N[mask_N], _means_of_sequences(applied_N, mask_N, lengths_B)
+    raw_means, lower, upper = _means_of_sequences(raw_N, mask_N, lengths_B), bounds.lower, bounds.upper
+    extremes, compared = (raw_means, raw_means) if by_sequence else (tokens, raw_N[mask_N])
+    metrics = {
+        "mean": tokens.mean(),
+        "max": extremes.max(),
+        "min": extremes.min(),
+        "std": tokens.clamp(min=floor, max=upper).std(correction=0),
+        "fraction_high": (compared > upper).double().mean(),
+        "fraction_low": (compared < lower).double().mean(),
+        "seq_mean": means.mean(),
+        "seq_std": means.std() if len(means) > 1 else torch.zeros(()),
+        "seq_max": means.max(),
+        "seq_min": means.min(),
+        "seq_max_deviation": (means - ideal).abs().max(),
+        "seq_fraction_high": (raw_means > upper).double().mean(),
+        "seq_fraction_low": (raw_means < lower).double().mean(),
+    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _means_of_sequences(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """Return the mean over each sequence's tokens, [sequences that have a token]."""
+    return mean_by_sequence(values_N, mask_N, lengths_B)[count_by_sequence(mask_N, lengths_B) > 0]

@@ -1,0 +1,178 @@
+"""Accuracies of scored answers: by data source and as the mean over them, each with a 95 % interval.
+
+The estimates are :mod:`core.tracking.validation`'s, so that an evaluation and a run's validation give equal numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.errors import InputError
+from core.evaluation.answer_file import read_manifest
+from core.files.durable_files import write_atomic
+from core.tracking.confidence_intervals import Estimate
+from core.tracking.tracker import read_jsonl
+from core.tracking.validation import (
+    ValRecord,
+    are_shares,
+    failed_share,
+    merge_by_question,
+    validation_metrics,
+    variable_estimates,
+)
+
+MACRO = "macro average"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One file of scores. ``sources[source][metric]`` is an estimate over the source's questions."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+    records: list[ValRecord]
+    sources: Mapping[str, Mapping[str, Estimate]]
+
+    @property
+    def macro(self) -> dict[str, Estimate]:
+        """The metrics that all sources have, as means over the sources: each weighs the same, as in papers."""
+        first, *others = self.sources.values()
+        shared = [metric for metric in first if all(metric in one for one in others)]
+        return {metric: macro_average([one[metric] for one in self.sources.values()]) for metric in shared}
+
+    def of(self, source: str) -> list[ValRecord]:
+        return [record for record in self.records if record.data_source == source]
+
+    @property
+    def questions(self) -> frozenset[tuple[str, str]]:
+        return frozenset((record.data_source, record.uid) for record in self.records)
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("model", "scorer", "settings", "answers", "answers_sha256")
+        return {
+            **{name: self.manifest[name] for name in names},
+            "sources": {source: _plain(metrics) for source, metrics in self.sources.items()},
+            "macro_average": _plain(self.macro),
+            "metrics": validation_metrics(self.records),
+        }
+
+    @property
+    def decoding(self) -> str:
+        """How the answers were sampled, in a few words."""
+        prefix = "actor_rollout_ref.rollout.val_kwargs."
+        chosen = {key.removeprefix(prefix): value for key, value in self.manifest["settings"].items() if prefix in key}
+        if not chosen["do_sample"]:
+            return "greedy"
+        cut = f", top-p {chosen['top_p']:g}" if chosen["top_p"] < 1 else ""
+        cut += f", top-k {chosen['top_k']}" if chosen["top_k"] != -1 else ""
+        return f"T={chosen['temperature']:g}{cut}"
+
+
+def macro_average(sets: Sequence[Estimate]) -> Estimate:
+    """Return the mean of the sets' values, with an interval of which the variances of the sets' means add up.
+
+    A small set (Bamboogle: 125 questions) has its full share of the interval. There is none where a set has none.
+    """
+    mean = math.fsum(one.value for one in sets) / len(sets)
+    n = sum(one.n for one in sets)
+    if any(one.low is None or one.high is None for one in sets):
+        return Estimate(mean, None, None, n)
+    half = math.hypot(*((one.high - one.low) / 2 for one in sets)) / len(sets)
+    return Estimate(mean, mean - half, mean + half, n)
+
+
+def summary(path: Path, sizes: Sequence[int] | None = None) -> Summary:
+    """Read a file of scores. ``sizes`` are the k of ``pass@k``; by default powers of two and all samples.
+
+    Raises InputError for another file, a damaged one, and a k above the samples of a question.
+    """
+    manifest = read_manifest(path, "scores")
+    try:
+        records = [ValRecord.from_json(row) for row in read_jsonl(path)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: is damaged ({error}); score the answers again") from error
+    if len(records) != manifest["questions"]:
+        raise InputError(f"{path}: holds {len(records)} of {manifest['questions']} questions; score the answers again")
+    refuse_unscored(path, records)
+    sources = {}
+    for source, rows in merge_by_question(records).items():
+        n = min(len(row.values["acc"]) for row in rows)
+        if beyond := [k for k in sizes or () if not 1 <= k <= n]:
+            rule = f"must lie between 1 and the {n} samples of a question of {source}"
+            raise InputError(f"--k={beyond[0]}: {rule} in {path}; lower it, or generate more (val_kwargs.n)")
+        sources[source] = variable_estimates("acc", rows, n, sizes)
+    return Summary(path, manifest, records, sources)
+
+
+def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
+    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
+    shown = f". The first failure: {first}" if first else ""
+    for source in dict.fromkeys(record.data_source for record in records):
+        if failed_share(one for one in records if one.data_source == source) == 1:
+            raise InputError(
+                f"{path}: the scorer failed on every answer of data_source={source!r}, so that there is no accuracy to "
+                f"report; correct the reward function and score the answers again{shown}"
+            )
+
+
+def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
+    """Write ``<scores>.report.json`` beside each file and return their table in Markdown.
+
+    Raises InputError, and writes nothing, where the files answered different questions.
+    """
+    summaries = [summary(path, sizes) for path in paths]
+    first = summaries[0]
+    for other in summaries[1:]:
+        if missing := len(first.questions ^ other.questions):
+            raise InputError(
+                f"{other.path}: {missing} questions are in it or in {first.path} alone, of {len(first.questions)} and "
+                f"{len(other.questions)}; compare scores of the same questions, or report one file at a time"
+            )
+    for one in summaries:
+        text = json.dumps(one.to_json(), indent=1, ensure_ascii=False)
+        write_atomic(report_path(one.path), text + "\n")
+    return table(summaries)
+
+
+def report_path(scores: Path) -> Path:
+    return scores.with_suffix(".report.json")
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """Return a line a file and metric: percent, 95 % interval and questions of each source and of their mean."""
+    sources = list(dict.fromkeys(source for one in summaries for source in one.sources))
+    several = len(sources) > 1
+    header = ["model", "scorer", "decoding", "metric", *sources, *([MACRO] if several else [])]
+    rows = []
+    for one in summaries:
+        step = one.manifest["model"].get("step")
+        model = one.manifest["model"]["path"] if step is None else f"{one.manifest['model']['run']}, step {step}"
+        for metric in dict.fromkeys(metric for metrics in one.sources.values() for metric in metrics):
+            cells = [_cell(one.sources[source].get(metric), one.of(source)) for source in sources]
+            cells += [_cell(one.macro.get(metric), one.records)] * several
+            rows.append([model, one.manifest["scorer"], one.decoding, metric, *cells])
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(estimate: Estimate | None, records: Sequence[ValRecord]) -> str:
+    if estimate is None:
+        return "none"
+    shares, failed = are_shares(value for record in records for value in record.values["acc"]), failed_share(records)
+
+    def shown(value: float) -> str:
+        return f"{100 * value:.1f}" if shares else f"score {value:.3f}"
+
+    bounds = "" if estimate.low is None else f" [{shown(estimate.low)}, {shown(estimate.high)}]"
+    counted = f"n={estimate.n}" + (f", the scorer failed on {failed:.1%}" if failed else "")
+    return f"{shown(estimate.value)}{bounds} ({counted})"
+
+
+def _plain(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    return {metric: dataclasses.asdict(estimate) for metric, estimate in estimates.items()}

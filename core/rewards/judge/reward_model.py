@@ -1,0 +1,116 @@
+"""A reward model: a classifier that gives an answer one number (verl's ``reward_model.enable``).
+
+How it is called, and what becomes of its numbers, is :mod:`core.rewards.model_score`'s and the layer's.
+
+A *token* classifier (one label) is read at the last token, as verl does; a *sequence* classifier (one label) as
+transformers pools it. Answers are passed in batches of similar length, right-padded under a mask, so that neither the
+batch nor its order changes a number beyond rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from core.errors import InputError
+from core.learner.learner import ALONE, Ranks
+from core.learner.models import load_classifier, load_reward_tokenizer
+from core.rewards.model_score import Answer, ModelScore
+
+if TYPE_CHECKING:
+    from core.config.sections.reward import RewardModelConfig
+
+
+class RewardModel:
+    """A classifier with its tokenizer, and how an answer is written for it.
+
+    With ``reward_model.model.input_tokenizer`` (the policy's, whose text is put into the reward model's chat template)
+    the answer is tokenised anew; with null the model reads the policy's token ids. More than ``max_length`` tokens are
+    cut at the end, and the score's ``cut`` is True. Several ``ranks`` may share a ``loaded`` model, each with answers
+    of its own (:func:`core.rewards.judge.shared_reward_model`). Raises InputError.
+    """
+
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        device: torch.device | str = "cpu",
+        loaded: tuple[nn.Module, bool] | None = None,
+        ranks: Ranks = ALONE,
+    ):
+        self.config, self.device, self.ranks = config, torch.device(device), ranks
+        self.module, self.by_token = loaded or load_classifier(config.model)
+        if loaded is None:
+            self.module.to(self.device)
+        self.any_pad = self.by_token or getattr(self.module.config, "pad_token_id", None) is None
+        self.tokenizer = None
+        if config.model.input_tokenizer is not None:
+            self.tokenizer = load_reward_tokenizer(config.model)
+            if not self.tokenizer.chat_template:
+                raise InputError(
+                    f"reward_model.model.path={config.model.path}: its tokenizer has no chat template; give it one, or "
+                    "set reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
+                )
+
+    def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
+        """Return one score an answer; for an answer that the chat template refuses, its error alone.
+
+        All ranks must call it, and run as many passes as the busiest of them, because each has a part of the weights.
+        """
+        ids, scores = [], [ModelScore()] * len(answers)
+        for at, answer in enumerate(answers):
+            try:
+                ids.append(self.encode(answer))
+            except Exception as error:  # a template is a program of the model's maker: it may fail in any way
+                ids.append([])
+                scores[at] = ModelScore(error=f"{type(error).__name__}: {error}")
+        limit = self.config.max_length
+        shown = [each[:limit] for each in ids]
+        passes = list(self._passes([len(each) for each in shown]))
+        passes += [[]] * (self.ranks.all_reduce_max(len(passes)) - len(passes))
+        for rows in passes:
+            values = self._values([shown[at] for at in rows] or [[0]])
+            for at, value in zip(rows, values.tolist(), strict=bool(rows)):
+                scores[at] = ModelScore(value, cut=len(ids[at]) > limit)
+        return scores
+
+    def encode(self, answer: Answer) -> list[int]:
+        """Return the answer's token ids as the model reads it, not cut yet."""
+        if self.tokenizer is None:
+            return list(answer.token_ids)
+        chat = [dict(message) for message in answer.messages]
+        if chat and chat[-1]["role"] == "assistant":  # a prefilled beginning, which the response goes on with
+            chat[-1]["content"] += answer.response
+        else:
+            chat.append({"role": "assistant", "content": answer.response})
+        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the answers of each pass, longest first, within its bound of sequences or padded tokens; none empty."""
+        order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
+        budget = self.config.forward_max_token_len_per_gpu
+        while order:
+            rows = self.config.micro_batch_size_per_gpu
+            if self.config.use_dynamic_bsz:
+                rows = max(1, budget // lengths[order[0]])
+            yield order[:rows]
+            order = order[rows:]
+
+    @torch.no_grad()
+    def _values(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Return the model's numbers, [B] float32."""
+        model: Any = self.module.config
+        if self.any_pad:  # a pooling decoder finds the last token by the id: it must end no sequence
+            last = {row[-1] for row in rows}
+            model.pad_token_id = next(token for token in range(model.vocab_size) if token not in last)
+        width, pad = len(rows[0]), model.pad_token_id
+        ids_BT = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
+        lengths_B = torch.tensor([len(row) for row in rows], device=self.device)
+        mask_BT = torch.arange(width, device=self.device) < lengths_B[:, None]
+        logits = self.module(input_ids=ids_BT, attention_mask=mask_BT.long(), use_cache=False).logits.float()
+        if self.by_token:
+            logits = logits[torch.arange(len(rows), device=self.device), lengths_B - 1]
+        return logits[:, 0].cpu()

@@ -1,0 +1,48 @@
+"""What tools add to the section ``actor_rollout_ref.rollout.multi_turn``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from core.config import limits
+from core.config.rulebook import Broken, RuleBook, View
+from core.config.section import Section
+
+TOOL_AGENT = "tool_agent"  # verl's name; multi_turn.enable=True means it too
+
+
+class ToolKeys(Section):
+    """The tool agent of core/rollout/tools/tool_agent.py. Limits are those of an episode."""
+
+    enable: bool = False  # trajectories are episodes in which the policy calls tools
+    max_assistant_turns: limits.Count | None = None  # turns of the policy; None: until the response is full
+    max_user_turns: limits.Count | None = None  # turns in which tools or a user answer; None: no limit of its own
+    max_tool_calls: limits.Count | None = None  # tool calls of an episode; None: no limit of its own
+    max_parallel_calls: limits.Count = 1  # calls of one turn; those beyond are not made
+    tool_config_path: str | None = None  # YAML file with the tools, see core/rollout/tools/tools.py
+    # YAML file with simulated users, see core/rollout/tools/interactions.py
+    interaction_config_path: str | None = None
+    tool_timeout_s: limits.Positive = 30.0  # seconds a tool call or a user's turn may take; a tool may have its own
+    max_tool_response_length: limits.Count = 256  # characters of a tool's answer that are kept
+    # the part of a tool's answer that is kept, as verl has it
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    format: Literal["hermes", "react"] = "hermes"  # how a tool call is written
+
+
+rules = RuleBook()
+
+
+@rules.problem
+def the_tool_agent(c: View) -> Broken:
+    options = c.rollout.multi_turn
+    if options.enable and c.rollout.agent_loop != TOOL_AGENT:
+        yield (
+            "actor_rollout_ref.rollout.agent_loop",
+            "and multi_turn.enable=True, which is the tool agent, both say how an episode goes; leave one out",
+        )
+    if c.rollout.agent_loop == TOOL_AGENT and not (options.tool_config_path or options.interaction_config_path):
+        yield (
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+            "or interaction_config_path is needed by the tool agent (multi_turn.enable=True or "
+            "agent_loop=tool_agent); name a YAML file with tools (core/rollout/tools/tools.py says what it holds)",
+        )

@@ -1,0 +1,332 @@
+"""Importance correction: golden vectors, an independent reference, unbiasedness by enumeration, and what it does to a
+step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.algorithm import rollout_mismatch as mismatch
+from core.algorithm.losses import MetricSums
+from core.algorithm.variants import rollout_correction as rc
+from core.algorithm.variants.keys import Bounds, criteria, weight_bounds
+from core.config import compose, examine
+from core.config.sections.algorithm import RolloutCorrectionConfig
+from core.learner.batching import mini_batches
+from core.learner.learner import Actor
+from core.learner.step_needs import StepNeeds
+from tests.core.algorithm.variants.golden_variants import ADAPTERS
+from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
+from tests.golden_io import check, parameters
+from tests.golden_mismatch import batch_of
+
+KEY = "algorithm.rollout_correction"
+HALF = math.log(2)
+
+
+@pytest.mark.parametrize("case", parameters(("rollout_corr_is", "rollout_corr_rs")))
+def test_golden_rollout_correction(case):
+    for precision in ("f64", "f32"):
+        check(ADAPTERS[case.file](case, precision), case.want(precision))
+
+
+def flat(log_ratio, mask):
+    """Return log-ratio and mask of rows without padding, and their lengths."""
+    return log_ratio.flatten(), mask.flatten(), torch.full((len(mask),), mask.shape[1])
+
+
+def random_ratios(seed, scale):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((4, 6)) < 0.7
+    mask[0] = True
+    return np.where(mask, rng.normal(size=(4, 6)) * scale, 0.0), mask
+
+
+@given(
+    seed=st.integers(0, 10**6), scale=st.sampled_from([0.01, 0.7, 30.0]), level=st.sampled_from(["token", "sequence"])
+)
+@settings(max_examples=30, deadline=None)
+def test_weights_are_their_formula(seed, scale, level):
+    d, mask = random_ratios(seed, scale)
+    for bounds in (Bounds(None, 2.0), Bounds(0.5, 1.7)):
+        applied, _ = rc.importance_weights(*flat(torch.tensor(d), torch.tensor(mask)), level, bounds)
+        applied = applied.view(mask.shape)
+        for row, t in itertools.product(range(4), range(6)):
+            expected = 0.0
+            if mask[row, t]:
+                exponent = d[row, t] if level == "token" else sum(d[row][mask[row]])
+                weight = math.exp(max(-20.0, min(20.0, exponent)))
+                if bounds.lower is None:
+                    expected = min(weight, 2.0)
+                elif 0.5 <= weight <= 1.7:
+                    expected = weight
+            assert float(applied[row, t]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weighted_samples_of_the_engine_have_the_learners_expectation(level):
+    """Over all sequences of two tokens: E_rollout[w f] = E_learner[f], exactly, for what each level can correct."""
+    rng = np.random.default_rng(3)
+    rollout, learner = (rng.dirichlet(np.ones(3), size=4) for _ in range(2))  # first token, then one row a first token
+    f = rng.normal(size=(3, 3))
+    total = expected = 0.0
+    for a, b in itertools.product(range(3), repeat=2):
+        q, p = ((x[0, a], x[1 + a, b]) for x in (rollout, learner))
+        d = torch.tensor([[math.log(p[0] / q[0]), math.log(p[1] / q[1])]], dtype=torch.float64)
+        weights, _ = rc.importance_weights(*flat(d, torch.ones(1, 2).bool()), level, Bounds(None, math.inf))
+        if level == "sequence":  # of any function of the sequence
+            total += q[0] * q[1] * float(weights[0]) * f[a, b]
+            expected += p[0] * p[1] * f[a, b]
+        else:  # of a function of the last token, given the first
+            total += q[0] * q[1] * float(weights[1]) * f[a, b]
+            expected += q[0] * p[1] * f[a, b]
+    assert total == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options, spec, lower, kept",
+    [  # ratios 4, 1, 1/2 in the first row (product 2, geometric mean 2^(1/3)), 1, 1, 1 in the second
+        ("token", 2.0, None, [[0, 1, 1], [1, 1, 1]]),
+        ("token", 2.0, 0.6, [[0, 1, 0], [1, 1, 1]]),
+        ("token", 2.0, 0.0, [[0, 1, 1], [1, 1, 1]]),
+        ("sequence", 2.1, None, [[1, 1, 1], [1, 1, 1]]),
+        ("sequence", 1.9, None, [[0, 0, 0], [1, 1, 1]]),
+        ("geometric", 1.3, None, [[1, 1, 1], [1, 1, 1]]),
+        ("geometric", 1.2, None, [[0, 0, 0], [1, 1, 1]]),
+        ("token_k1", "0.3_1.5", None, [[0, 1, 0], [1, 1, 1]]),  # of the inverse ratios 1/4, 1, 2
+        ("token_k1", "0.2_2.5", None, [[1, 1, 1], [1, 1, 1]]),
+        ("seq_max_k2", 0.9, None, [[0, 0, 0], [1, 1, 1]]),  # log(4)^2 / 2 = 0.96
+        ("seq_max_k2", 1.0, None, [[1, 1, 1], [1, 1, 1]]),
+        ("token,sequence", "5.0,1.9", None, [[0, 0, 0], [1, 1, 1]]),
+    ],
+)
+def test_rejection_by_hand(options, spec, lower, kept):
+    d = torch.tensor([[2 * HALF, 0.0, -HALF], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    got = rc.kept_tokens(*flat(d, torch.ones(2, 3).bool()), criteria(options, spec, lower))
+    assert got.view(2, 3).int().tolist() == kept
+
+
+def corrected(**settings):
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]]).bool()
+    rollout = torch.tensor([[0.0, -1.0, -1.0, -1.0], [0.0, -1.0, -1.0, -1.0]])
+    old = rollout + torch.tensor([[9.0, 2 * HALF, 0.0, -HALF], [9.0, 0.0, 0.0, 0.0]])
+    return rc.correct(batch_of(old, rollout, mask), RolloutCorrectionConfig(**settings))
+
+
+def test_rejected_tokens_leave_the_denominators_and_nothing_else():
+    batch, metrics = corrected(rollout_rs="token", rollout_rs_threshold=2.01)
+    assert batch.padded("loss_mask").tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert bool(batch.in_group_stats.all()) and batch.rollout_is_weights is None
+    (step,) = mini_batches(batch, prompts=2, agg_mode="token-mean", scale_factor=1.0)
+    assert step.padded("loss_weight").tolist() == [
+        [0, 0, pytest.approx(0.2), pytest.approx(0.2)],
+        [0, *[pytest.approx(0.2)] * 3],
+    ]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+    whole, _ = corrected(rollout_rs="sequence", rollout_rs_threshold=1.5)
+    (step,) = mini_batches(whole, prompts=2, agg_mode="seq-mean-token-mean", scale_factor=1.0)
+    assert step.padded("loss_weight").sum(dim=1).tolist() == pytest.approx([0.0, 1.0])
+
+
+def test_a_veto_drops_the_sequence_of_one_impossible_token():
+    batch, metrics = corrected(rollout_token_veto_threshold=0.6)
+    assert batch.padded("loss_mask").any(dim=1).tolist() == [False, True]
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
+    assert corrected(rollout_token_veto_threshold=0.4)[0].padded("loss_mask").any(dim=1).tolist() == [True, True]
+
+
+def test_weights_leave_the_denominators_alone_and_count_what_they_truncate():
+    batch, metrics = corrected(rollout_is="token", rollout_is_threshold=2.0)
+    assert batch.padded("rollout_is_weights").tolist() == [[0, 2.0, 1.0, pytest.approx(0.5)], [0, 1.0, 1.0, 1.0]]
+    assert torch.equal(batch.loss_mask, batch.response_mask)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx((6.5 / 6) ** 2 / (8.25 / 6))
+    sequence, _ = corrected(rollout_is="sequence", rollout_is_threshold=5.0)
+    assert sequence.padded("rollout_is_weights")[0].tolist() == pytest.approx([0, 2.0, 2.0, 2.0])
+    normal, found = corrected(rollout_is="sequence", rollout_is_threshold=5.0, rollout_is_batch_normalize=True)
+    assert float(normal.rollout_is_weights[1]) == pytest.approx(2 / 1.5)
+    assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.5)
+    cut, found = corrected(rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
+    assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(6.5 / 6)  # of the weights as truncated
+    assert float(cut.rollout_is_weights[1]) == pytest.approx(2 / (6.5 / 6))
+    off, nothing = corrected()
+    assert off.rollout_is_weights is None and torch.equal(off.loss_mask, off.response_mask) and not nothing
+
+
+def test_a_weight_is_a_number_and_no_way_for_a_gradient():
+    learner = torch.full((1, 3), -1.0, requires_grad=True)
+    assert not rc.log_ratio(learner, torch.full((1, 3), -2.0), torch.ones(1, 3, dtype=torch.bool)).requires_grad
+
+
+def test_tokens_that_nobody_sampled_are_not_weighed_and_go_with_their_row():
+    """Without state masking a tool's tokens train too; the engine's log-prob of 0 there is no probability."""
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]]).bool()
+    tool = torch.tensor([[0, 0, 1, 0], [0, 0, 1, 0]]).bool()
+    old = torch.tensor([[0.0, -1.0, -7.0, -1.0], [0.0, -1.0, -7.0, -1.0 + math.log(9)]])
+    rollout = torch.where(mask & ~tool, -1.0, 0.0)
+    batch = batch_of(old, rollout, mask).adding(sampled_mask=(mask & ~tool).flatten())
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="sequence", rollout_rs_threshold=3.0)
+    batch, metrics = rc.correct(batch, config)
+    assert batch.padded("rollout_is_weights").tolist() == [[0, 1.0, 1.0, 1.0], [0, 1.0, 1.0, 2.0]]
+    assert batch.padded("loss_mask").tolist() == [[False, True, True, True], [False] * 4]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
+
+
+def test_a_step_without_a_token_is_left_alone():
+    empty = batch_of(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    assert rc.correct(empty, RolloutCorrectionConfig(rollout_is="token")) == (empty, {})
+    means = MetricSums()
+    mismatch.add_mismatch(means, torch.zeros(6), empty)
+    assert means.result("x")["x/kl"] == 0
+
+
+def test_the_actor_weighs_the_policy_gradient_only():
+    """Weights multiply the surrogate of a token; the KL loss and the entropy bonus keep theirs."""
+    batch = random_batch()
+    batch = batch.adding(advantages=batch.advantages.double())
+    weights = torch.rand(batch.tokens, generator=torch.Generator().manual_seed(1)).double() * 2
+    for rest in ({}, {"use_kl_loss": True, "entropy_coeff": 0.03}):
+        plain, weighed, by_hand = actor(**rest), actor(**rest), actor(**rest)
+        flat = batch.adding(advantages=torch.zeros_like(batch.advantages))
+        scaled = batch.adding(advantages=batch.advantages * weights)  # without the clip that is the same thing
+        for part, one in ((plain, flat), (weighed, batch.adding(rollout_is_weights=weights)), (by_hand, scaled)):
+            part.mismatch = MetricSums()
+            part.accumulate(one_step(one.adding(old_log_probs=None)), MetricSums())
+        torch.testing.assert_close(gradient(weighed), gradient(by_hand), rtol=1e-9, atol=1e-12)
+        if rest:
+            assert float(gradient(plain).norm()) > 0
+
+
+def test_memory_knobs_do_not_change_a_corrected_gradient():
+    batch, config = (
+        random_batch(),
+        RolloutCorrectionConfig(
+            rollout_is="token", rollout_rs="token", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.02
+        ),
+    )
+    batch, metrics = rc.correct(batch, config)
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
+    gradients = []
+    for rows in (1, 3, 100):
+        part = actor(ppo_micro_batch_size_per_gpu=rows)
+        part.mismatch = MetricSums()
+        part.accumulate(one_step(batch), MetricSums())
+        gradients.append(gradient(part))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-12)
+
+
+def test_bypass_takes_the_engines_log_probs_for_the_old_ones_and_measures_before_weights_move():
+    batch = random_batch()
+    bypassing = Actor(policy_module().double().train(), actor_config(), temperature=0.7, bypass=True)
+    given_them = actor()
+    halves = [one_step(batch.rows(index)) for index in (slice(0, 6), slice(6, 12))]
+    seen = bypassing.update([half.adding(old_log_probs=None) for half in halves], 1.0)
+    other = given_them.update([half.adding(old_log_probs=half.rollout_log_probs) for half in halves], 1.0)
+    for a, b in zip(bypassing.module.parameters(), given_them.module.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    first = MetricSums()
+    log_prob, _ = actor().token_stats(halves[0])
+    mismatch.add_mismatch(first, log_prob, halves[0])
+    assert seen["rollout_corr/kl"] == pytest.approx(first.result("rollout_corr")["rollout_corr/kl"], rel=1e-9)
+    assert "actor/entropy" in seen and "rollout_corr/kl" not in other
+
+
+@pytest.mark.parametrize(
+    "settings, pass_needed",
+    [
+        ((), False),
+        (("rollout_is=token",), True),
+        (("rollout_rs=geometric", "rollout_rs_threshold=1.01"), True),
+        (("rollout_token_veto_threshold=1e-4",), True),
+        (("bypass_mode=True",), False),
+    ],
+)
+def test_the_old_log_prob_pass_is_made_where_weights_are_made_of_it(settings, pass_needed):
+    config = compose("grpo", ["preset=lab", *(f"{KEY}.{one}" for one in settings)])
+    needs = StepNeeds.of(config)
+    one = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    assert needs.old_log_probs(one) == pass_needed
+    many = batch_of(*(torch.zeros(99, 2),) * 2, torch.ones(99, 2, dtype=torch.bool))
+    assert needs.old_log_probs(many) == (settings != ("bypass_mode=True",))
+
+
+# --- configuration ---
+
+
+@pytest.mark.parametrize(
+    "spec, bounds",
+    [(2, Bounds(None, 2.0)), ("3", Bounds(None, 3.0)), ("0.5_2.0", Bounds(0.5, 2.0)), (" 0.5_5 ", Bounds(0.5, 5.0))],
+)
+def test_bounds_are_read_as_verl_writes_them(spec, bounds):
+    assert weight_bounds(spec) == bounds
+
+
+def lines(*settings):
+    settings = [f"{KEY}.{one}" if not one.startswith(("trainer", "actor", "algorithm")) else one for one in settings]
+    return examine("grpo", ["preset=lab", *settings])
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["rollout_is=tokens"], "must be one of token, sequence"),
+        (["rollout_is=token", "rollout_is_threshold=0.5_2"], "0.5_2 is read as 0.52"),
+        (["rollout_is=token", "rollout_is_threshold='2.0_0.5'"], "lower_upper around 1"),
+        (["rollout_rs=tokn", "rollout_rs_threshold=2.0"], "must be of token, sequence, geometric"),
+        (["rollout_rs=token"], f"set {KEY}.rollout_rs_threshold"),
+        (["rollout_rs=token_k3", "rollout_rs_threshold='0.5_2.0'"], "lower_upper for k1 only"),
+        (["rollout_rs='token,geometric'", "rollout_rs_threshold='1.0,2.0,3.0'"], "as many as options"),
+        (["rollout_rs=token", "rollout_rs_threshold=2.0", "bypass_mode=True"], "rollout_rs compares"),
+        (["rollout_token_veto_threshold=1e-4", "bypass_mode=True"], "bypass_mode=False"),
+        (["bypass_mode=True", "algorithm.use_kl_in_reward=True"], "KL penalty in the reward"),
+        (["trainer.max_staleness=1"], "an older policy"),
+        (["actor_rollout_ref.rollout.top_p=0.9"], "rollout_is=token"),
+        (["rollout_rs=token", "rollout_rs_threshold=2.0", "actor_rollout_ref.rollout.top_k=9"], "rollout_is=token"),
+        (
+            [
+                *("bypass_mode=True", "actor_rollout_ref.rollout.top_k=9"),
+                "actor_rollout_ref.actor.policy_loss.loss_mode=gpg",
+            ],
+            "no rollout correction",
+        ),
+        (["use_policy_gradient=True"], "cispo"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings, said):
+    (line,) = lines(*settings).problems
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout_is=sequence", "rollout_is_threshold='0.5_2.0'", "rollout_is_batch_normalize=True"],
+        ["rollout_is=token", "actor_rollout_ref.rollout.top_p=0.9", "trainer.max_staleness=1"],
+        ["bypass_mode=True", "actor_rollout_ref.rollout.top_k=20", "trainer.max_staleness=1"],
+        ["rollout_rs='token_k1,seq_mean_k3'", "rollout_rs_threshold='0.5_2.0,0.1'"],
+        ["rollout_rs=geometric", "rollout_rs_threshold=1.001", "rollout_rs_threshold_lower=0.999"],
+    ],
+)
+def test_what_fits_is_accepted(settings):
+    composed = lines(*settings)
+    assert not composed.problems and not composed.unused
+
+
+@pytest.mark.parametrize(
+    "settings, key",
+    [
+        (["rollout_is_threshold=3.0"], "rollout_is_threshold"),
+        (["rollout_rs_threshold=3.0"], "rollout_rs_threshold"),
+        (["bypass_mode=True", "rollout_is=token"], "rollout_is"),
+    ],
+)
+def test_what_does_nothing_is_listed(settings, key):
+    assert list(lines(*settings).unused) == [f"{KEY}.{key}"]

@@ -1,0 +1,224 @@
+"""Keys of verl's other versions: what is read, what is already the behaviour, and what is refused with which advice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.config import convert, examine, help, recipes
+from core.config.unknown_keys import CommandLine
+from core.config.verl_keys.conversions import CONVERSIONS, VALUES
+from core.config.verl_keys.reading import read, read_value
+from core.config.verl_keys.tables import tables
+
+ROOT = Path(__file__).resolve().parents[4]
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+HYBRID = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
+
+
+def lines(*overrides, recipe="ppo"):
+    return examine(recipe, overrides).problems
+
+
+@pytest.mark.parametrize(
+    "overrides, settings",
+    [
+        ([f"{ROLLOUT}.n_agent=5"], {f"{ROLLOUT}.n": 5}),
+        ([f"{ROLLOUT}.n_val=16", f"{ROLLOUT}.val_temperature=0.6"], {f"{ROLLOUT}.n": 1, f"{ROLLOUT}.temperature": 1.0}),
+        (
+            [f"{ROLLOUT}.n_val=16", f"{ROLLOUT}.val_temperature=0.6"],
+            {
+                f"{ROLLOUT}.val_kwargs.{name}": value
+                for name, value in (("n", 16), ("do_sample", True), ("temperature", 0.6))
+            },
+        ),
+        ([f"{ACTOR}.optim.warmup_style=cosine"], {f"{ACTOR}.optim.lr_scheduler_type": "cosine"}),
+        ([f"{ACTOR}.optim.lr_scheduler_type=constant_with_warmup"], {f"{ACTOR}.optim.lr_scheduler_type": "constant"}),
+        ([f"{ACTOR}.ppo_micro_batch_size=64", *HYBRID], {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}),
+        (
+            [f"{ROLLOUT}.log_prob_micro_batch_size=64", f"{ACTOR}.ulysses_sequence_parallel_size=2", *HYBRID]
+            + ["actor_rollout_ref.model.use_remove_padding=True"],
+            {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8},
+        ),
+        ([f"{ACTOR}.fsdp_config.strategy=fsdp2"], {f"{ACTOR}.strategy": "fsdp2"}),
+        ([f"{REF}.fsdp_config.model_dtype=bf16"], {f"{REF}.fsdp_config.dtype": "bfloat16"}),
+        ([f"{ACTOR}.policy_loss.tau_neg=1.1"], {f"{ACTOR}.tau_neg": 1.1}),
+        (
+            [f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=512"],
+            {f"{ROLLOUT}.update_weights_bucket_megabytes": 512},
+        ),
+        (["reward.reward_manager.name=prime"], {"reward_model.reward_manager": "prime"}),
+        (["reward={reward_manager: {name: prime}, num_workers: 3}"], {"reward_model.num_workers": 3}),
+        (
+            ["reward.reward_kwargs.gsm8k.method=flexible"],
+            {"reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}}},
+        ),
+        (
+            ["reward.reward_model.enable=True", "reward.reward_model.model_path=org/rm"],
+            {"reward_model.model.path": "org/rm"},
+        ),
+        (["trainer.remove_previous_ckpt_in_save=True", "trainer.save_freq=5"], {"trainer.max_actor_ckpt_to_keep": 1}),
+        (["trainer.experiment_name=lab/14B"], {"trainer.experiment_name": "lab-14B"}),
+        (["trainer.logger=[console,swanlab]"], {"trainer.logger": ("console", "jsonl")}),
+        (["trainer.val_generations_to_log_to_wandb=3"], {"trainer.log_val_generations": 3}),
+        (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
+        (["+ray_init.num_cpus=4"], {"ray_kwargs.ray_init": {"num_cpus": 4}}),
+        (["ray_init.timeline_json_file=x.json"], {"ray_kwargs.timeline_json_file": "x.json"}),
+    ],
+)
+def test_another_name_is_read_and_said(overrides, settings):
+    composed = examine("ppo", overrides)
+    assert composed.problems == ()
+    for key, value in settings.items():
+        assert convert.get(composed.config, key) == value
+    assert composed.read
+
+
+def test_two_names_of_one_thing_may_not_differ():
+    assert lines(f"{ROLLOUT}.prompt_length=99", "data.max_prompt_length=99") == ()
+    (line,) = lines(f"{ROLLOUT}.prompt_length=99", "data.max_prompt_length=98")
+    assert "means data.max_prompt_length=99, and data.max_prompt_length=98 is given too" in line
+
+
+@pytest.mark.parametrize(
+    "override, reason",
+    [
+        ("data.return_raw_chat=True", "the chat"),
+        (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=0", "FSDP2 wraps"),
+        (f"{ACTOR}.use_prefix_grouper=False", "computed once"),
+        ("trainer.default_hdfs_dir=null", "already the behaviour"),
+        ("actor_rollout_ref.model.lora_adapter_path=null", "already the behaviour"),
+        (f"{ACTOR}.ppo_micro_batch_size=null", "already the behaviour"),
+        (f"{ACTOR}.fsdp_config.model_dtype=fp32", "already the behaviour"),
+        (f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent", "already the behaviour"),
+        (f"{ROLLOUT}.mode=async", "already the behaviour"),
+        (f"{ROLLOUT}.load_format=safetensors", "in memory"),
+        (f"{ACTOR}.checkpoint.save_contents=[model]", "holds everything"),
+        ("reward.reward_kwargs.max_resp_len=512", "which is the same"),
+    ],
+)
+def test_what_asks_for_nothing_is_accepted_and_listed(override, reason):
+    composed = examine("ppo", [override])
+    assert composed.problems == () and reason in composed.unused[override.split("=")[0]][1]
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "models train with FSDP2"),
+        ("actor_rollout_ref.model.lora_adapter_path=x", "merge those into the base"),
+        (f"{ROLLOUT}.agent.default_agent_loop=my_agent", f"{ROLLOUT}.agent_loop=path/file.py:Class"),
+        (f"{ROLLOUT}.agent.anything=1", f"{ROLLOUT}.agent_loop=path/file.py:Class"),
+        (f"{ACTOR}.policy_loss.dro_beta=0.5", "write the loss as a function"),
+        (f"{ACTOR}.strategy=megatron", "use fsdp2"),
+        ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
+        ("data.trust_remote_code=True", "use actor_rollout_ref.model.trust_remote_code"),
+        ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
+        ("reward.reward_kwargs.max_resp_len=513", "is another length than data.max_response_length=512"),
+        ("reward.reward_model.judge_mode=1", "judge.url"),
+        ("hydra.sweep.dir=x", "leave it out"),
+        (f"{ROLLOUT}.mode=sync_with_tool", "requests are asynchronous"),
+        ("actor_rollout_ref.model.enable_activation_offloads=True", "unknown key"),
+        ("data.return_raw_chats=True", "unknown key"),
+    ],
+)
+def test_what_is_not_here_is_refused_with_one_thing_to_do(override, said):
+    composed = examine("ppo", [override])
+    (line,) = composed.problems
+    assert said in line and line.startswith(override.split("=")[0]) and "\n" not in line
+    assert not composed.read and "already the behaviour" not in str(composed.unused)
+
+
+def test_a_function_that_asks_a_reward_model_is_told_of_the_judge():
+    line = lines("reward.reward_model.enable=True", "reward.custom_reward_function.path=f.py")[0]
+    assert "reward_model.judge.url" in line
+
+
+def test_a_value_that_requests_something_is_not_accepted_by_type_alone():
+    assert lines("actor_rollout_ref.model.lora_adapter_path=False")
+    assert lines("transfer_queue.enable=0") and not lines("transfer_queue.enable=False")
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "sft"])
+def test_the_tables_name_keys_that_exist_and_no_key_of_the_schema(recipe):
+    schema, table = recipes.schema_of(recipe), tables(recipe)
+    for there, here in table.same.items():
+        target = here.removesuffix(".*")
+        assert convert.known(target, schema) or target in convert.sections(schema), (there, here)
+        assert there not in convert.all_keys(schema), there
+    for key, values in table.values.items():
+        assert key in convert.all_keys(schema) and values
+    assert not [key for key in (*table.no_effect, *table.asks_nothing) if key in convert.all_keys(schema)]
+    accepted = [*table.no_effect, *table.asks_nothing]
+    assert not [key for key in accepted if "*" in key.removeprefix("*.")], "what is accepted is named"
+
+
+def test_an_earlier_name_of_a_key_sets_it():
+    composed = examine("grpo", ["preset=lab", "algorithm.rollout_correction.bypass_old_logprob_for_rollout=True"])
+    assert not composed.problems and composed.config.algorithm.rollout_correction.bypass_mode
+
+
+def test_keys_of_profiles_are_read_or_have_no_effect():
+    steps = examine("grpo", ["preset=lab", "trainer.backend=ray", "trainer.profile_steps=[1]"])
+    assert not steps.problems and steps.config.global_profiler.steps == (1,)
+    every = "global_profiler.profile_continuous_steps"
+    assert every in examine("grpo", ["preset=lab", f"{every}=True"]).unused
+
+
+def test_defaults_of_older_versions_that_a_line_relied_on_are_said():
+    (entropy, kl) = examine("ppo", [f"{ACTOR}.fsdp_config.grad_offload=False"]).warnings
+    assert "0.001 was verl's default up to 0.3" in entropy and "took the KL off the reward" in kl
+    given = [f"{ACTOR}.entropy_coeff=0", "algorithm.use_kl_in_reward=False", "data.val_batch_size=512"]
+    assert examine("ppo", given).warnings == ()
+
+
+def test_the_tree_of_the_sft_trainers_is_read():
+    line = ["model.partial_pretrain=org/m", "data.max_length=2048", "data.micro_batch_size_per_gpu=4", "optim.lr=1e-4"]
+    line += ["data.prompt_key=extra_info", "data.prompt_dict_keys=[question]", "data.response_key=extra_info"]
+    line += ["+data.response_dict_keys=['answer']", "use_remove_padding=true", "ulysses_sequence_parallel_size=1"]
+    composed = examine("sft", line)
+    config = composed.config
+    assert composed.problems == ()
+    assert (config.data.prompt_key, config.data.response_key) == ("extra_info.question", "extra_info.answer")
+    assert config.data.max_prompt_length + config.data.max_response_length == 2048
+    assert config.actor_rollout_ref.model.path == "org/m" and config.actor_rollout_ref.actor.optim.lr == 1e-4
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+    later = examine(
+        "sft", ["model=hf_model", "model.path=org/m", "engine=fsdp", "optim=fsdp", "optim.betas=[0.9,0.95]"]
+    )
+    optim = later.config.actor_rollout_ref.actor.optim
+    assert later.problems == () and (optim.lr_scheduler_type, optim.betas) == ("constant", (0.9, 0.95))
+
+
+def test_a_search_finds_names_of_other_versions():
+    text, found = help.shown("grpo", [], ["max_ckpt"])
+    assert found and "trainer.max_ckpt_to_keep\n    is read as trainer.max_actor_ckpt_to_keep" in text
+    text, found = help.shown("grpo", [], ["use_fire"])
+    assert not found
+
+
+def test_a_line_of_known_keys_does_not_import_it():
+    code = "import sys; from core.config import examine; examine('grpo', ['trainer.seed=2']); "
+    code += "print('core.config.verl_keys.reading' in sys.modules); examine('grpo', ['a.b=2']); "
+    code += "print('core.config.verl_keys.reading' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 0, 3, 2.5, "x", "", [], [1, {"a": 2}], {"a": [1]}, "${trainer.seed}"]
+)
+@pytest.mark.parametrize("recipe", ["ppo", "sft"])
+def test_any_value_of_any_name_of_the_tables_is_read_or_refused(recipe, value):
+    table, schema = tables(recipe), recipes.schema_of(recipe)
+    own = recipes.module_of(recipe, "verl_keys")
+    keys = {*table.same, *table.no_effect, *table.asks_nothing, *CONVERSIONS, *(own.CONVERSIONS if own else ())}
+    line = CommandLine(recipe, schema, dict.fromkeys(keys, value))
+    for key in keys:
+        found = read(key.replace("*", "actor_rollout_ref.actor"), value, line)
+        assert found is None or found.settings or found.unused or found.rule
+    for key in (*table.values, *VALUES, *table.hints):
+        read_value(key, value, line)

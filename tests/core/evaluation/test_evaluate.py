@@ -1,0 +1,662 @@
+"""Evaluation without a learner: answers that a kill cannot change, scores without a model, a run's own numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core import evaluate
+from core.config import compose, recipes
+from core.errors import InputError
+from core.evaluation import generate as generation
+from core.evaluation.answer_file import AnswerFile, answer_line, prompt_of, read_lines, trajectory_of
+from core.evaluation.summary import macro_average, report, summary
+from core.ray_trainer import RayPPOTrainer
+from core.rewards.layer import rollout_facts
+from core.tracking.confidence_intervals import Estimate
+from core.types import Prompt, Segment, Stop, Trajectory
+from tests.checkpoints import RUN, CheckpointStore
+from tests.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[4]
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, modulus=2):
+    acc = float(sum(map(ord, solution_str)) % modulus == 0)
+    length = extra_info["rollout"]["response_length"]
+    return {"score": acc, "acc": acc, "pred": str(len(set(solution_str)) % 3), "length": length}
+"""
+
+
+def example(source: str, index: int, truth: str = "a") -> dict:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": "abcd"[index % 4] * (1 + index % 5) + str(index)}],
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": index, "split": "test"},
+    }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    tiny_model("llama", hidden_size=16, intermediate_size=16).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    for source, count in (("letters", 9), ("digits", 4)):
+        rows = [example(f"tests/{source}", index) for index in range(count)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{source}.parquet")
+    return folder
+
+
+def keys(files: Path, *overrides: str) -> list[str]:
+    settings = {
+        "data.val_files": f"[{files}/letters.parquet,{files}/digits.parquet]",
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 6,
+        "data.train_batch_size": 4,
+        "custom_reward_function.path": files / "reward.py",
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.val_kwargs.n": 4,
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "trainer.device": "cpu",
+        "trainer.cpu_threads": 1,
+        "trainer.n_gpus_per_node": 1,
+    }
+    return [*(f"{key}={value}" for key, value in settings.items()), *overrides]
+
+
+def own(files: Path) -> str:
+    return f"custom_reward_function.path={files / 'reward.py'}"
+
+
+def generate(files: Path, out: Path, *overrides: str, model: str = "model") -> int:
+    arguments = keys(files, *overrides)
+    return evaluate.main(["generate", "grpo", *arguments, "--model", str(files / model), "--out", str(out)])
+
+
+@pytest.fixture(scope="module")
+def answers(files) -> Path:
+    assert generate(files, files / "shared.jsonl") == 0
+    return files / "shared.jsonl"
+
+
+def run(files: Path, folder: Path, *overrides: str) -> Path:
+    """Train two steps, with a validation and a checkpoint after each."""
+    settings = [
+        f"data.train_files={files}/letters.parquet",
+        f"actor_rollout_ref.model.path={files}/model",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={folder}",
+    ]
+    RayPPOTrainer(compose("grpo", keys(files, *settings, *overrides))).init_workers().fit()
+    return folder
+
+
+# --- artefacts from somebody else ---
+
+
+def test_a_checkpoints_settings_name_no_code(tmp_path):
+    model = "actor_rollout_ref.model"
+    code = {
+        f"{model}.trust_remote_code": True,
+        f"{model}.external_lib": "evil",
+        "ray_kwargs.ray_init": {"namespace": "b"},
+    }
+    with CheckpointStore(tmp_path / "run").writing(1, dataclasses.replace(RUN, config=code)) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "tokenizer_config.json").write_text("{}")
+    run, out = str(tmp_path / "run"), tmp_path / "a.jsonl"
+    asked = {"model": None, "run": run, "step": None}
+    with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append {model}.external_lib=evil"):
+        generation.request("grpo", [], out, **asked)
+    typed = [f"{model}.trust_remote_code=True", f"{model}.external_lib=evil", "ray_kwargs.ray_init.namespace=b"]
+    assert generation.request("grpo", typed, out, **asked).config.actor_rollout_ref.model.external_lib == "evil"
+    for left_out in range(3):
+        with pytest.raises(InputError, match="names? code"):
+            generation.request("grpo", [key for n, key in enumerate(typed) if n != left_out], out, **asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"config": {"custom_reward_function.path": "evil.py"}}, "append custom_reward_function.path=evil.py"),
+        ({"config": {"reward_model.module.path": "evil.py", "reward_model.reward_manager": "own"}}, "module.path"),
+        (
+            {"config": {"reward_model.sandbox.allow_unisolated": True}},
+            "append reward_model.sandbox.allow_unisolated=true",
+        ),
+        ({"recipe": "../../evil"}, "recipe=../../evil"),
+        ({"recipe": ["grpo"]}, "names no recipe"),
+        ({"config": 3}, "or no configuration"),
+    ],
+)
+def test_a_file_of_answers_names_no_code(change, told, tmp_path, capsys):
+    manifest = {"kind": "answers", "format": 1, "recipe": "grpo", "questions": 0, "samples": 1, "config": {}}
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "a.manifest.json").write_text(json.dumps({**manifest, **change}))
+    assert told in refused(["score", str(tmp_path / "a.jsonl")], capsys)
+
+
+# --- a run's own numbers ---
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("actor_rollout_ref.rollout.dtype=bfloat16", "trainer.health.logp_diff.bound=null"),
+        ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"),
+    ],
+    ids=["whole", "bf16", "lora"],
+)
+def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(overrides, files, tmp_path, capsys, monkeypatch):
+    folder = run(files, tmp_path / "run", *overrides)
+
+    def learner(*args, **kwargs):
+        raise AssertionError("an evaluation made a learner")
+
+    monkeypatch.setattr("core.learner.learner.Actor.__init__", learner)
+    out = tmp_path / "answers.jsonl"
+    assert evaluate.main(["generate", "grpo", "--run", str(folder), "--step", "1", "--out", str(out)]) == 0
+    assert "custom_reward_function.path" in refused(["score", str(out)], capsys)  # a file of answers names no code
+    assert evaluate.main(["score", str(out), own(files)]) == 0
+    scores = tmp_path / "answers.scores-reward.jsonl"
+    assert scores.read_text() == (folder / "validation" / "1.jsonl").read_text()
+    assert scores.read_text() != (folder / "validation" / "2.jsonl").read_text()  # the step decides
+    assert evaluate.main(["report", str(scores)]) == 0
+    assert f"{folder}, step 1 | reward | T=1 | mean@4" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "answers.scores-reward.report.json").read_text())
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    logged = next(line for line in lines if line["step"] == 1)
+    assert stored["metrics"] == {name: logged[name] for name in logged if name.startswith(("val-core/", "val-aux/"))}
+    found = stored["sources"]["tests/letters"]["pass@2"]
+    assert found["value"] == logged["val-aux/tests/letters/acc/pass@2"]
+    assert found["low"] == logged["val-aux/tests/letters/acc/pass@2/ci_low"]
+    assert not list(tmp_path.glob(".merged-*"))
+
+
+def test_the_newest_checkpoint_and_a_checkpoints_folder(files, tmp_path):
+    folder = run(files, tmp_path / "run")
+    newest = generation.request("grpo", [], tmp_path / "a.jsonl", model=None, run=str(folder), step=None)
+    named = generation.request(
+        "grpo", [], tmp_path / "a.jsonl", model=None, run=str(folder / "global_step_2"), step=None
+    )
+    assert newest.source == named.source and newest.source.checkpoint.step == 2
+    assert newest.config.data.max_response_length == 6  # the run's, not the recipe's
+    changed = generation.request(
+        "grpo", ["data.max_response_length=7"], tmp_path / "a.jsonl", model=None, run=str(folder), step=1
+    )
+    assert changed.config.data.max_response_length == 7 and changed.source.path.endswith("global_step_1/actor")
+
+
+# --- kills ---
+
+
+def test_a_killed_generation_goes_on_to_the_same_file(files, tmp_path):
+    """In batches of two questions: what the kill left of a batch is made anew beside the others of the batch."""
+    batches = ("actor_rollout_ref.rollout.max_num_seqs=8", "data.max_response_length=40")
+    assert generate(files, tmp_path / "whole.jsonl", *batches) == 0
+    out = tmp_path / "killed.jsonl"
+    command = [sys.executable, "-m", "core.evaluate", "generate", "grpo", *keys(files, *batches)]
+    slow = tmp_path / "slowly.py"  # so that the kill lands in mid-generation
+    slow.write_text(
+        "import sys, time\nfrom core.engines import hf\nstep = hf.DecodeBatch.step\n"
+        "hf.DecodeBatch.step = lambda self: (time.sleep(0.02), step(self))[1]\n"
+        "sys.argv = ['core.evaluate', *sys.argv[1:]]\n"
+        "from core.evaluate import main\nsys.exit(main())\n"
+    )
+    command = [sys.executable, str(slow), *command[3:]]
+    arguments = ["--model", str(files / "model"), "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment)
+    deadline = time.monotonic() + 120
+    while not (out.exists() and len(out.read_bytes().splitlines()) >= 10):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    left = len(out.read_bytes().splitlines())
+    assert 10 <= left < 52
+    with open(out, "ab") as file:
+        file.write(b'{"uid": "tests/let')
+    assert generate(files, out, *batches) == 0
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    sessions = json.loads((tmp_path / "killed.manifest.json").read_text())["sessions"]
+    assert [bool(one["ended"]) for one in sessions] == [False, True]
+
+
+def cut(path: Path, count: int, rest: str = "") -> list[str]:
+    """Keep the first lines of a file of answers; return all lines."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:count]) + rest)
+    return lines
+
+
+@pytest.fixture
+def copied(answers, tmp_path) -> Path:
+    for name in ("shared.jsonl", "shared.manifest.json"):
+        (tmp_path / name).write_bytes((answers.parent / name).read_bytes())
+    return tmp_path / "shared.jsonl"
+
+
+def counted(monkeypatch) -> list:
+    made, original = [], RayPPOTrainer.generate
+
+    async def generate(self, prompt, index, sampling):
+        made.append((prompt.ordinal, index))
+        return await original(self, prompt, index, sampling)
+
+    monkeypatch.setattr(RayPPOTrainer, "generate", generate)
+    return made
+
+
+@pytest.mark.parametrize("rest", ["", '{"half', "\0\0\0"])
+def test_where_the_batch_decides_nothing_only_missing_answers_are_made(rest, files, copied, monkeypatch):
+    monkeypatch.setattr(generation, "batch_of", lambda config: None)
+    manifest = json.loads((copied.parent / "shared.manifest.json").read_text())
+    manifest["settings"]["questions answered together"] = None
+    (copied.parent / "shared.manifest.json").write_text(json.dumps(manifest))
+    made, lines = counted(monkeypatch), cut(copied, 50, rest)
+    assert generate(files, copied) == 0
+    assert made == [(-13, 2), (-13, 3)] and copied.read_text() == "".join(lines)
+
+
+def test_a_batch_that_lacks_an_answer_is_made_anew(files, copied, monkeypatch, tmp_path):
+    made = counted(monkeypatch)
+    assert generate(files, tmp_path / "b.jsonl", "actor_rollout_ref.rollout.max_num_seqs=8") == 0
+    assert len(made) == 52
+    made.clear()
+    lines = cut(tmp_path / "b.jsonl", 51)
+    assert generate(files, tmp_path / "b.jsonl", "actor_rollout_ref.rollout.max_num_seqs=8") == 0
+    assert made == [(-13, index) for index in range(4)]  # the last batch: one question of 13 is left over
+    assert (tmp_path / "b.jsonl").read_text() == "".join(lines)
+
+
+def test_a_complete_file_is_in_the_order_of_the_questions(files, tmp_path, monkeypatch):
+    """Whatever ended first: here the last answer does."""
+    original = RayPPOTrainer.generate
+
+    async def generate_backwards(self, prompt, index, sampling):
+        trajectory = await original(self, prompt, index, sampling)
+        for _ in range(20 * (14 + prompt.ordinal) + 4 - index):
+            await asyncio.sleep(0)
+        return trajectory
+
+    monkeypatch.setattr(RayPPOTrainer, "generate", generate_backwards)
+    ended, append = [], AnswerFile.append
+    monkeypatch.setattr(AnswerFile, "append", lambda self, key, line: (ended.append(key), append(self, key, line)))
+    assert generate(files, tmp_path / "a.jsonl") == 0
+    order = [(-1 - question, index) for question in range(13) for index in range(4)]
+    assert list(read_lines(tmp_path / "a.jsonl").by_key) == order != ended
+
+
+def test_a_complete_file_loads_no_model(files, copied, monkeypatch, capsys):
+    before = copied.read_bytes()
+    monkeypatch.setattr("core.evaluation.engine_only.answering", None)
+    assert generate(files, copied) == 0
+    assert "nothing was left to do" in capsys.readouterr().out and copied.read_bytes() == before
+
+
+# --- refusals ---
+
+
+def refused(arguments: list[str], capsys) -> str:
+    assert evaluate.main(arguments) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("trainer.seed=2",), "trainer.seed was 1, is 2"),
+        (("actor_rollout_ref.rollout.val_kwargs.top_p=0.9",), "val_kwargs.top_p was 1.0, is 0.9"),
+        (("data.val_max_samples=2",), "prompts was"),
+        (("data.val_files=OTHER",), "data was ["),
+    ],
+)
+def test_other_settings_do_not_go_into_the_file(overrides, said, files, copied, capsys):
+    before = copied.read_bytes(), (copied.parent / "shared.manifest.json").read_bytes()
+    pq.write_table(pa.Table.from_pylist([example("tests/letters", 0)]), copied.parent / "other.parquet")
+    given = [text.replace("OTHER", f"[{copied.parent}/other.parquet]") for text in overrides]
+    capsys.readouterr()
+    assert generate(files, copied, *given) == 2
+    line = capsys.readouterr().err
+    assert said in line and "give another --out" in line
+    assert before == (copied.read_bytes(), (copied.parent / "shared.manifest.json").read_bytes())
+
+
+def test_another_model_does_not_go_into_the_file_and_a_moved_one_does(files, copied, capsys):
+    tiny_model("llama", seed=1, hidden_size=16, intermediate_size=16).save_pretrained(copied.parent / "other")
+    tiny_tokenizer().save_pretrained(copied.parent / "other")
+    arguments = ["generate", "grpo", *keys(files), "--out", str(copied), "--model"]
+    assert evaluate.main([*arguments, str(copied.parent / "other")]) == 2
+    assert "model was sha256:" in capsys.readouterr().err
+    (copied.parent / "moved").symlink_to(files / "model")
+    assert evaluate.main([*arguments, str(copied.parent / "moved")]) == 0
+
+
+def test_damage_before_the_last_line_is_refused(files, copied, capsys):
+    lines = cut(copied, 52)
+    copied.write_text("".join([*lines[:5], lines[5][:40] + "\n", *lines[6:]]))
+    assert "line 6 of 52 is damaged" in refused(["score", str(copied)], capsys)
+    assert generate(files, copied) == 2
+    assert "only the last line may be incomplete" in capsys.readouterr().err
+    copied.write_text("".join([*lines[:5], lines[4], *lines[6:]]))
+    assert "line 6 repeats the answer of question -2, sample 0" in refused(["score", str(copied)], capsys)
+    copied.write_text("".join([*lines[:50], lines[50][:40] + "\n"]))  # the last line, with its end
+    assert len(read_lines(copied).by_key) == 50
+
+
+def test_models_that_cannot_be_evaluated(files, tmp_path, capsys):
+    out = tmp_path / "out" / "a.jsonl"
+    base = ["generate", "grpo", *keys(files), "--out", str(out)]
+    assert "none is named" in refused(base, capsys)
+    assert "no config.json there" in refused([*base, "--model", f"{tmp_path}/nope"], capsys)
+    assert "--model and --run name one each" in refused([*base, "--model", "a/b", "--run", "c"], capsys)
+    assert "neither a checkpoint" in refused([*base, "--run", str(tmp_path)], capsys)
+    assert "--step=3" in refused([*base, "--model", "a/b", "--step", "3"], capsys)
+    tiny_model("llama").save_pretrained(tmp_path / "bare")
+    capsys.readouterr()
+    assert "holds no tokenizer" in refused([*base, "--model", f"{tmp_path}/bare"], capsys)
+    (tmp_path / "bare" / "adapter_config.json").write_text("{}")
+    assert "adapters without their base" in refused([*base, "--model", f"{tmp_path}/bare"], capsys)
+    assert "recipe=nope: has no main_nope.py" in refused(["generate", "nope", *base[2:], "--model", "a/b"], capsys)
+    assert "must end in .jsonl" in refused([*base[:-1], "answers.json", "--model", "a/b"], capsys)
+    assert not out.parent.exists()
+
+
+def test_a_run_without_tokenizer_or_of_another_recipe(files, tmp_path, capsys):
+    folder = run(files, tmp_path / "grpo" / "run")
+    out = str(tmp_path / "a.jsonl")
+    base = ["generate", "grpo", "--run", str(folder), "--out", out]
+    assert "it has those of steps 1, 2" in refused([*base, "--step", "5"], capsys)
+    assert "settings of --run are the run's own" in refused([*base, "preset=lab"], capsys)
+    assert "the run" in (line := refused(["generate", "dapo", *base[2:]], capsys)) and "is one of grpo" in line
+    from core.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path / "bare")
+    with store.writing(3) as written:
+        tiny_model("llama").save_pretrained(written / "actor")
+    capsys.readouterr()
+    line = refused(["generate", "grpo", *keys(files), "--run", str(tmp_path / "bare"), "--out", out], capsys)
+    assert "holds no tokenizer" in line
+    (folder / "global_step_2" / "actor" / "model.safetensors").write_bytes(b"x")
+    assert "has 1 bytes" in refused(["generate", "grpo", "--run", f"{folder}/global_step_2", "--out", out], capsys)
+    assert not Path(out).exists()
+
+
+def test_two_processes_do_not_write_one_file(files, copied, capsys):
+    code = f"import fcntl, time; f = open({str(copied)!r}, 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); "
+    code += "print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        capsys.readouterr()
+        assert generate(files, copied) == 2
+        assert "another process is writing it" in capsys.readouterr().err
+        other.kill()
+
+
+# --- scores ---
+
+
+def test_scores_are_those_of_any_variant_and_carry_its_name(files, copied, capsys):
+    assert evaluate.main(["score", str(copied), own(files), "+custom_reward_function.reward_kwargs.modulus=3"]) == 0
+    three = [json.loads(line) for line in (copied.parent / "shared.scores-reward-modulus=3.jsonl").open()]
+    assert len(three) == 13 and set(three[0]) > {"uid", "data_source", "acc", "reward", "pred", "length"}
+    rows = read_lines(copied).answers()
+    first = [row["response"] for row in rows if row["ordinal"] == -1]
+    assert three[0]["acc"] == [float(sum(map(ord, text)) % 3 == 0) for text in first]
+    assert three[0]["length"] == [6.0] * 4 or max(three[0]["length"]) <= 6
+    command = ["score", str(copied), "custom_reward_function.path=null", "--scorer", "hops"]
+    assert evaluate.main(command) == 0
+    hops = [json.loads(line) for line in (copied.parent / "shared.scores-hops.jsonl").open()]
+    assert {row["data_source"] for row in hops} == {"tests/letters", "tests/digits"}
+    told = json.loads((copied.parent / "shared.scores-hops.manifest.json").read_text())
+    assert told["scorer"] == "hops" and told["settings"]["trainer.seed"] == 1
+
+
+def failing(folder: Path, condition: str) -> str:
+    """Return the override for a function that grades the answers at start and then fails where the condition holds."""
+    (folder / "failing.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    length, index = extra_info['rollout']['response_length'], extra_info['index']\n"
+        f"    if length > 1 and ({condition}):\n        return {{'a': 1.0}}[extra_info['absent']]\n"
+        "    return 1.0 if len(solution_str) % 2 else -1.0\n"
+    )
+    return f"custom_reward_function.path={folder}/failing.py"
+
+
+def test_failures_stand_beside_an_accuracy_and_negative_scores_are_none(files, copied, capsys, caplog):
+    assert evaluate.main(["score", str(copied), failing(copied.parent, "index == 0")]) == 0
+    said = capsys.readouterr().out
+    scores = copied.with_name("shared.scores-failing.jsonl")
+    lost = [sum(json.loads(line)["crash"]) for line in scores.read_text().splitlines()]
+    assert 0 < sum(lost) <= 8 and f"the scorer failed on {sum(lost) / 52:.1%} of the answers" in said
+    assert "KeyError: 'absent'" in caplog.text and caplog.text.count("Traceback") == 1
+    assert evaluate.main(["report", str(scores)]) == 0
+    table = capsys.readouterr().out
+    assert f"the scorer failed on {lost[0] / 36:.1%}" in table and "score -0." in table
+
+
+def test_where_every_answer_failed_there_is_no_report(files, copied, capsys):
+    override = failing(copied.parent, "data_source == 'tests/digits'")
+    assert evaluate.main(["score", str(copied), override]) == 2
+    said = capsys.readouterr().err
+    assert "failed on every answer of data_source='tests/digits'" in said and "KeyError: 'absent'" in said
+    assert not list(copied.parent.glob("*.scores-*"))
+    (copied.parent / "broken.py").write_text("def compute_score(**given):\n    return given['extra_info']['absent']\n")
+    assert evaluate.main(["score", str(copied), f"custom_reward_function.path={copied.parent}/broken.py"]) == 2
+    assert "failed on every answer tried for data_source='tests/letters'" in capsys.readouterr().err
+
+
+def test_a_report_of_scores_of_which_every_one_failed_is_refused(scores, capsys):
+    rows = [json.loads(line) for line in scores.read_text().splitlines()]
+    for row in rows:
+        row["crash"] = [1.0] * len(row["acc"])
+    scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate.main(["report", str(scores)]) == 2
+    assert "there is no accuracy to report" in capsys.readouterr().err
+
+
+def test_a_function_of_lists_scores_all_answers_in_one_call(files, copied):
+    (copied.parent / "lists.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [{'score': 1.0, 'together': len(solution_strs)}] * len(solution_strs)\n"
+    )
+    lists = [f"custom_reward_function.path={copied.parent}/lists.py", "reward_model.reward_manager=batch"]
+    assert evaluate.main(["score", str(copied), *lists]) == 0
+    rows = map(json.loads, copied.with_name("shared.scores-lists.jsonl").read_text().splitlines())
+    assert all(row["together"] == [52.0] * 4 for row in rows)
+
+
+def test_a_wrong_data_set_is_refused(files, copied, capsys):
+    none = "custom_reward_function.path=null"
+    assert evaluate.main(["score", str(copied), none]) == 2
+    said = capsys.readouterr().err
+    assert "no scorer for data_source='tests/letters'" in said and "data_source='tests/digits'" in said
+    assert "--scorer=hopps: unknown" in refused(["score", str(copied), none, "--scorer", "hopps"], capsys)
+    assert "leave one out" in refused(["score", str(copied), own(files), "--scorer", "hops"], capsys)
+    assert "decides answers" in refused(["score", str(copied), "trainer.seed=3"], capsys)
+    both = f"data.val_files=[{files}/letters.parquet,{files}/digits.parquet]"
+    assert evaluate.main(["score", str(copied), own(files), both]) == 0
+    (copied.parent / "shared.scores-reward.jsonl").unlink()
+    one = f"data.val_files=[{files}/letters.parquet]"
+    assert "4 questions are not those of" in (line := refused(["score", str(copied), own(files), one], capsys))
+    assert "no such question is there (uid tests/digits/test/0)" in line
+    rows = [example("tests/letters", index, "b" if index == 3 else "a") for index in range(9)]
+    pq.write_table(pa.Table.from_pylist(rows), copied.parent / "changed.parquet")
+    changed = f"data.val_files=[{copied.parent}/changed.parquet,{files}/digits.parquet]"
+    line = refused(["score", str(copied), own(files), changed], capsys)
+    assert "1 questions" in line and "another ground truth is there (uid tests/letters/test/3)" in line
+    assert not list(copied.parent.glob("*.scores-*.jsonl"))
+
+
+def test_incomplete_answers_have_no_score(files, copied, capsys):
+    cut(copied, 40, '{"half')
+    assert "holds 40 of 52 answers; repeat its generate command" in refused(["score", str(copied)], capsys)
+    (copied.parent / "shared.manifest.json").unlink()
+    assert "no shared.manifest.json beside it" in refused(["score", str(copied)], capsys)
+    assert generate(files, copied) == 2  # and is no file to go on with
+
+
+def test_an_episode_comes_back_with_its_mask_and_segments():
+    segments = (Segment("tool", "seen"), Segment("policy", "ask"), Segment("tool", "told"), Segment("policy", "say"))
+    mask = [False, False, True, True, True, False, True]
+    trajectory = Trajectory(
+        np.array([3]), np.arange(7), np.array(mask), np.zeros(7), segments, Stop.EOS, 2, 5, turns=2, tool_calls=1
+    )
+    prompt = Prompt(-1, "u", (3,), (), {"target": ["x"]}, "nq", {"index": 1}, "rule", opened_tag="<think>")
+    row = json.loads(answer_line(prompt, 0, trajectory, "text"))
+    back = trajectory_of(row)
+    assert row["mask_runs"] == [0, 2, 3, 1, 1] and row["response"] == "asksay"
+    assert back.response_mask.tolist() == mask and back.response_ids.tolist() == list(range(7))
+    assert rollout_facts(back) == rollout_facts(trajectory) and back.response_text == "asksay"
+    assert prompt_of(row).ground_truth == {"target": ["x"]} and prompt_of(row).uid == "u"
+    assert prompt_of(row).opened_tag == "<think>"
+
+
+# --- reports ---
+
+
+@pytest.fixture
+def scores(files, copied) -> Path:
+    assert evaluate.main(["score", str(copied), own(files)]) == 0
+    return copied.parent / "shared.scores-reward.jsonl"
+
+
+def test_a_report_has_each_set_and_their_macro_average(scores, capsys):
+    capsys.readouterr()
+    assert evaluate.main(["report", str(scores), "--k", "1", "3"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.endswith("| metric | tests/letters | tests/digits | macro average |")
+    assert [row.split(" | ")[3] for row in rows] == ["mean@4", "pass@1", "pass@3", "maj@4"]
+    found = summary(scores, [1, 3])
+    letters, digits, macro = *found.sources.values(), found.macro
+    assert letters["mean@4"].n == 9 and digits["mean@4"].n == 4
+    assert letters["pass@1"].value == pytest.approx(letters["mean@4"].value)
+    assert macro["mean@4"].value == pytest.approx((letters["mean@4"].value + digits["mean@4"].value) / 2)
+    stored = json.loads(scores.with_suffix(".report.json").read_text())
+    assert stored["macro_average"]["mean@4"]["low"] == macro["mean@4"].low
+    assert f"{100 * macro['mean@4'].value:.1f} [" in rows[0]
+
+
+def test_the_macro_average_weighs_sets_equally_and_adds_up_variances():
+    macro = macro_average([Estimate(0.2, 0.1, 0.3, 100), Estimate(0.6, 0.5, 0.7, 4)])
+    assert (macro.value, macro.n) == (pytest.approx(0.4), 104)
+    assert macro.high - macro.low == pytest.approx(0.2 / 2**0.5)
+    assert macro_average([Estimate(0.2, 0.1, 0.3, 100), Estimate(1.0, None, None, 1)]).low is None
+
+
+def test_reports_that_cannot_be_made(files, scores, tmp_path, capsys):
+    assert "--k=5: must lie between 1 and the 4 samples" in refused(["report", str(scores), "--k", "2", "5"], capsys)
+    assert "is not a file of scores" in refused(["report", str(scores.parent / "shared.jsonl")], capsys)
+    assert generate(files, tmp_path / "few.jsonl", f"data.val_files=[{files}/letters.parquet]") == 0
+    assert evaluate.main(["score", str(tmp_path / "few.jsonl"), own(files)]) == 0
+    capsys.readouterr()
+    line = refused(["report", str(scores), str(tmp_path / "few.scores-reward.jsonl")], capsys)
+    assert "4 questions are in it or in" in line and "of 13 and 9" in line
+    assert not list(tmp_path.glob("*.report.json"))
+    scores.write_text("".join(scores.read_text().splitlines(keepends=True)[:-1]))
+    assert "holds 12 of 13 questions" in refused(["report", str(scores)], capsys)
+
+
+def test_two_scorers_stand_in_one_table(files, scores, copied):
+    assert evaluate.main(["score", str(copied), own(files), "--name", "again"]) == 0
+    other = copied.parent / "shared.scores-again.jsonl"
+    rows = report([scores, other]).splitlines()[2:]
+    assert {row.split(" | ")[1] for row in rows} == {"reward", "again"} and len(rows) == 8
+
+
+# --- commands ---
+
+
+def test_a_dry_run_writes_nothing(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DRY_RUN", "1")
+    out = tmp_path / "a.jsonl"
+    command = ["generate", "dapo", "preset=script", "data.val_files=/nowhere/aime.parquet", "--model", "org/name"]
+    assert evaluate.main([*command, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "not there yet: /nowhere/aime.parquet" in said and "32 a question" in said and "top_p 0.7" in said
+    assert evaluate.main(["score", str(out), "--scorer", "math_dapo"]) == 0
+    assert evaluate.main(["report", str(tmp_path / "a.scores-math_dapo.jsonl")]) == 0
+    assert "a.scores-math_dapo.jsonl (not there yet)" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_misspelt_key_is_the_recipes_message(files, tmp_path, capsys):
+    assert generate(files, tmp_path / "a.jsonl", "data.val_filez=1") == 2
+    assert "data.val_filez=1: unknown key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_a_recipes_trainer_is_read_from_its_entry(recipe):
+    trainer, hooks = recipes.trainer_of(recipe)
+    module = __import__(f"recipes.{recipe}.main_{recipe}", fromlist=["x"])
+    assert (trainer, hooks) == (getattr(module, "TRAINER", None), getattr(module, "HOOKS", ()))
+
+
+def test_the_entry_of_a_recipe_of_ones_own_is_read(tmp_path, monkeypatch):
+    config = tmp_path / "recipes" / "mine" / "config"
+    config.mkdir(parents=True)
+    (config / "mine.yaml").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    main = config.parent / "main_mine.py"
+    main.write_text('from core import launch\nlaunch.main("mine", trainer="a.b:C", hooks=("shape_reward",))\n')
+    assert recipes.trainer_of("mine") == ("a.b:C", ("shape_reward",))
+    main.write_text('from core import launch\nlaunch.main("mine", trainer=name())\n')
+    with pytest.raises(ValueError, match="plain texts"):
+        recipes.trainer_of("mine")
+
+
+# --- other engines ---
+
+
+@pytest.mark.slow
+def test_engines_of_a_cluster_give_the_same_answers(files, answers, tmp_path):
+    """Two engine actors and no learner rank: greedy and short, so that rounding cannot show."""
+    greedy = ("actor_rollout_ref.rollout.val_kwargs.do_sample=False", "actor_rollout_ref.rollout.val_kwargs.n=1")
+    over = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+    assert generate(files, tmp_path / "local.jsonl", *greedy) == 0
+    assert generate(files, tmp_path / "ray.jsonl", *greedy, *over) == 0
+    assert (tmp_path / "ray.jsonl").read_bytes() == (tmp_path / "local.jsonl").read_bytes()
+
+
+def test_vllm_reads_the_weights_itself(files, tmp_path):
+    pytest.importorskip("vllm")
+    shape = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16)
+    tiny_model("llama", **shape).save_pretrained(files / "wide")
+    tiny_tokenizer().save_pretrained(files / "wide")
+    greedy = ("actor_rollout_ref.rollout.val_kwargs.do_sample=False", "actor_rollout_ref.rollout.val_kwargs.n=1")
+    vllm = (
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
+    )
+    assert generate(files, tmp_path / "hf.jsonl", *greedy, model="wide") == 0
+    assert generate(files, tmp_path / "vllm.jsonl", *greedy, *vllm, model="wide") == 0
+    assert (tmp_path / "vllm.jsonl").read_bytes() == (tmp_path / "hf.jsonl").read_bytes()

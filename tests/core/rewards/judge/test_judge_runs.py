@@ -1,0 +1,186 @@
+"""Whole runs under a judge: their rewards, their replay without a server, and the bounds that stop them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import InputError
+from core.ray_trainer import RayPPOTrainer
+from core.rewards.barrier import Barrier
+from core.rewards.judge import judge_client
+from core.rewards.judge.judge import JudgeLost
+from core.rewards.judge.judge_client import ReplyCache
+from core.tracking.health import UnhealthyRun
+from tests.core.rewards.judge.test_judge import NOBODY, shown
+from tests.core.scripted_run import configured, prepare, scripted
+from tests.judge_server import MODEL, serve
+
+CANARIES = [
+    {"question": "largest digit?", "reference": "8", "response": "8", "right": True},
+    {"question": "largest digit?", "reference": "8", "response": "1", "right": False},
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge_client, "HttpOptions", partial(judge_client.HttpOptions, pause_s=0.01))
+    prepare(tmp_path)
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    for row in rows:  # no scorer knows the source: the judge alone can score
+        row["data_source"], row["reward_model"]["style"] = "nobody/knows", "model"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    (tmp_path / "canaries.jsonl").write_text("\n".join(map(json.dumps, CANARIES)))
+    return tmp_path
+
+
+def config(folder, run, url, *overrides, steps=3, **more):
+    keys = {
+        "reward_model.enable": True,
+        "reward_model.on_error": "mask",
+        "reward_model.judge.url": url,
+        "reward_model.judge.model": MODEL,
+        "reward_model.judge.cache_dir": folder / "kept",
+        "reward_model.judge.canaries": folder / "canaries.jsonl",
+        "reward_model.judge.canary_every": 2,
+        "reward_model.judge.give_up_s": 0.2,
+        "reward_model.judge.prompt_price": 10,
+        "custom_reward_function.path": "null",
+    }
+    given = [f"{key}={value}" for key, value in keys.items()]
+    return configured(folder, run, *given, *overrides, steps=steps, **more)
+
+
+def answer(request, version):
+    return str(request.seed % 9)
+
+
+def generous(number, body):
+    """The higher the digit, the better."""
+    return f"[[{int(shown(body)[1]) / 10}]]"
+
+
+def lines(folder, run):
+    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def judged(found):
+    """What the judge's words decided of each step, without what it cost this time."""
+    drop = ("perf/", "timing_s/")
+    return [{name: value for name, value in line.items() if not name.startswith(drop)} for line in found]
+
+
+def test_a_replay_without_a_server_gives_the_same_rewards(folder):
+    with serve(generous) as server:
+        scripted()(config(folder, "first", server.url), answer).init_workers().fit()
+        asked = len(server.requests)
+    first = lines(folder, "first")
+    scripted()(config(folder, "again", NOBODY), answer).init_workers().fit()
+    again = lines(folder, "again")
+    assert judged(again) == judged(first)
+    assert all(line["reward/crash_rate"] == 0 and 0 < line["critic/score/mean"] < 0.9 for line in first)
+    assert all(line["reward/judge_canary/mean"] == 1 for line in first if "reward/judge_canary/mean" in line)
+    assert any("reward/judge_canary/mean" in line for line in first)
+    sent = sum(line["perf/judge_requests"] + line.get("perf/val_judge_requests", 0) for line in first)
+    assert sent == asked and first[0]["perf/judge_cost"] == first[0]["perf/judge_prompt_tokens"] * 1e-5 > 0
+    assert sum(line["perf/judge_requests"] for line in again) == 0 < again[0]["perf/judge_cached"]
+    with pytest.raises(InputError, match="cannot be reached"):  # nothing is kept elsewhere
+        elsewhere = f"reward_model.judge.cache_dir={folder}/other"
+        scripted()(config(folder, "new", NOBODY, elsewhere), answer).init_workers()
+
+
+def test_replies_go_with_a_run_folder_at_a_url(folder, tmp_path, monkeypatch):
+    """On another machine the run is there with its replies, before the judge is reached: it needs no server."""
+    fsspec.filesystem("memory").store.clear()
+    at_url = ("reward_model.judge.cache_dir=null", "trainer.default_local_dir=memory://bucket/grpo/judged")
+    with serve(generous) as server:
+        for machine, url in (("one", server.url), ("two", NOBODY)):
+            (tmp_path / machine).mkdir()
+            monkeypatch.chdir(tmp_path / machine)
+            run = scripted()(config(folder, "x", url, "trainer.save_freq=1", *at_url), answer).init_workers()
+            if machine == "one":
+                run.fit()
+            kept = ReplyCache(run.reward.judge.client.cache.path.parent)
+            assert len(kept) > len(CANARIES)
+            kept.close()
+            run.reward.close()
+    assert run.session.step == 3
+
+
+def test_failures_are_masked_counted_and_stop_at_a_bound(folder):
+    """Answers that end in an even number get nothing but refusals: they leave their groups, and the run stops."""
+
+    def reply(number, body):
+        return {"status": 400} if shown(body)[1] in "0246" and number > 2 else generous(number, body)
+
+    bound = "trainer.health.scorer_errors"
+    with serve(reply) as server:
+        run = scripted()(config(folder, "bad", server.url, f"{bound}.action=stop"), answer).init_workers()
+        told = f"the scorer failed on .* of the answers of the last steps .{bound}.bound=0.1"
+        with pytest.raises(UnhealthyRun, match=told):
+            run.fit()
+    line = lines(folder, "bad")[-1]
+    assert line["reward/crash_rate"] == line["reward/masked_share"] > 0.1
+    assert line["perf/judge_failures_refused"] > 0
+
+
+def test_a_judge_that_changes_is_noticed_by_canaries(folder):
+    with serve(lambda n, body: generous(n, body) if n < 2 else "[[0.9]]") as server:
+        run = scripted()(config(folder, "swapped", server.url, "reward_model.judge.canary_every=1"), answer)
+        with pytest.raises(UnhealthyRun, match="judge accuracy on control answers is .*judge_agreement"):
+            run.init_workers().fit()
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_ends_the_run_soon(folder):
+    with serve(lambda n, body: generous(n, body) if n < 2 else {"status": 503}) as server:
+        few = "reward_model.judge.max_failures=4"
+        with pytest.raises(JudgeLost, match="4 answers in a row had no verdict"):
+            scripted()(config(folder, "lost", server.url, few), answer).init_workers().fit()
+
+
+@pytest.mark.slow
+def test_an_engine_in_this_process_awaits_verdicts_where_they_decide_what_is_drawn(folder):
+    with serve("[[1]]") as server:
+        one = config(folder, "filtered", server.url, "reward_model.judge.canary_every=0", "data.gen_batch_size=2")
+        run = RayPPOTrainer(one).init_workers()
+        try:
+            assert isinstance(run.reward.judging, Barrier) and run.workers.engine.before_step is not None
+        finally:
+            run.reward.close()
+            run.workers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_over_ray_the_loop_asks_and_no_reward_model_is_loaded(folder):
+    """Both steps are scored by the server; the first step's answers are those of one process, up to rounding."""
+    with serve(lambda number, body: f"[[{len(shown(body)[1]) % 7 / 10}]]") as server:
+        keys = ("reward_model.judge.canary_every=0", "trainer.backend=ray")
+        trainer = RayPPOTrainer(config(folder, "ray", server.url, *keys, steps=2)).init_workers()
+        assert trainer.workers.reward_model is None
+        trainer.fit()
+    found = lines(folder, "ray")
+    assert len(found) == 2 and all(line["perf/judge_requests"] > 0 == line["reward/crash_rate"] for line in found)
+    replay = config(folder, "again", NOBODY, *keys, steps=1)
+    RayPPOTrainer(replay).init_workers().fit()
+    assert lines(folder, "again")[0]["critic/score/mean"] == found[0]["critic/score/mean"]
+
+
+def test_a_step_without_any_verdict_trains_nothing_and_passes(folder):
+    """The step before had verdicts: a run without a single one stops (test_failing_functions.py)."""
+
+    def reply(number, body):
+        return {"status": 400} if lines(folder, "masked") else f"[[{len(shown(body)[1]) % 7 / 10}]]"
+
+    with serve(reply) as server:
+        RayPPOTrainer(
+            config(folder, "masked", server.url, "reward_model.judge.canary_every=0", steps=2)
+        ).init_workers().fit()
+    line = lines(folder, "masked")[-1]
+    assert (line["reward/masked_share"], line["actor/grad_norm"], line["actor/skipped_updates"]) == (1.0, 0.0, 0.0)

@@ -1,0 +1,249 @@
+"""Model rewards: the numbers are the classifier's own, and they reach the rows that ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from core.config import compose
+from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
+from core.data.parquet import Example
+from core.errors import InputError
+from core.ray_trainer import RayPPOTrainer
+from core.rewards import RewardError, RewardLayer
+from core.rewards.judge.reward_model import RewardModel
+from core.rewards.model_score import Answer, ModelScore
+from core.types import Prompt, Segment, Stop, Trajectory
+from reward_scores.score import ScoreStatus
+from tests.core.ray_cluster import write_model
+from tests.core.rewards.judge.reward_model_runs import (
+    TEMPLATE,
+    answers,
+    metrics,
+    run_config,
+    settings,
+    write_classifier,
+)
+
+
+def direct(folder, kind, ids):
+    """The number of one answer alone, without padding, by transformers itself."""
+    auto = {"token": AutoModelForTokenClassification, "sequence": AutoModelForSequenceClassification}[kind]
+    model = auto.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits
+    return float(logits[0, -1, 0] if kind == "token" else logits[0, 0])
+
+
+# --- the model ---
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch", "config"),
+    [
+        ("token", "qwen2", {}),
+        ("token", "llama", {}),
+        ("sequence", "qwen2", {}),
+        ("sequence", "llama", {"pad_token_id": None}),
+        ("sequence", "bert", {}),
+    ],
+)
+@pytest.mark.parametrize("packing", [{}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}])
+def test_batches_give_what_each_answer_gives_alone(tmp_path, kind, arch, config, packing):
+    model = RewardModel(settings(write_classifier(tmp_path, kind, arch, **config), **packing))
+    for reads_ids in (False, True):
+        if reads_ids:
+            model.tokenizer = None
+        found = model.score(answers())
+        expected = [direct(tmp_path, kind, model.encode(answer)) for answer in answers()]
+        assert [one.value for one in found] == pytest.approx(expected, abs=2e-5)
+        assert np.ptp(expected) > 0.02 and not any(one.cut or one.error for one in found)
+
+
+def test_the_answer_is_written_in_the_models_own_chat_template(tmp_path):
+    model = RewardModel(settings(write_classifier(tmp_path)))
+    chat = ({"role": "user", "content": "2+2?"},)
+    assert model.tokenizer.decode(model.encode(Answer(chat, "4", (5, 6)))) == "[user|2+2?][assistant|4]<eos>"
+    prefilled = (*chat, {"role": "assistant", "content": "So="})
+    assert model.tokenizer.decode(model.encode(Answer(prefilled, "4", ()))) == "[user|2+2?][assistant|So=4]<eos>"
+    assert prefilled[1]["content"] == "So="
+    ids = RewardModel(settings(tmp_path, input_tokenizer=None)).encode(Answer(chat, "4", (5, 6)))
+    assert ids == [5, 6]
+
+
+def test_an_answer_beyond_max_length_is_cut_at_its_end_and_says_so(tmp_path):
+    model = RewardModel(settings(write_classifier(tmp_path), input_tokenizer=None, max_length=7))
+    long, short = Answer((), "", tuple(range(10, 30))), Answer((), "", tuple(range(10, 17)))
+    cut, whole = model.score([long, short])
+    assert (cut.cut, whole.cut) == (True, False) and cut.value == pytest.approx(whole.value, abs=1e-6)
+
+
+def test_passes_stay_within_their_bounds(tmp_path):
+    model = RewardModel(settings(write_classifier(tmp_path), input_tokenizer=None, forward_max_token_len_per_gpu=100))
+    lengths = [len(answer.token_ids) for answer in answers(40)]
+    passes = list(model._passes(lengths))
+    assert sorted(sum(passes, [])) == list(range(40)) and len(passes) < 40
+    assert all(max(lengths[at] for at in rows) * len(rows) <= 100 for rows in passes)
+    rows = RewardModel(settings(tmp_path, use_dynamic_bsz=False, micro_batch_size_per_gpu=16))
+    assert [len(one) for one in rows._passes(lengths)] == [16, 16, 8]
+
+
+def test_a_chat_that_the_template_refuses_costs_its_own_score_only(tmp_path):
+    refuses = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
+    model = RewardModel(settings(write_classifier(tmp_path, template=refuses)))
+    chat = ({"role": "user", "content": "?"},)
+    good, bad, again = model.score([Answer(chat, text, ()) for text in ("a", "x", "a")])
+    assert "no x" in bad.error and math.isnan(bad.value)
+    assert good.value == pytest.approx(again.value) and not good.error
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: write_model(folder), "LlamaForCausalLM|Qwen2ForCausalLM with"),
+        (lambda folder: write_classifier(folder, num_labels=2), "with 2 labels; a reward model is"),
+        (lambda folder: write_classifier(folder, template=None), "no chat template.*input_tokenizer=null"),
+        (lambda folder: folder / "nothing", "nothing: no config.json"),
+    ],
+)
+def test_a_folder_that_holds_no_reward_model_is_refused(tmp_path, make, says):
+    with pytest.raises(InputError, match=f"reward_model.model.path.*({says})"):
+        RewardModel(settings(make(tmp_path)))
+
+
+# --- in the reward layer ---
+
+
+class Lengths:
+    """A judge that counts letters, and the lists that it was called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, found):
+        self.calls.append([answer.response for answer in found])
+        return [
+            ModelScore(error="refused") if answer.response == "bad" else ModelScore(len(answer.response) / 8, cut=False)
+            for answer in found
+        ]
+
+
+def layer(judge=None, **reward_model):
+    reward = RewardModelConfig(**{"enable": True, **reward_model})
+    made = RewardLayer(SimpleNamespace(reward_model=reward, custom_reward_function=CustomRewardFunctionConfig()))
+    if judge:
+        made.attach(judge)
+    return made
+
+
+def prompt(style, ground_truth="72"):
+    return Prompt(0, "row", (7, 8), ({"role": "user", "content": "?"},), ground_truth, "openai/gsm8k", {}, style)
+
+
+def trajectory(*segments):
+    ids = np.arange(3)
+    parts = tuple(Segment("policy", s) if isinstance(s, str) else Segment(*s) for s in segments)
+    return Trajectory((7, 8), ids, ids >= 0, ids * 0.0, parts, Stop.EOS, 0, 0)
+
+
+def grade(made, *pairs):
+    async def everything():
+        return await asyncio.gather(*(made.score(prompt(style), trajectory(text)) for style, text in pairs))
+
+    return asyncio.run(everything())
+
+
+def test_the_style_of_the_row_chooses_who_scores():
+    judge = Lengths()
+    model, rule = grade(layer(judge), ("model", "#### 72"), ("rule", "#### 72"))
+    assert (model.value, dict(model.parts)) == (0.875, {"acc": 0.875, "model": 0.875, "model_cut": 0.0})
+    assert (rule.value, dict(rule.parts)) == (1.0, {"acc": 1.0})
+    assert judge.calls == [["#### 72"]]
+
+
+def test_the_weight_adds_the_model_to_the_rules():
+    judge = Lengths()
+    right, wrong, own = grade(
+        layer(judge, weight=0.5), ("rule", "#### 72"), ("dapo-rule", "#### 7"), ("model", "#### 7")
+    )
+    assert (right.value, right.acc, right.parts["model"]) == (1.4375, 1.0, 0.875)
+    assert (wrong.value, wrong.acc, wrong.status) == (0.375, 0.0, ScoreStatus.WRONG)
+    assert own.value == 0.75
+    assert list(map(sorted, judge.calls)) == [["#### 7", "#### 7", "#### 72"]]  # what waits is shown at once
+
+
+def test_the_model_sees_the_policys_words_and_all_tokens():
+    seen = []
+    made = layer(lambda found: seen.extend(found) or [ModelScore(0.0)])
+    steps = trajectory("let me look", ("tool", "SECRET"), " 72")
+    assert asyncio.run(made.score(prompt("model"), steps)).value == 0.0
+    assert seen == [Answer(({"role": "user", "content": "?"},), "let me look 72", (7, 8, 0, 1, 2), "72")]
+
+
+def test_an_asynchronous_judge_is_awaited():
+    async def judge(found):
+        await asyncio.sleep(0)
+        return [ModelScore(0.5)] * len(found)
+
+    assert grade(layer(judge), ("model", "a"))[0].value == 0.5
+
+
+@pytest.mark.parametrize("judge", [Lengths(), lambda found: [ModelScore(math.inf)] * len(found)], ids=["error", "inf"])
+def test_no_number_is_a_status_and_on_error_decides(judge):
+    for style, weight in (("model", 0.0), ("rule", 1.0)):
+        zero = grade(layer(judge, weight=weight), (style, "bad"))[0]
+        assert (zero.value, zero.status, zero.masked) == (0.0, ScoreStatus.CRASH, False)
+        assert grade(layer(judge, weight=weight, on_error="mask"), (style, "bad"))[0].masked
+        with pytest.raises(RewardError, match="the reward model has no score for the answer: (refused|it gave inf)"):
+            grade(layer(judge, weight=weight, on_error="raise"), (style, "bad"))
+
+
+def test_a_failure_of_the_judge_itself_is_no_score():
+    def judge(found):
+        raise ConnectionError("lost")
+
+    with pytest.raises(ConnectionError, match="lost"):
+        grade(layer(judge), ("model", "a"))
+
+
+def row(style, ground_truth="72", number=0):
+    return Example("file", number, "openai/gsm8k", "?", ground_truth, {}, style)
+
+
+def test_styles_are_checked_against_the_configuration():
+    layer().check([row("rule"), row("model", None)])
+    layer(weight=0.1).check([row("rule")])
+    layer(enable=False).check([row("rule"), row(None)])
+    with pytest.raises(InputError, match=r"reward_model.enable=False: .* in 2 rows \(file row 1, file row 2\); set it"):
+        layer(enable=False).check([row("rule"), row("model", number=1), row("model", number=2)])
+    with pytest.raises(InputError, match="the model would score nothing; .*reward_model.weight"):
+        layer().check([row("rule")])
+    layer().check([Example("file", 0, "unheard/of", "?", None, {}, "model")])  # no scorer is asked for
+
+
+# --- the configuration ---
+
+
+def test_verls_keys_resolve():
+    reward = compose("ppo", ["reward_model.enable=True", "reward_model.model.path=org/rm"]).reward_model
+    assert (reward.max_length, reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu) == (1024, True, 32768)
+    keys = ["reward_model.enable=True", "reward_model.micro_batch_size_per_gpu=8", "reward_model.max_length=99"]
+    reward = compose("ppo", [*keys, "reward_model.model.input_tokenizer=null"]).reward_model
+    assert (reward.use_dynamic_bsz, reward.max_length, reward.model.input_tokenizer) == (False, 99, None)
+
+
+# --- whole runs ---
+
+
+def test_a_policy_learns_what_the_model_likes(tmp_path):
+    RayPPOTrainer(run_config(tmp_path, steps=15)).init_workers().fit()
+    found = [line["reward/model/mean"] for line in metrics(tmp_path) if "reward/model/mean" in line]
+    assert len(found) == 15
+    spread = np.std(found[:5])
+    assert np.mean(found[-5:]) > np.mean(found[:5]) + 3 * spread

@@ -1,0 +1,280 @@
+"""The recorder of tokens: what it records in a real run, what it costs, how much disk, and what a kill leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.config import compose
+from core.ray_trainer import RayPPOTrainer
+from core.trace.trace_recorder import FOLDER, TraceRecorder, make_room, shown
+from core.tracking.recorders import RecordedRun, Recorders
+from core.tracking.tracker import Tracker
+from core.types import TrainBatch
+from results.reporting.run_reader import load_run
+from results.reporting.trace_checks import Seen, findings
+from results.reporting.trace_reader import read_step, trace_files
+from tests.core import scripted_run
+from tests.core.scripted_run import configured, scripted
+from tests.core.synthetic import configured as resolved
+from tests.results.traced_run import ByteTokenizer, made_groups, record, traced_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return scripted_run.prepare(tmp_path_factory.mktemp("trace"))
+
+
+def numbers(request, version):
+    """Answers 0 to 3; the first question of a step is answered alike, so that filtering drops it."""
+    return str(request.seed % 4)
+
+
+def fit(config, respond=numbers):
+    run = scripted()(config, respond)
+    run.init_workers().fit()
+    return Path(config.trainer.default_local_dir)
+
+
+def files(run):
+    return [path.name for path in trace_files(run)]
+
+
+# --- which steps and groups ---
+
+
+def test_off_nothing_is_recorded_and_nothing_is_in_the_way(folder):
+    run = fit(configured(folder, "off", steps=2))
+    assert not (run / FOLDER).exists()
+    recorders = Recorders.of(RecordedRun(resolved(), None, RayPPOTrainer, 4))
+    assert recorders.each == () and recorders.begin("batch", None) == "batch"
+
+
+def test_every_so_many_steps_the_first_the_last_and_those_that_are_named(folder):
+    run = fit(configured(folder, "freq", "trainer.trace.freq=3", "trainer.trace.steps=[4]", steps=7))
+    assert files(run) == [f"step_00000{step}.npz" for step in (1, 3, 4, 6, 7)]
+    rows = {row["step"]: row for row in load_run(run).metrics}
+    assert [step for step, row in rows.items() if "perf/trace_cpu_s" in row] == [1, 3, 4, 6, 7]
+    assert rows[1]["perf/trace_mb"] * 2**20 == pytest.approx((run / FOLDER / "step_000001.npz").stat().st_size)
+
+
+def test_the_worst_and_the_strangest_are_always_among_them(tmp_path):
+    config = traced_config(tmp_path / "a" / "run", groups=3)
+    groups = made_groups(1, 0, count=6)
+    groups[2] = dataclasses.replace(
+        groups[2], scores=tuple(dataclasses.replace(s, value=-1.0) for s in groups[2].scores)
+    )
+
+    def odd(old):
+        lengths = [len(t.prompt_ids) + len(t.response_ids) for g in groups for t in g.trajectories]
+        place = sum(lengths[: 4 * 4]) + lengths[16] - 2  # the fifth group's first answer
+        return old.index_fill(0, torch.tensor([place]), -9.0)
+
+    record(config, 1, groups, {"old": odd})
+    step = read_step(trace_files(tmp_path / "a" / "run")[0])
+    assert {group.about["chosen"]: group.about["uid"] for group in step.groups[:2]} == {
+        "worst": "q2",
+        "mismatch": "q4",
+    }
+    assert {group.about["chosen"] for group in step.groups[2:]} == {"question"}
+
+
+def test_the_same_questions_are_recorded_again_where_they_can_be(tmp_path):
+    config = traced_config(tmp_path / "a" / "run", groups=2)
+    for step in (1, 2, 3):
+        record(config, step, made_groups(step, step, count=20))
+    regular = [{group.about["uid"] for group in read_step(path).groups} for path in trace_files(tmp_path / "a" / "run")]
+    assert len(set.intersection(*regular)) >= 2
+
+
+# --- what is recorded ---
+
+
+def test_a_real_run_records_what_trained_and_no_check_finds_anything(folder):
+    """Two optimizer steps a batch, so there are old log-probs, and a ratio that has moved by the second one."""
+    settings = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.optim.lr=0.01")
+    (folder / "lengths.py").write_text(
+        "def compute_score(*_, solution_str, **__):\n    return float(len(solution_str) % 3)\n"
+    )
+    settings += (f"custom_reward_function.path={folder / 'lengths.py'}", "actor_rollout_ref.rollout.n=4")
+    config = configured(folder, "real", "trainer.trace.freq=1", "trainer.trace.groups=4", *settings, steps=2)
+    RayPPOTrainer(config).init_workers().fit()
+    run = load_run(config.trainer.default_local_dir)
+    for path in trace_files(run.folder):
+        step = read_step(path)
+        every = [one for group in step.groups for one in group.trajectories]
+        assert len(every) == 16
+        for group in step.groups:
+            assert not [f for one in group.trajectories for f in findings(Seen(one, group, step, run.config))]
+        moved = [np.nanmax(np.abs(one.arrays["ratio"] - 1)) for one in every if one.field("ratio") is not None]
+        assert len(moved) >= 4 and max(moved) > 1e-4
+        for one in every:
+            known = one.learner()[one.arrays["response_mask"]]
+            np.testing.assert_allclose(known, one.arrays["engine"][one.arrays["response_mask"]], atol=1e-4)
+
+
+def test_one_optimizer_step_gives_the_update_s_own_log_probs(folder):
+    config = configured(folder, "single", "trainer.trace.freq=1", "trainer.trace.groups=4", steps=1)
+    RayPPOTrainer(config).init_workers().fit()
+    step = read_step(trace_files(Path(config.trainer.default_local_dir))[0])
+    for group in step.groups:
+        for one in group.trajectories:
+            mask = one.arrays["response_mask"]
+            assert "old_log_probs" not in one.arrays and one.field("log_prob") is not None
+            np.testing.assert_allclose(one.learner()[mask], one.arrays["engine"][mask], atol=1e-4)
+            assert np.isnan(one.arrays["entropy"][~mask]).all() and (one.arrays["entropy"][mask] >= 0).all()
+
+
+def test_recording_changes_no_number_of_a_run(folder):
+    def numbers_of(name, *more):
+        config = configured(folder, name, *more, steps=2)
+        RayPPOTrainer(config).init_workers().fit()
+        rows = load_run(config.trainer.default_local_dir).metrics
+        return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows]
+
+    assert numbers_of("without") == numbers_of("with", "trainer.trace.freq=1")
+
+
+def test_a_token_that_is_no_text_alone_is_its_bytes():
+    assert shown("caf", "caf") == "caf" and shown("hi", "▁hi") == " hi" and shown("<eos>", "<eos>") == "<eos>"
+    assert shown("\ufffd", "<0xE2>") == {"bytes": "e2"} and shown("\ufffd", "ÃŁ") == {"bytes": "c39f"}
+    assert shown("\ufffd", "Ġâ") == {"bytes": "20e2"} and shown("", None) == {"bytes": "", "name": "no such token"}
+    assert shown("\ufffd", "日") == {"bytes": "", "name": "日"}  # of no byte-level vocabulary
+
+
+# --- what it costs ---
+
+
+def test_the_work_is_that_of_the_recorded_groups_whatever_the_batch(tmp_path, monkeypatch):
+    """Counted, not timed: rows that are copied, tokens that are decoded, bytes that are written."""
+    counted = {}
+    rows = TrainBatch.rows
+    monkeypatch.setattr(
+        TrainBatch, "rows", lambda self, index: counted.setdefault("rows", []).append(index) or rows(self, index)
+    )
+    sizes = []
+    for count in (8, 64):
+        config = traced_config(tmp_path / "a" / str(count), groups=2)
+        recorder = TraceRecorder(config, ByteTokenizer(), 4)
+        for step in (1, 2):
+            record(config, step, made_groups(step, 0, count=count, length=50), recorder=recorder)
+        copied = [index for index in counted.pop("rows") if isinstance(index, list)]
+        assert max(map(len, copied)) <= 4 * 4  # worst, mismatch and two regular ones, of 4 answers
+        assert recorder.tokenizer.decoded == len(recorder.texts) <= 259  # each token once in the run
+        sizes.append(sum(path.stat().st_size for path in trace_files(tmp_path / "a" / str(count))))
+    assert sizes[1] < 1.5 * sizes[0]
+
+
+def test_a_run_that_records_too_much_is_told(tmp_path, caplog):
+    recorder = TraceRecorder(traced_config(tmp_path / "a" / "run"), ByteTokenizer(), 4)
+    recorder.step_s, recorder.cpu_s = 100.0, 1.9
+    recorder._warn()
+    assert not caplog.records
+    recorder.cpu_s = 2.1
+    recorder._warn()
+    recorder._warn()
+    assert [record.message for record in caplog.records] == [
+        "trainer.trace takes 2.1% of the steps' time; raise trainer.trace.freq or lower trainer.trace.groups"
+    ]
+
+
+@pytest.mark.slow
+def test_recording_every_step_of_a_lab_takes_at_most_two_percent(tmp_path, monkeypatch):
+    """CPU seconds inside the recorder over seconds of the steps, as the run itself measures them."""
+    from recipes.lab import sums
+
+    root = Path(__file__).resolve().parents[4]
+    monkeypatch.chdir(tmp_path)
+    sums.prepare()
+    tools = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={root / 'recipes/lab/tools.yaml'}"
+    more = ["trainer.trace.freq=1", "trainer.backend=local", "trainer.cpu_threads=1", "trainer.total_training_steps=10"]
+    settings = ["trainer.default_local_dir=outputs/grpo/traced", "data.val_max_samples=8", "trainer.device=cpu"]
+    RayPPOTrainer(compose("grpo", ["preset=lab_tools", tools, *more, *settings])).init_workers().fit()
+    rows = [row for row in load_run(tmp_path / "outputs/grpo/traced").metrics if row["step"]]
+    spent, steps = (sum(row[name] for row in rows) for name in ("perf/trace_cpu_s", "timing_s/step"))
+    assert len(rows) == 10 and 0 < spent <= 0.02 * steps
+
+
+def test_disk_is_bounded_and_the_first_and_the_newest_steps_stay(tmp_path):
+    run = tmp_path / "a" / "run"
+    record(traced_config(run), 1, made_groups(1, 0, length=50))
+    size = trace_files(run)[0].stat().st_size
+    config = traced_config(run, max_mb=4.5 * size / 2**20)
+    for step in range(2, 12):
+        record(config, step, made_groups(step, 0, length=50))
+    kept = [int(path.stem[-6:]) for path in trace_files(run)]
+    assert sum(path.stat().st_size for path in trace_files(run)) <= 4.5 * size
+    assert kept[0] == 1 and kept[-1] == 11 and kept[1:] == list(range(13 - len(kept), 12)) and len(kept) >= 3
+
+
+def test_a_step_that_is_too_large_keeps_its_worst_group_or_says_so(tmp_path, caplog):
+    run = tmp_path / "a" / "run"
+    record(traced_config(run), 1, made_groups(1, 0, length=200))
+    size = trace_files(run)[0].stat().st_size
+    record(traced_config(run, max_mb=1.2 * size / 2**20), 1, made_groups(1, 0, length=200))
+    (path,) = trace_files(run)
+    kept = read_step(path).groups
+    assert path.stat().st_size < 0.6 * size and kept[0].about["chosen"] == "worst" and len(kept) < 4
+    again = record(traced_config(run, max_mb=0.001), 2, made_groups(2, 0, length=200))
+    assert len(trace_files(run)) == 1 and again.metrics["perf/trace_mb"] == 0
+    assert "step 2 is not recorded: its worst group alone is over trainer.trace.max_mb" in caplog.text
+
+
+def test_room_is_made_from_the_second_record_on(tmp_path):
+    for step in range(1, 6):
+        (tmp_path / f"step_{step:06d}.npz").write_bytes(b"x" * 10)
+    make_room(tmp_path, 25, besides=tmp_path / "step_000005.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_00000{step}.npz" for step in (1, 4, 5)]
+
+
+# --- kills and resuming ---
+
+
+def test_a_kill_while_writing_leaves_no_half_record(tmp_path, monkeypatch):
+    run = tmp_path / "a" / "run"
+    config = traced_config(run)
+    record(config, 1)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("core.trace.trace_recorder.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        record(config, 2)
+    assert files(run) == ["step_000001.npz"]
+    assert [path.name for path in (run / FOLDER).glob("*.partial")] == ["step_000002.npz.partial"]
+
+
+def test_a_resumed_run_writes_the_steps_that_it_repeats_anew(folder):
+    run = fit(configured(folder, "resumed", "trainer.trace.freq=1", "trainer.save_freq=2", steps=4))
+    before = {path.name: read_step(path) for path in trace_files(run)}
+    (run / FOLDER / "step_000003.npz").write_bytes(b"of a policy that is gone")
+    (run / FOLDER / "step_000009.npz.partial").write_bytes(b"half")
+    for name in ("latest_checkpointed_iteration.txt",):
+        (run / name).write_text("2")
+    for path in (run / "global_step_4").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    fit(configured(folder, "resumed", "trainer.trace.freq=1", "trainer.save_freq=2", steps=4))
+    after = {path.name: read_step(path) for path in trace_files(run)}
+    assert list(after) == [f"step_00000{step}.npz" for step in (1, 2, 3, 4)] == list(before)
+    assert not list((run / FOLDER).glob("*.partial"))
+    for name, step in before.items():
+        assert json.dumps(after[name].meta) == json.dumps(step.meta)
+        for old, new in zip(step.groups, after[name].groups, strict=True):
+            for one, other in zip(old.trajectories, new.trajectories, strict=True):
+                assert all(np.array_equal(one.arrays[k], other.arrays[k], equal_nan=True) for k in one.arrays)
+
+
+def test_a_new_start_sets_the_records_aside(tmp_path):
+    run = tmp_path / "a" / "run"
+    tracker = Tracker(run, traced_config(run))
+    tracker.close("finished")
+    record(traced_config(run), 1)
+    Tracker(run, traced_config(run)).close("finished")
+    assert not trace_files(run) and (run / "previous" / "1" / FOLDER / "step_000001.npz").exists()

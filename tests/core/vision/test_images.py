@@ -1,0 +1,209 @@
+"""Pictures of prompts: sizes and patches are the processor's, places are expanded once, bad ones are named."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from core.config import registry
+from core.data import parquet
+from core.data.dataset import Encoder
+from core.data.parquet import ExampleFile, Problems
+from core.data.stream import PromptStream, load_val_prompts
+from core.errors import InputError
+from core.learner.models import load_modality, load_tokenizer
+from core.modality import TEXT, MediaError
+from core.vision.images import MARKER, patches, pixels, read_picture, stored_bytes
+from tests.pictures import (
+    KINDS,
+    image_processor,
+    modality,
+    model_config,
+    picture,
+    picture_format,
+    pictures,
+    png,
+    save_vision_model,
+)
+from tests.pictures import vision_tokenizer as tokenizer
+from tests.row_files import data_config, plain_row, write_parquet
+from tests.tiny import tiny_tokenizer
+
+FORMAT, READING = picture_format(), modality()
+
+
+def row(index, *images, prompt=None, **more):
+    content = f"{MARKER * len(images)}how many? {index}" if prompt is None else prompt
+    cells = [image if image is None or isinstance(image, dict) else {"bytes": image, "path": None} for image in images]
+    return plain_row(index, prompt=[{"role": "user", "content": content}], images=cells, **more)
+
+
+def refused(tmp_path, *rows, modality=READING, **data):
+    path = write_parquet(tmp_path / "bad.parquet", list(rows))
+    with pytest.raises(InputError) as error:
+        PromptStream(data_config(train_files=[path], **data), tokenizer(), 1, modality=modality)
+    return "\n".join(error.value.problems)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_and_patches_are_those_of_the_models_own_processor(kind):
+    for seed, (width, height) in enumerate([(70, 56), (33, 210), (400, 300), (9, 9)]):
+        data = png(seed, width, height)
+        found = image_processor(kind)(Image.open(io.BytesIO(data)), return_tensors="np")
+        mine = read_picture(data, picture_format(kind))
+        assert [*mine.grid] == found["image_grid_thw"][0].tolist()
+        np.testing.assert_allclose(patches(mine), found["pixel_values"], atol=1e-6)
+        assert mine.tokens == len(found["pixel_values"]) // 4
+
+
+def test_reading_again_what_was_read_changes_nothing():
+    one = picture(3, width=123, height=77)
+    file = io.BytesIO()
+    Image.fromarray(pixels(one)).save(file, "PNG")
+    again = read_picture(file.getvalue(), FORMAT)
+    assert (again.height, again.width) == (one.height, one.width) and (pixels(again) == pixels(one)).all()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "LA", "CMYK"])
+def test_other_modes_are_read_as_rgb(mode):
+    if mode == "CMYK":
+        data = png(mode=mode, format="JPEG")
+    else:
+        data = png(mode=mode)
+    assert pixels(read_picture(data, FORMAT, decode=True)).shape == (56, 56, 3)
+
+
+def test_what_is_transparent_is_white():
+    file = io.BytesIO()
+    Image.new("RGBA", (28, 28), (0, 0, 0, 0)).save(file, "PNG")
+    assert (pixels(read_picture(file.getvalue(), FORMAT)) == 255).all()
+
+
+def broken(kind: str) -> bytes:
+    file = io.BytesIO()
+    if kind == "cut":
+        return png()[:-60]
+    if kind == "frames":
+        frames = [Image.new("RGB", (28, 28), colour) for colour in ("red", "blue")]
+        frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+    elif kind == "16 bit":
+        Image.fromarray(np.zeros((28, 28), np.uint16)).save(file, "PNG")
+    elif kind == "huge":
+        Image.new("1", (10_000, 10_000)).save(file, "PNG")
+    elif kind == "strip":
+        Image.new("L", (2_810, 14)).save(file, "PNG")
+    return file.getvalue() or b"no picture"
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("nothing", "a picture is broken in 1 row (1: "),
+        ("cut", "a picture is broken in 1 row (1: "),
+        ("frames", "a picture has several frames in 1 row (1: 2 frames)"),
+        ("16 bit", "a picture is not 8-bit grey or colour in 1 row (1: mode I;16)"),
+        ("huge", "a picture has more than 67108864 pixels in 1 row (1: 10000 x 10000)"),
+        ("strip", "a picture is too long and narrow in 1 row (1: 2810 x 14"),
+    ],
+)
+def test_a_bad_picture_is_named_with_its_row_before_a_model_loads(tmp_path, kind, words):
+    assert words in refused(tmp_path, row(0, png()), row(1, broken(kind)))
+
+
+def test_a_picture_that_is_missing(tmp_path):
+    assert "a picture is missing in 1 row" in refused(tmp_path, row(0, png()), row(1, {"bytes": None, "path": "x.png"}))
+    assert "a picture is missing in 1 row" in refused(tmp_path, row(0, png()), row(1, {"bytes": b"", "path": None}))
+    (tmp_path / "there.png").write_bytes(png(5))
+    assert stored_bytes({"bytes": None, "path": str(tmp_path / "there.png")}) == png(5)
+
+
+def test_places_and_pictures_are_counted(tmp_path):
+    told = refused(tmp_path, row(0, png(), png(1), prompt=f"{MARKER} one place"), row(1, png(), prompt="none"))
+    assert "a prompt has another number of places <image> than of pictures in 2 rows (0: 1 places, 2 pictures" in told
+    assert "0 places, 1 pictures" in told
+    assert "2 places, 1 pictures" in refused(tmp_path, row(0, png(), prompt=MARKER * 2))
+    told = refused(tmp_path, row(0, png(), prompt="<|image_pad|>" * 4))
+    assert "holds the model's own placeholder <|image_pad|> in 1 row (0)" in told
+
+
+def test_a_text_model_with_pictures_and_the_reverse(tmp_path):
+    assert "the model reads text alone in 1 row (0)" in refused(tmp_path, row(0, png()), modality=TEXT)
+    told = refused(tmp_path, plain_row(0), plain_row(1))
+    assert told.startswith("data.image_key=images: no example of the training files has a picture")
+    assert "holds string; it must hold lists" in refused(tmp_path, plain_row(0, images="x"))
+    path = write_parquet(tmp_path / "none.parquet", [{**plain_row(0), "images": None}, {**plain_row(1), "images": []}])
+    assert len(PromptStream(data_config(train_files=[path]), tiny_tokenizer(), 1)) == 2
+
+
+def test_a_prompt_with_pictures_is_never_cut(tmp_path):
+    rows = [row(0, png()), row(1, png(1, 112, 112))]  # 4 and 16 tokens
+    short = dict(max_prompt_length=40)
+    assert "a prompt with media is longer than the limit" in refused(tmp_path, *rows, truncation="left", **short)
+    assert "a prompt is longer than data.max_prompt_length=40" in refused(tmp_path, *rows, **short)
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    kept = PromptStream(
+        data_config(train_files=[path], filter_overlong_prompts=True, **short), tokenizer(), 1, modality=READING
+    )
+    assert len(kept) == 1
+
+
+def test_a_prompt_has_a_placeholder_for_each_token_of_its_pictures(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [row(0, png(), png(1, 112, 56), prompt=f"a{MARKER}b{MARKER}c")])
+    (prompt,) = load_val_prompts(data_config(val_files=[path]), tokenizer(), READING)
+    text = tokenizer().decode(prompt.token_ids)
+    marks = ["<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>" for count in (4, 8)]
+    assert f"user: a{marks[0]}b{marks[1]}c" in text
+    assert [picture.tokens for picture in prompt.media.pictures] == [4, 8]
+    assert prompt.messages[0]["content"] == f"a{MARKER}b{MARKER}c"
+
+
+def test_expanding_and_collapsing_are_inverse_and_leave_what_the_policy_wrote():
+    media = pictures(picture(0), picture(1, width=112, height=112))
+    ids = [5, 101, 6, 101, 7]
+    expanded = media.expand(ids)
+    assert expanded == [5, *[101] * 4, 6, *[101] * 16, 7]
+    assert media.collapse([*expanded, 101, 8]) == [*ids, 101, 8]
+    with pytest.raises(ValueError, match="shorter run"):
+        pictures(picture(0)).collapse([5, 101, 6])
+    with pytest.raises(MediaError, match="chat template"):
+        pictures(picture(0)).expand([5, 6])
+
+
+def test_equal_questions_about_other_pictures_are_other_questions(tmp_path):
+    rows = [row(0, png(seed), prompt=f"{MARKER}?", extra_info={"note": "x"}) for seed in (0, 1, 0)]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    stream = PromptStream(data_config(train_files=[path]), tokenizer(), 1, modality=READING)
+    uids = [stream.files.prompt(path, index, index).uid for index in range(3)]
+    assert uids[0] == uids[2] != uids[1]
+
+
+def test_a_plain_string_has_places_too():
+    encoder = Encoder(tokenizer(), modality=READING)
+    assert encoder.encode([pictures(picture(0)).mark(f"x{MARKER}y")])[0][1:-1] == [100, 101, 102]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_a_model_reads_pictures_is_found_in_its_folder(tmp_path, kind):
+    model = model_config(save_vision_model(tmp_path / kind, kind))
+    assert load_modality(model, load_tokenizer(model)) == modality(kind)
+    with pytest.raises(InputError, match="the tokenizer lacks the placeholder"):
+        load_modality(model, tiny_tokenizer())
+    (tmp_path / kind / "preprocessor_config.json").unlink()
+    with pytest.raises(InputError, match="cannot be read"):
+        load_modality(model, load_tokenizer(model))
+
+
+def test_examples_with_pictures_are_not_kept_in_memory(tmp_path):
+    file = ExampleFile(write_parquet(tmp_path / "a.parquet", [row(0, png()), row(1, png(1))]))
+    assert [len(list(file.examples(Problems()))) for _ in range(2)] == [2, 2]
+    assert file._key not in parquet._kept
+
+
+def test_a_model_that_reads_pictures_in_another_way_is_refused(tmp_path, monkeypatch):
+    model = model_config(save_vision_model(tmp_path / "a"))
+    monkeypatch.delitem(registry.MODALITIES, "qwen2_5_vl")
+    with pytest.raises(InputError, match="model_type qwen2_5_vl reads pictures in its own way; known are qwen2_vl, qw"):
+        load_modality(model, load_tokenizer(model))

@@ -1,0 +1,182 @@
+"""Whole runs with pictures: they train the tower, resume to the bit, export, and leave the tower out where asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from core import export
+from core.config import compose
+from core.engines import SamplingParams
+from core.errors import InputError
+from core.learner.models import load_modality, load_policy, load_tokenizer
+from core.ray_trainer import RayPPOTrainer
+from core.rollout.agent_loop import Episode, Limits
+from core.rollout.tools.tool_agent import ToolAgentLoop
+from core.types import Prompt
+from core.vision.images import MARKER
+from tests.core.rollout.tools.test_tool_agent import CALCULATOR, TEMPLATE, call
+from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
+from tests.faults.tiny_run import REWARD, command
+from tests.pictures import model_config, picture, pictures, png, save_vision_model, vision_tokenizer
+from tests.row_files import plain_row, write_parquet
+from tests.scripted_engine import ScriptedEngine
+
+KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.n=3")
+STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=sequence")
+PACKED = ("actor_rollout_ref.model.use_remove_padding=True",)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    save_vision_model(folder / "model", initializer_range=0.05)
+    (folder / "reward.py").write_text(REWARD)
+    for name, count in (("train", 9), ("test", 3)):
+        rows = []
+        for index in range(count):
+            images = [{"bytes": png(10 * index + i, 28 + 28 * i, 28), "path": None} for i in range(index % 3)]
+            prompt = [{"role": "user", "content": "<image>" * len(images) + "?"}]
+            rows.append(plain_row(index, prompt=prompt, images=images))
+        write_parquet(folder / f"{name}.parquet", rows)
+    return folder
+
+
+def arguments(files: Path, *overrides: str, steps: int = 4) -> list[str]:
+    factory = command(files, "grpo", steps, "trainer.logger=[]", "data.max_prompt_length=96", *overrides)
+    return factory(Path("unused"))[3:-1]
+
+
+def trained(files: Path, run: Path, *overrides: str, steps: int = 4) -> dict[str, torch.Tensor]:
+    """The policy's weights at the end."""
+    texts = [*arguments(files, *overrides, steps=steps), f"trainer.default_local_dir={run}"]
+    trainer = RayPPOTrainer(compose("grpo", texts)).init_workers()
+    trainer.fit()
+    return {name: value.clone() for name, value in trainer.workers.actor.module.state_dict().items()}
+
+
+def lines(run: Path) -> list[dict]:
+    read = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("timing_s/", "perf/")
+    return [{key: value for key, value in one.items() if not key.startswith(timed)} for one in read]
+
+
+@pytest.mark.parametrize("how", [(*KL, *STALE), pytest.param((*KL, *PACKED), marks=pytest.mark.slow)])
+def test_a_run_that_goes_on_from_a_checkpoint_ends_as_it_would_have(files, tmp_path, how):
+    whole = trained(files, tmp_path / "whole", *how)
+    saved = tmp_path / "whole" / "global_step_2"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
+    parts = trained(files, tmp_path / "parts", *how, *resume)
+    assert ("Picture" in (saved / "driver.json").read_text()) == ("trainer.max_staleness=1" in how)
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    metrics = lines(tmp_path / "whole")
+    assert metrics[-1] == lines(tmp_path / "parts")[-1]
+    if "trainer.max_staleness=1" not in how:
+        assert max(line.get("rollout_corr/logp_diff_max", 0.0) for line in metrics) < 1e-4
+    before = load_policy(model_config(files / "model")).state_dict()
+    assert sum(not torch.equal(value, before[name]) for name, value in whole.items() if "visual" in name) > 10
+
+
+def test_the_pictures_are_what_the_run_trains_on(files, tmp_path):
+    whole = trained(files, tmp_path / "a", steps=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("model", "reward.py", "test.parquet"):
+        (other / name).symlink_to(files / name)
+    rows = []
+    for index in range(9):
+        images = [{"bytes": png(500 + index, 28 + 28 * i, 28), "path": None} for i in range(index % 3)]
+        prompt = [{"role": "user", "content": "<image>" * len(images) + "?"}]
+        rows.append(plain_row(index, prompt=prompt, images=images))
+    write_parquet(other / "train.parquet", rows)
+    changed = trained(other, tmp_path / "b", steps=1)
+    assert not torch.equal(whole["lm_head.weight"], changed["lm_head.weight"])
+
+
+def test_a_frozen_tower_stays_and_the_rest_trains(files, tmp_path):
+    before = load_policy(model_config(files / "model")).state_dict()
+    after = trained(files, tmp_path / "run", "actor_rollout_ref.actor.freeze_vision_tower=True", steps=2)
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert moved and not any("visual" in name for name in moved)
+
+
+def test_an_export_reads_pictures_again(files, tmp_path):
+    after = trained(files, tmp_path / "run", steps=2)
+    export.main([str(tmp_path / "run"), str(tmp_path / "model")])
+    model = model_config(tmp_path / "model")
+    loaded = load_policy(model).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in after.items())
+    expected = load_modality(model_config(files / "model"), load_tokenizer(model_config(files / "model")))
+    assert load_modality(model, load_tokenizer(model)) == expected and expected.format is not None
+
+
+def test_adapters_on_the_language_part_alone(files, tmp_path):
+    pytest.importorskip("peft")
+    lora = (
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.target_modules=all-linear",
+        "actor_rollout_ref.model.exclude_modules='.*visual.*'",
+    )
+    trained(files, tmp_path / "run", *KL, *lora, steps=2)
+    (saved,) = (tmp_path / "run").glob("global_step_2/actor/adapter_model.safetensors")
+    names = load_file(saved)
+    assert names and not any("visual" in name for name in names)
+    export.main([str(tmp_path / "run"), str(tmp_path / "model"), "--dtype", "float32"])
+    loaded = load_policy(model_config(tmp_path / "model")).state_dict()
+    before = load_policy(model_config(files / "model")).state_dict()
+    moved = {name for name, value in loaded.items() if not torch.equal(value, before[name])}
+    assert moved and not any("visual" in name for name in moved)
+
+
+TOOLS = "actor_rollout_ref.rollout.multi_turn"
+
+
+def test_every_turn_of_an_episode_has_the_prompts_pictures_and_its_tools(tmp_path):
+    """One placeholder a token of a picture also where the template writes the prompt anew, with its tools."""
+    (tmp_path / "tools.yaml").write_text(CALCULATOR)
+    words, asked, one = vision_tokenizer(), [], picture(1)
+    media = pictures(one)
+    words.chat_template = TEMPLATE
+    turns = [call("calculator", expression="1+1"), "2"]
+    engine = ScriptedEngine(words, lambda request: (asked.append(request), turns.pop(0))[1])
+    keys = [f"{TOOLS}.enable=True", f"{TOOLS}.tool_config_path={tmp_path}/tools.yaml", "data.train_batch_size=256"]
+    loop = ToolAgentLoop(compose("ppo", keys), words)
+    prompt = Prompt(0, "q", (), ({"role": "user", "content": f"how {MARKER}?"},), "2", "x", media=media)
+    options = {"engine": engine, "tokenizer": words, "run_seed": 1}
+    episode = Episode(prompt, 0, SamplingParams(max_tokens=900), Limits(900, 900), **options)
+    asyncio.run(loop.run(episode))
+    assert [request.media for request in asked] == [media] * 2
+    assert [request.prompt_ids.count(one.format.token_id) for request in asked] == [one.tokens] * 2
+    assert "<tool calculator>" in words.decode(asked[0].prompt_ids)
+
+
+def test_episodes_with_tools_train_on_pictures(files, tmp_path):
+    (tmp_path / "tools.yaml").write_text(CALCULATOR)
+    tools = (f"{TOOLS}.enable=True", f"{TOOLS}.tool_config_path={tmp_path}/tools.yaml")
+    before = load_policy(model_config(files / "model")).state_dict()
+    after = trained(files, tmp_path / "run", *KL, *tools, steps=2)
+    assert sum(not torch.equal(value, before[name]) for name, value in after.items() if "visual" in name) > 10
+    assert max(line.get("rollout_corr/logp_diff_max", 0.0) for line in lines(tmp_path / "run")) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_ends_as_one_that_was_not(files, tmp_path):
+    factory = command(files, "grpo", 6, *KL, "data.max_prompt_length=96")
+    whole = run_uninterrupted(factory, tmp_path / "whole")
+    kills = [AtPoint("rollout", 3), AtPoint("checkpoint_rename", 4)]
+    killed = run_with_kills(factory, tmp_path / "killed", kills, random.Random(0))
+    assert len(killed.landed) == 2 and not compare_runs(whole.folder, killed.folder)
+
+
+def test_a_text_model_has_no_tower_to_freeze(tmp_path):
+    from core.vision.model_inputs import freeze_vision_tower
+    from tests.tiny import tiny_model
+
+    with pytest.raises(InputError, match="freeze_vision_tower=True: .* reads text alone"):
+        freeze_vision_tower(tiny_model())

@@ -1,0 +1,174 @@
+"""Engine and learner read pictures alike: shared prompts, padded and packed, each kind of model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from core.engines import SampleRequest, SamplingParams
+from core.engines.hf import HFEngine
+from core.learner.batching import make_batch
+from core.learner.learner import MicroBatchSize, Policy
+from core.learner.models import load_policy
+from core.learner.packing import Layout
+from core.types import Prompt, ScoredGroup, TrainBatch
+from core.vision.images import patches
+from core.vision.model_inputs import PictureInputs, run_with_pictures
+from reward_scores.score import Score
+from tests.padded import batch_of_padded
+from tests.pictures import KINDS, model_config, picture, pictures, save_vision_model, vision_model, vision_tokenizer
+
+TOKENIZER = vision_tokenizer()
+LAYOUTS = {
+    "shared": (Layout(), MicroBatchSize(max_sequences=16)),
+    "padded": (Layout(), MicroBatchSize(max_sequences=1)),
+    "packed": (Layout(packed=True), MicroBatchSize(max_tokens=400)),
+}
+
+
+def prompt(ordinal: int, text: str, *each) -> Prompt:
+    media = pictures(*each)
+    ids = media.expand(TOKENIZER(media.mark(text))["input_ids"])
+    return Prompt(ordinal, str(ordinal), tuple(ids), (), "x", "t", media=media or None)
+
+
+def prompts(kind: str) -> list[Prompt]:
+    """Equal ids with other pictures, two pictures of other sizes, and none."""
+    one, other, tall = picture(1, kind), picture(2, kind), picture(3, kind, width=40, height=90)
+    texts = ("what <image> is it?", "what <image> is it?", "<image> and <image>?", "no picture")
+    return [prompt(i, texts[i], *p) for i, p in enumerate([(one,), (other,), (one, tall), ()])]
+
+
+def sampled(model, asked: list[Prompt], n: int = 3) -> TrainBatch:
+    """A batch of answers of different lengths, as an engine with a copy of the model wrote them."""
+    engine = HFEngine(model, TOKENIZER)
+
+    async def sample():
+        def one(p: Prompt, i: int):
+            params = SamplingParams(max_tokens=6 + 2 * p.ordinal + i, ignore_eos=True)
+            return engine.sample(SampleRequest(p.token_ids, params, 100 * p.ordinal + i, media=p.media))
+
+        return await asyncio.gather(*[one(p, i) for p in asked for i in range(n)])
+
+    found = asyncio.run(sample())
+    scores = (Score(0.0),) * n
+    return make_batch([ScoredGroup(p, tuple(found[n * i :][:n]), scores) for i, p in enumerate(asked)], 0)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request):
+    model = vision_model(request.param)
+    return model, sampled(model, prompts(request.param))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engine_and_learner_have_equal_log_probs(case, layout):
+    model, batch = case
+    how, size = LAYOUTS[layout]
+    log_prob, _ = Policy(copy.deepcopy(model), temperature=1.0, layout=how).log_probs(batch, size)
+    mask = batch.response_mask
+    torch.testing.assert_close(log_prob[mask], batch.rollout_log_probs[mask], atol=1e-5, rtol=0)
+    # and the pictures matter
+    blind = TrainBatch(batch.lengths, batch.stored)
+    unseen, _ = Policy(copy.deepcopy(model), temperature=1.0).log_probs(blind, LAYOUTS["padded"][1])
+    seen = mask & (batch.group != 3).repeat_interleave(batch.lengths)
+    assert (unseen - log_prob)[seen].abs().max() > 0.1
+    torch.testing.assert_close(unseen[mask & ~seen], log_prob[mask & ~seen], atol=1e-5, rtol=0)
+
+
+def test_what_is_left_of_the_difference_is_rounding_which_grows_with_the_weights():
+    """Of weights four times as wide as a trained model's, engine and learner are equally far from float64."""
+    distances = {}
+    for std in (0.05, 0.2):
+        model = vision_model(initializer_range=std, tower_range=std)
+        batch = sampled(model, prompts("qwen2_5_vl"))
+        exact, _ = Policy(copy.deepcopy(model).double(), temperature=1.0).log_probs(batch, LAYOUTS["padded"][1])
+        log_prob, _ = Policy(model, temperature=1.0).log_probs(batch, LAYOUTS["padded"][1])
+        found = [(each - exact)[batch.response_mask].abs().max() for each in (log_prob, batch.rollout_log_probs)]
+        distances[std] = [float(one) for one in found]
+    assert max(distances[0.05]) < 2e-6 < min(distances[0.2]) and max(distances[0.2]) < 5e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_do_not_depend_on_how_sequences_lie(case, layout):
+    model, batch = case
+
+    def gradient(how: Layout, size: MicroBatchSize) -> torch.Tensor:
+        policy = Policy(copy.deepcopy(model), temperature=1.0, layout=how)
+        for _, micro in policy.micro_batches_of_rank(size, batch):
+            policy.token_stats(micro)[0].mul(micro.response_mask).sum().backward()
+        parts = [value.grad.flatten() for value in policy.module.parameters() if value.grad is not None]
+        tower = [name for name, value in policy.module.named_parameters() if "visual" in name and value.grad is None]
+        assert not tower
+        return torch.cat(parts)
+
+    expected = gradient(*LAYOUTS["padded"])
+    torch.testing.assert_close(gradient(*LAYOUTS[layout]), expected, atol=1e-5 * float(expected.norm()), rtol=0)
+
+
+def test_the_body_gives_what_transformers_gives(case):
+    model, _ = case
+    kind = model.config.model_type
+    asked = prompts(kind)[2]
+    ids = torch.tensor([asked.token_ids])
+    pixels = torch.from_numpy(np.concatenate([patches(one) for one in asked.media.pictures]))
+    grid = torch.tensor([one.grid for one in asked.media.pictures])
+    inputs = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == 101).int()}
+    with torch.no_grad():
+        expected = model.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+        media = PictureInputs.of(model, ids, [asked.media])
+        found = run_with_pictures(model, ids, media, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_a_picture_goes_through_the_tower_once_a_pass(monkeypatch):
+    model = vision_model()
+    one, asked = picture(1), prompt(0, "<image>", picture(1))
+    ids = torch.tensor([asked.token_ids] * 3)
+    counts = []
+    inner = type(model.base_model).get_image_features
+    monkeypatch.setattr(
+        type(model.base_model),
+        "get_image_features",
+        lambda self, pixels, grid, **more: (counts.append(len(pixels)), inner(self, pixels, grid, **more))[1],
+    )
+    run_with_pictures(model, ids, PictureInputs.of(model, ids, [asked.media] * 3), use_cache=False)
+    assert counts == [one.tokens * 4]
+
+
+def test_placeholders_that_the_policy_wrote_are_ordinary_tokens():
+    model, asked = vision_model(), prompt(0, "a<image>b", picture(1))
+    ids = [*asked.token_ids, 101, 101, 5]
+    batch = batch_of_padded(
+        attention_mask=torch.ones(1, len(ids), dtype=torch.bool),
+        input_ids=torch.tensor([ids]),
+        response_mask=torch.arange(len(ids))[None] >= len(asked.token_ids),
+        group=torch.zeros(1, dtype=torch.int64),
+    )
+    batch = TrainBatch(batch.lengths, batch.stored, 0, {0: asked.media})
+    policy = Policy(model, temperature=1.0)
+    (log_prob, _) = policy.log_probs(batch, MicroBatchSize(max_sequences=1))
+    assert float(log_prob[-3:].abs().min()) > 0 and torch.isfinite(log_prob).all()
+
+
+def test_pictures_travel_once_a_prompt_and_only_where_they_are_read():
+    model = vision_model()
+    batch = sampled(model, prompts("qwen2_5_vl"), n=2)
+    part = pickle.loads(pickle.dumps(batch.rows([0, 1]).only(("input_ids", "response_mask"))))
+    assert part.media.keys() == {0} and part.media[0] == batch.media[0]
+    sizes = [len(pickle.dumps(sampled(model, [prompt(0, "<image>", picture(1))], n=n))) for n in (1, 8)]
+    assert sizes[1] - sizes[0] < 7 * len(picture(1).data)  # seven more answers, and not one more picture
+    assert batch.blank_row().media == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_model_loads_with_its_tower_and_weighs_the_same(tmp_path, kind):
+    folder = save_vision_model(tmp_path, kind, seed=3)
+    loaded = load_policy(model_config(folder))
+    expected = vision_model(kind, 3).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
