@@ -226,6 +226,21 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted():
     assert not torch.equal(before[0], next(part.module.parameters()))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_the_first_step_moves_weights_by_the_scheduled_rate(share):
+    """Adam's first step is of the rate, whatever the gradient: that the optimizer had, and the metric reports."""
+    part = actor(torch.float64, optim=SimpleNamespace(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0))
+    before = [p.detach().clone() for p in part.module.parameters()]
+    metrics = part.update([one_step(random_batch())], share)
+    moved = [(p.detach() - b).abs() for p, b in zip(part.module.parameters(), before, strict=True)]
+    moved = torch.cat([one.flatten() for one in moved])
+    assert float(moved.median()) == pytest.approx(1e-4 * share, rel=1e-2)
+    assert metrics["actor/lr"] == pytest.approx(1e-4 * share)
+    first = float(next(part.module.parameters()).detach().sum())
+    part.update([one_step(random_batch())] * 2, 0.0)  # every optimizer step of an update has its rate
+    assert float(next(part.module.parameters()).detach().sum()) == first
+
+
 def test_the_norm_is_clipped_and_reported_unclipped():
     big, small = actor(grad_clip=1e9), actor(grad_clip=1e-3)
     norms = [part.update([one_step(random_batch())], 0.0)["actor/grad_norm"] for part in (big, small)]
@@ -248,6 +263,20 @@ def test_a_value_is_that_of_the_state_before_its_token():
         expected = part.module(input_ids=batch.input_ids[span].long()[None]).logits[0, :, 0]
         for t in batch.response_mask[span].nonzero()[:, 0].tolist():
             assert float(values[span][t]) == pytest.approx(float(expected[t - 1].detach()), abs=2e-5)
+
+
+def test_the_critics_objective_clips_around_the_old_values():
+    """Half the larger of two squares, that of the value within ``cliprange_value`` of the old one, token by token."""
+    batch, part = random_batch(), critic()
+    values, total, clipped = part.values(batch), 0.0, 0
+    places = batch.loss_mask.nonzero()[:, 0].tolist()
+    for n in places:
+        value, old, target = float(values[n]), float(batch.values[n]), float(batch.returns[n])
+        within = min(max(value, old - 0.5), old + 0.5)
+        total += 0.5 * max((value - target) ** 2, (within - target) ** 2)
+        clipped += (within - target) ** 2 > (value - target) ** 2
+    loss = part.micro_batch_loss(one_step(batch), MetricSums())
+    assert clipped > 5 and float(loss.detach()) == pytest.approx(total / len(places), rel=1e-6)
 
 
 def test_the_critics_gradient_does_not_depend_on_memory_and_zero_advantages_still_train_it():

@@ -1,0 +1,90 @@
+"""What passes from phase to phase of a step: the update trains on the estimator's output, the controller on its KL."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.core.scripted_run import configured, prepare, scripted
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("trainer"))
+
+
+@pytest.mark.parametrize("overrides", [(), ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5")])
+def test_the_update_trains_on_what_the_estimator_returned_whatever_is_masked(folder, overrides):
+    """Groups with an answer that could not be graded too: it has no advantage, and the others have those of GRPO."""
+    seen = []
+
+    class Watching(scripted()):
+        def make_workers(self, device):
+            workers = super().make_workers(device)
+            update = workers.update_actor
+            workers.compute_ref_log_prob = lambda batch: batch.rollout_log_probs.clone()  # a KL of 0
+            workers.update_actor = lambda batch, rate: seen[-1].update(batch=batch) or update(batch, rate)
+            return workers
+
+        def compute_advantages(self, batch, metrics):
+            estimate = self.estimator
+            self.estimator = lambda inputs: seen[-1].setdefault("estimated", estimate(inputs))
+            seen.append({})
+            batch, self.estimator = super().compute_advantages(batch, metrics), estimate
+            return batch
+
+    keys = ("actor_rollout_ref.rollout.n=4", "reward_model.on_error=mask", "trainer.health.scorer_errors.bound=null")
+    config = configured(folder, f"masked-{len(overrides)}", *keys, *overrides, steps=3)
+    Watching(
+        config, lambda request, version: "x" if request.seed % 5 == 4 else str(request.seed % 5)
+    ).init_workers().fit()
+    masked = 0
+    for step in seen:
+        batch, (advantages, returns) = step["batch"], step["estimated"]
+        assert torch.equal(batch.advantages, advantages) and torch.equal(batch.returns, returns)
+        for group in batch.group.unique():
+            rows = (batch.group == group) & batch.in_group_stats
+            masked += int(((batch.group == group) & ~batch.in_group_stats).any())
+            rewards = batch.reward[rows]
+            wanted = torch.zeros(len(batch))
+            if len(rewards) > 1:
+                wanted[rows] = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            for row in (batch.group == group).nonzero()[:, 0].tolist():
+                (span,) = batch.spans(torch.tensor([row]))
+                found = batch.advantages[span][batch.response_mask[span]]
+                torch.testing.assert_close(found, wanted[row].expand(len(found)))
+    assert masked >= 3
+
+
+def test_each_steps_kl_moves_the_coefficient_of_the_next_step(folder):
+    """Six steps against the controller written out (arXiv:1909.08593, section 2.2)."""
+    kl = [0.02, 0.3, 0.11, 0.0, 0.085, 0.5]
+
+    class Apart(scripted()):
+        def make_workers(self, device):
+            workers = super().make_workers(device)
+            workers.compute_ref_log_prob = lambda batch: batch.rollout_log_probs - kl[self.session.step]
+            return workers
+
+    control = ("type=adaptive", "kl_coef=0.4", "target_kl=0.1", "horizon=40")
+    keys = (
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_penalty=kl",
+        *(f"algorithm.kl_ctrl.{key}" for key in control),
+    )
+    config = configured(folder, "controller", *keys, steps=6)
+    Apart(config, lambda request, version: str(request.seed % 5)).init_workers().fit()
+    lines = (folder / "controller/metrics.jsonl").read_text().splitlines()
+    found = [
+        SimpleNamespace(**{name.rpartition("/")[2]: value for name, value in json.loads(line).items()})
+        for line in lines
+    ]
+    coefficient, expected = 0.4, []
+    for one in kl:
+        expected.append(coefficient)
+        coefficient *= 1 + min(max(one / 0.1 - 1, -0.2), 0.2) * 8 / 40  # eight sequences a step
+    assert [one.reward_kl_penalty for one in found] == pytest.approx(kl, abs=1e-6)
+    assert [one.reward_kl_penalty_coeff for one in found] == pytest.approx(expected, rel=1e-6)
