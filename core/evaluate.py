@@ -21,7 +21,6 @@ from core.command_line import is_dry_run
 from core.config.locations import written_here
 from core.errors import InputError, OutOfMemory, WorkersLost
 from core.safe_text.printable import printable
-from core.tracking import outputs
 
 INTERRUPTED = 130
 
@@ -129,6 +128,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with outputs.kept():
-        ended = main()
-    sys.exit(ended)
+    sys.exit(main())

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.cluster.address import cluster_address
 from core.cluster.restarts import work
-from core.cluster.signals import ENDED_BY_SIGNAL
 from core.command_line import prepare
 from core.config.checked import to_yaml
 from core.config.paths import run_folder
-from core.errors import InputError
-from core.tracking import outputs, run_manifest
+from core.tracking import run_manifest
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -34,17 +30,13 @@ def main(recipe: str, *, trainer: str = TRAINER, hooks: Collection[str] = ()) ->
     neither torch nor a model. ``hooks`` names the hooks that the class overrides. Exits with 2 where the input is at
     fault, with 1 where a process was lost and ``trainer.max_restarts`` allows no other try.
     """
-    with outputs.kept() as streams:
-        config = prepare(recipe, sys.argv[1:], hooks)
-        if (folder := finished_folder(config)) is not None:
-            page = folder / "report.html"
-            report = page if page.exists() else f"python -m results.report {folder}"
-            print(FINISHED.format(folder=folder, report=report), flush=True)
-            return
-        streams.log_to(run_folder(config) / outputs.LOG)
-        if apart(config):
-            raise SystemExit(_apart(trainer, config))
-        work(trainer, config)
+    config = prepare(recipe, sys.argv[1:], hooks)
+    if (folder := finished_folder(config)) is not None:
+        page = folder / "report.html"
+        report = page if page.exists() else f"python -m results.report {folder}"
+        print(FINISHED.format(folder=folder, report=report), flush=True)
+        return
+    work(trainer, config)
 
 
 def finished_folder(config: Config) -> Path | None:
@@ -62,30 +54,3 @@ def finished_folder(config: Config) -> Path | None:
         return None
     same = same and manifest.get("data") == run_manifest.data_of(config)
     return folder if same and manifest["status"] == "finished" else None
-
-
-def apart(config: Config) -> bool:
-    """Return whether the loop gets a process of its own (:mod:`core.cluster.detached_driver`).
-
-    On a cluster it does, unless ``ray_kwargs.driver_actor`` is set to False.
-    """
-    asked_for = config.ray_kwargs.driver_actor
-    if asked_for is None:
-        asked_for = cluster_address(config) is not None
-    return asked_for and config.trainer.backend == "ray"
-
-
-def _apart(trainer: str, config: Config) -> int:
-    from core.cluster.detached_driver import oversee
-    from core.cluster.workers import ray_backend
-
-    try:
-        place_driver = ray_backend("ray_driver").place_driver
-        status = oversee(lambda config, restarts: place_driver(trainer, config, restarts), config)
-        if status > ENDED_BY_SIGNAL:  # of a second Ctrl-C: nobody waits for a Ray of our own to shut down tidily
-            sys.stdout.flush()
-            os._exit(status)
-        return status
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.cluster.detached_driver import stand_where_the_shell_stood
 from core.config import extensions
 from core.engines import RolloutEngine, SampleRequest
 from core.engines.factory import make_engine
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from core.cluster.fsdp import LearnerRank
     from core.config.schema import Config
 
+FOLDER = "RLREPRO_FOLDER"  # the driver's working directory, where relative paths of the configuration start
+
 
 class Process:
     """What all of them share: threads, signs of life, a profile, and how ranks of one model meet.
@@ -42,7 +43,9 @@ class Process:
     """
 
     def __init__(self, cores: int | None, parts: int = 1, gpus: Sequence[int | str] = ()):
-        stand_where_the_shell_stood()
+        folder = os.environ.get(FOLDER)
+        if folder and os.path.isdir(folder):
+            os.chdir(folder)
         self.threads = max(1, (cores or os.cpu_count() or 1) // parts)
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # for an engine's own child processes
         if gpus:

@@ -1,4 +1,4 @@
-"""On which nodes the processes of a run are: pools of nodes as placement groups, and the node of the loop.
+"""On which nodes the processes of a run are: pools of nodes as placement groups.
 
 A pool has a placement group for each of its nodes, with a bundle for each process. Nothing here starts a process; what
 runs in the bundles is decided by :mod:`core.cluster.ray_pools`.
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 START_S = 300.0  # for the cluster to have room
 WAIT_S = 0.5
-DRIVER_CPUS = 1  # the loop is one Python process; its graders, at most four by default, share the node's idle cores
 
 
 def device_of(config: Config, own: torch.device) -> torch.device:
@@ -107,19 +106,3 @@ def reserve(config: Config, device: torch.device, engine_gpus: int, *, learners:
         raise
     here = own_node()  # after a restart it may be free too late for the first group, and another one comes to it
     return sorted(groups, key=lambda group: node_of(group) != here), engine_groups, reward_groups
-
-
-def node_for_driver(config: Config, device: torch.device) -> str:
-    """Return the id of a node with room for the loop and for as many ranks as a node has.
-
-    The room is reserved only to find the node and then released, because a placement group that outlives this process
-    would block a node wherever the loop is killed. The loop reserves it again, on its own node first
-    (:func:`make_pool`), so that rank 0 is beside it.
-    """
-    bundles = [{"CPU": DRIVER_CPUS}, *[bundle(device)] * config.trainer.n_gpus_per_node]
-    groups = make_pool(1, bundles)
-    try:
-        wait_for_room(config, device, groups, f" and {DRIVER_CPUS} CPU for the loop on one of them")
-        return node_of(groups[0])
-    finally:
-        remove_placement_group(groups[0])

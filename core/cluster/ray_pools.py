@@ -23,10 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.checkpoint.store import LOCK
 from core.cluster.address import address_problem, cluster_address
-from core.cluster.detached_driver import FOLDER
-from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelProcess
+from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import RayEngine, RayRewardModel
-from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve
+from core.cluster.ray_placement import device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
 from core.cluster.signals import kept_from_children
 from core.config import extensions, registry
@@ -112,8 +111,7 @@ def connect(config: Config, device: torch.device) -> None:
             apart = 0 if part.hybrid_engine else part.rollout.nnodes * part.rollout.n_gpus_per_node
             apart += config.reward_model.ranks if config.reward_model.loads_model else 0
             bundles = trainer.nnodes * trainer.n_gpus_per_node + apart
-            loop = DRIVER_CPUS if config.ray_kwargs.driver_actor else 0
-            options.setdefault("num_cpus", max(bundles + loop, os.cpu_count() or 1))
+            options.setdefault("num_cpus", max(bundles, os.cpu_count() or 1))
     else:
         environment = options.setdefault("runtime_env", {})
         if "working_dir" not in environment:

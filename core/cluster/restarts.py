@@ -27,23 +27,22 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record))
 
 
-def work(trainer: str, config: Config, restarts: int = 0, began: Callable[[Any, int], None] = lambda *_: None) -> None:
-    """Train in this process and print the outcome. ``began(run, restarts)`` receives the trainer of each attempt."""
+def work(trainer: str, config: Config) -> None:
+    """Train in this process and print the outcome."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
     module, _, name = trainer.partition(":")
-    run = train(getattr(importlib.import_module(module), name), config, restarts, began)
+    run = train(getattr(importlib.import_module(module), name), config)
     print(f"{run.session.outcome()}; run folder {run.session.run_dir}", flush=True)
 
 
-def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began: Callable[[Any, int], None]) -> Any:
+def train(trainer: Callable[[Config], Any], config: Config) -> Any:
     """Train to the end, restarting from the run's last checkpoint when a process dies or hangs."""
-    limit = config.trainer.max_restarts
+    limit, restarts = config.trainer.max_restarts, 0
     while True:
         run = trainer(config)
-        began(run, restarts)
         try:
             _init_workers(run)
             run.fit()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -44,6 +45,15 @@ def notify(number: int, *, again: bool) -> None:
     text = f"\n{signal.Signals(number).name}{NOTICE_AGAIN if again else NOTICE}\n"
     with suppress(OSError):  # the terminal that closed, say: nobody reads it
         os.write(2, text.encode())
+
+
+def drop_closed_terminal() -> None:
+    """Send what is still printed nowhere if it went to the terminal that has closed: a print must not end the run."""
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 @contextmanager
@@ -87,6 +97,8 @@ class GracefulStop:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
+        if number == signal.SIGHUP:
+            drop_closed_terminal()
         if self.requested:
             notify(number, again=True)
             os._exit(ENDED_BY_SIGNAL + number)

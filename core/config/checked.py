@@ -13,6 +13,7 @@ from core.config.derived_defaults import resolve
 from core.config.problem import Problem
 from core.config.schema import Config
 from core.config.unknown_keys import asked, validated
+from core.config.verl_keys.tables import tables
 from core.config.view import View
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
@@ -137,20 +138,28 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str) -> Config:
     """Return the configuration that :func:`to_yaml` wrote, in the schema that lacks fewest of its sections.
 
-    Secrets, which it does not hold, are left out.
+    Secrets, which it does not hold, are left out, and so are keys that are gone since it was written.
 
     Raises:
         InputError: a key or a value is not the schema's.
     """
     problems: list[Any] = []
     try:
-        tree = without_hidden(read_foreign_yaml(text))
+        tree = _without_gone(without_hidden(read_foreign_yaml(text)))
     except ValueError as error:
         raise InputError(f"config.yaml: {error}") from error
     config = validated(roles.schema_for(tree), tree, problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config
+
+
+def _without_gone(tree: Any, prefix: str = "") -> Any:
+    """Return a recorded tree without the keys that this version of the code has no more."""
+    if not isinstance(tree, dict):
+        return tree
+    kept = {name: value for name, value in tree.items() if f"{prefix}{name}" not in tables().gone}
+    return {name: _without_gone(value, f"{prefix}{name}.") for name, value in kept.items()}
 
 
 def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:

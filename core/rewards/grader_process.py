@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.grading import Failure, Job, ScoreError, Scorers, as_score, as_scores, report
-from core.tracking.outputs import VARIABLE, Outputs
 
 READY, STARTED, REPLY, LAST_REPLY = b"R", b"S", b"=", b"!"
 REPLIES = (REPLY, LAST_REPLY)
@@ -74,7 +73,6 @@ def prctl(option: int, value: int) -> None:
 
 
 def _serve(settings: Mapping[str, Any]) -> None:
-    Outputs(os.environ.get(VARIABLE))  # a scorer that prints to a terminal that has closed has not failed
     grade = _Grading(settings)
     write_line(RESULTS, READY)
     me = os.getpid()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -71,34 +68,6 @@ def watched(factory: CmdFactory, folder: Path, env: Mapping[str, str] | None = N
         yield Watched(process, folder, mark)
 
 
-@contextmanager
-def ray_cluster() -> Iterator[tuple[str, str]]:
-    """The address of a Ray that somebody else started, elsewhere, and the mark of its processes."""
-    mark, folder = f"RAY_{uuid.uuid4().hex}", tempfile.mkdtemp(prefix="ray")  # sockets have short paths only
-    kept = ("PATH", "HOME", "HF_HUB_OFFLINE")  # the last is written down in a saved tokenizer
-    environment = {name: os.environ[name] for name in kept if name in os.environ} | {
-        mark: "1",
-        "SPT_NOENV": "1",
-        **NICE,
-    }
-    environment["RAY_AUTH_MODE"] = "disabled"  # else it asks for a token wherever Ray has once made one
-    options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
-    program = [Path(sys.executable).parent / "ray", "start", *options, f"--temp-dir={folder}"]
-    with open(Path(folder, "log"), "w") as log:
-        process = subprocess.Popen(program, cwd="/", env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        address, deadline = Path(folder, "ray_current_cluster"), time.monotonic() + 60
-        while not address.exists():
-            assert process.poll() is None and time.monotonic() < deadline, Path(folder, "log").read_text()
-            time.sleep(0.1)
-        yield address.read_text().strip(), mark
-    finally:
-        process.terminate()
-        process.wait(60)
-        assert none_left(lambda: marked_processes(mark), LEFT_S)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def disturbed(
     factory: CmdFactory,
     folder: Path,
@@ -140,6 +109,5 @@ def ordinals(folder: Path) -> list[int]:
 
 def differences(one: Path, other: Path) -> list[str]:
     """What a run over Ray cannot help is left out: the index of torch's sharded checkpoints, which holds an id of its
-    own, and the driver's Python generator, from which Ray draws in an actor and nothing here does."""
-    own = (".metadata", "such as /python/")
-    return [line for line in compare_runs(one, other) if not any(part in line for part in own)]
+    own."""
+    return [line for line in compare_runs(one, other) if ".metadata" not in line]

@@ -25,7 +25,7 @@ from core.types import StepMetrics, Trajectory
 from reward_scores.score import Score
 
 VARIABLE = "RLREPRO_STRIKES"  # JSON: kind, at {phase: step}, journal
-KINDS = ("learner", "engine", "keeper", "worker", "driver")
+KINDS = ("learner", "engine", "keeper", "worker")
 # phase -> what the driver waits for in it
 REMOTE = {
     "log-probs": "old_log_prob",
@@ -104,8 +104,6 @@ class Striking(RayPPOTrainer):
         os.kill(victim, signal.SIGKILL)
 
     def victim(self) -> int:
-        if self.kind == "driver":
-            return os.getpid()
         if self.kind in ("keeper", "worker"):
             keeper = self.reward.manager._supervisor.process.pid
             return keeper if self.kind == "keeper" else _children(keeper)[-1]

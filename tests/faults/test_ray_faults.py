@@ -15,14 +15,12 @@ import pytest
 
 from core.tracking.run_manifest import git_state
 from tests.faults.kill_and_resume import read_lines, run_uninterrupted
-from tests.faults.ray_runs import Run, Watched, differences, disturbed, killing, ordinals, ray_cluster, title, watched
+from tests.faults.ray_runs import Run, Watched, differences, disturbed, killing, ordinals
 from tests.faults.striking import KINDS, PHASES, VARIABLE
 from tests.faults.tiny_run import PROMPTS, command, prepare
-from tests.pools import marked_processes, none_left
 
 STEPS = 6
 RAY = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.max_restarts=1")
-APART = "ray_kwargs.driver_actor=True"
 
 
 @pytest.fixture(scope="module")
@@ -88,24 +86,6 @@ def test_the_first_step_of_two_ranks_is_that_of_one_process(files, whole):
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_an_interrupted_driver_actor_saves_and_goes_on_to_the_bit(files, whole):
-    """The loop in an actor: Ctrl-C at the whole group of the terminal, then the same command again."""
-
-    def interrupt(run: Watched) -> None:
-        os.killpg(run.process.pid, signal.SIGINT)
-
-    factory = over_ray(files, APART, f"ray_kwargs.timeline_json_file={files / 'timeline.json'}")
-    run = disturbed(factory, files / "apart", interrupt, after=3)
-    assert run.status == 0 and run.nothing_left, run.log
-    assert "SIGINT: finishing this step" in run.log and "stopped after step" in run.log
-    assert len(read_lines(run.folder / "metrics.jsonl")) < STEPS + 1
-    assert run_uninterrupted(factory, run.folder).folder == run.folder
-    assert "LearnerProcess" in (files / "timeline.json").read_text()
-    assert differences(whole, run.folder) == []
-
-
 # -- slow
 
 
@@ -142,15 +122,14 @@ def test_ctrl_c_at_the_whole_group_saves_and_resumes(files, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [(), (APART,)], ids=["in the shell", "in an actor"])
-def test_ctrl_c_twice_ends_at_once(files, apart):
+def test_ctrl_c_twice_ends_at_once(files):
     def twice(run: Watched) -> None:
         run.process.send_signal(signal.SIGINT)
         run.until(lambda: "finishing this step" in run.log())
         run.process.send_signal(signal.SIGINT)
 
     slow = "custom_reward_function.name=slowly"
-    run = disturbed(over_ray(files, slow, *apart), files / f"twice{len(apart)}", twice, after=2)
+    run = disturbed(over_ray(files, slow), files / "twice", twice, after=2)
     assert run.status == 130 and run.seconds < 10 and run.nothing_left, run.log
     assert "SIGINT again: stopping at once" in run.log
 
@@ -159,27 +138,6 @@ def test_ctrl_c_twice_ends_at_once(files, apart):
 def test_a_killed_driver_takes_everything_with_it(files):
     run = disturbed(over_ray(files), files / "whole-driver", lambda run: run.process.kill(), after=4)
     assert run.status == -signal.SIGKILL and run.nothing_left
-
-
-@pytest.mark.slow
-def test_a_closed_shell_does_not_end_a_run_on_a_cluster(files, whole):
-    """The shell goes; another one asks for the same run, joins it, and gets its output and its status."""
-    with ray_cluster() as (address, mark):
-        cluster = (f"+ray_kwargs.ray_init.address={address}", "custom_reward_function.name=slowly")
-        factory, folder = over_ray(files, *cluster), files / "cluster"
-        with watched(factory, folder) as shell:
-            shell.until(lambda: shell.steps() > 2)
-            shell.process.send_signal(signal.SIGHUP)
-            assert shell.process.wait(30) == -signal.SIGHUP
-        before = len(read_lines(folder / "metrics.jsonl"))
-        assert before < STEPS + 1
-        run = disturbed(factory, folder)
-        assert run.status == 0 and run.nothing_left, run.log
-        assert "reattached to the run in" in run.log and run.log.count("step 6") >= 1
-        assert "finished after step 6 of 6" in (folder / "driver.log").read_text()
-        assert differences(whole, folder) == []
-        workers = ("ray::DriverProcess", "ray::LearnerProcess", "ray::EngineProcess")
-        assert none_left(lambda: [pid for pid in marked_processes(mark) if title(pid).startswith(workers)], 90)
 
 
 # -- every kind of process in every phase
@@ -204,10 +162,9 @@ class Struck:
 
 
 def striking(files: Path, kind: str) -> Callable[[Path], list[str]]:
-    """PPO, in the trainer that strikes; a driver that is to be started again is an actor."""
+    """PPO, in the trainer that strikes."""
     settings = [f"trainer.max_restarts={len(AT) + 2}", "trainer.test_freq=6", *OFTEN]
     settings += [SLOW] if kind in ("keeper", "worker") else []
-    settings += [APART] if kind == "driver" else []
 
     def factory(run: Path) -> list[str]:
         plain = command(files, "ppo", STRIKE_STEPS, *RAY, *settings, f"trainer.rollout_data_dir={run}-rollouts")(run)

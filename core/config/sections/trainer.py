@@ -82,7 +82,6 @@ class GlobalProfilerConfig(Section):
 class RayKwargsConfig(Section):
     ray_init: Open = FrozenDict(num_cpus=None)  # arguments of ray.init
     timeline_json_file: str | None = None  # file for Ray's timeline of the run; None: none
-    driver_actor: bool | None = None  # run the loop in an actor, which outlives the shell; None: on a cluster
 
 
 rules = RuleBook()

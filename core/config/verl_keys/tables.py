@@ -22,7 +22,8 @@ class Tables:
 
     same: key there -> key here. values: key here -> value there -> value here. hints: key here -> what to do.
     no_effect: key -> how its purpose is met. asks_nothing: key -> values that request nothing.
-    refused: (key or pattern, rule, fix). older: keys of lines that relied on defaults of verl up to 0.3.
+    refused: (key or pattern, rule, fix). older: keys of lines that relied on defaults of verl up to 0.3. gone: key of
+    earlier versions of this repository -> what to do.
     """
 
     same: dict[str, str] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Tables:
     asks_nothing: dict[str, list[Any]] = field(default_factory=dict)
     refused: list[tuple[str, str, str]] = field(default_factory=list)
     older: set[str] = field(default_factory=set)
+    gone: dict[str, str] = field(default_factory=dict)
 
     def add(self, table: Mapping[str, Any]) -> None:
         """Add what a file holds."""
@@ -45,6 +47,7 @@ class Tables:
         self.refused.extend(
             (key, entry["rule"], entry["fix"]) for entry in table.get("refused", ()) for key in entry["keys"]
         )
+        self.gone.update(table.get("gone", {}))
         self.older.update(_names(table.get("older_defaults", {}).get("keys", ())))
 
     def target(self, key: str, schema: type[Config]) -> str | None:
@@ -69,6 +72,8 @@ class Tables:
 
     def advice(self, key: str, by_pattern: bool = True) -> tuple[str, str] | None:
         """Return rule and fix for a key that is not here, or None; of one that a pattern stands for, if asked."""
+        if key in self.gone:
+            return "is gone", self.gone[key]
         named = (each for each in self.refused if key == each[0])
         like = (each for each in self.refused if by_pattern and fnmatchcase(key, each[0]))
         entry = next(named, None) or next(like, None)

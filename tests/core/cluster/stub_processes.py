@@ -5,11 +5,9 @@ No torch here: a test starts dozens of them. What reserves, places and calls the
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import namedtuple
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -78,31 +76,11 @@ def put_stubs(ray_pools) -> None:
 
 
 def layout(processes) -> dict[str, Any]:
-    """Return what the processes of a run report, and the node of the one that asks."""
+    """Return what the processes of a run report."""
     named = processes.watch.call("load", "report", dict.fromkeys(processes.watch.actors, ()))
     found = dict(zip(processes.watch.actors, named, strict=True))
     return {
-        "driver": ray.get_runtime_context().get_node_id(),
         "threads": processes.threads,
         "learners": [one for name, one in found.items() if name.startswith("learner")],
         "engines": [one for name, one in found.items() if name.startswith("engine")],
     }
-
-
-class Trainer:
-    """A run that makes its processes, prints their layout and ends: for the loop's own process."""
-
-    def __init__(self, config):
-        self.config = config
-        self.session = SimpleNamespace(outcome=lambda: "ended", run_dir="nowhere", saved_step=None)
-
-    def init_workers(self):
-        from core.cluster import ray_pools
-
-        put_stubs(ray_pools)
-        processes = ray_pools.RayProcesses(self.config, None, Device("cuda"))
-        own = ray.get_runtime_context().get_assigned_resources()
-        print(json.dumps({**layout(processes), "driver_cpus": own.get("CPU", 0)}))
-        processes.close()
-
-    def fit(self): ...

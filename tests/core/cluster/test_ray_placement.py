@@ -5,7 +5,6 @@ The cluster has a small head node without GPUs and more nodes than a run needs, 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
-from core.cluster import ray_driver, ray_placement, ray_pools
-from core.cluster.detached_driver import oversee
+from core.cluster import ray_placement, ray_pools
 from core.cluster.processes import LearnerProcess
 from core.cluster.ray_placement import bundle, make_pool, node_of, parts_of
 from core.config import compose
@@ -128,15 +126,8 @@ def check_shared(found: dict, nodes: int) -> None:
     assert found["threads"] == 7
 
 
-def test_the_loop_is_on_the_node_of_rank_0(cluster, tmp_path, capfd):
-    """By the way of a real run: a shell on the head node, the loop's own process, two of the four nodes."""
-    ours = config(2, f"trainer.default_local_dir={tmp_path / 'run'}")
-    trainer = "tests.core.cluster.stub_processes:Trainer"
-    assert oversee(lambda config, restarts: ray_driver.place_driver(trainer, config, restarts), ours) == 0
-    found = json.loads(next(line for line in capfd.readouterr().out.splitlines() if line.startswith("{")))
-    check_shared(found, nodes=2)
-    assert found["driver"] == found["learners"][0]["node"] != ray.get_runtime_context().get_node_id()
-    assert found["driver_cpus"] == ray_placement.DRIVER_CPUS > 0
+def test_ranks_and_engines_of_two_nodes(cluster):
+    check_shared(placed(2), nodes=2)
 
 
 def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
@@ -193,8 +184,6 @@ def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster, monkeypatc
     with pytest.raises(InputError, match="trainer.nnodes=5 trainer.n_gpus_per_node=8: no room for that many") as caught:
         ray_pools.RayProcesses(config(5), None, CUDA)
     assert "'GPU': 32.0" in str(caught.value)
-    with pytest.raises(InputError, match="no room.* and 1 CPU for the loop on one of them"):
-        ray_placement.node_for_driver(config(1, "trainer.n_gpus_per_node=16"), CUDA)
 
 
 def test_ranks_of_two_groups_on_one_node_divide_its_cores(cluster):

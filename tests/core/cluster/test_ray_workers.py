@@ -16,9 +16,8 @@ import torch
 
 from core.checkpoint.store import CheckpointStore
 from core.cluster import local_workers
-from core.cluster.detached_driver import FOLDER
 from core.cluster.local_workers import LocalWorkers
-from core.cluster.processes import EngineProcess, LearnerProcess
+from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine
 from core.cluster.ray_pools import ENGINE, LEARNER, ROOT, connect
 from core.cluster.ray_watch import Watch

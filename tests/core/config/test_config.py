@@ -49,7 +49,7 @@ ADDED = {
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("environment", "environment_args")),
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
-    *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
+    "trainer.heartbeat_timeout_s",
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
     *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
     *("trainer.capsule_steps", "trainer.capsule_max_mb", "critic.use_torch_compile", "reward_model.solution_str"),
