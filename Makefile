@@ -5,7 +5,7 @@
 # make test-processes  runs those that start clusters, ranks, engines and shells: some ten minutes
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
-# make record      runs what is published of the labs again, with the capsules and the oracle: an hour or two
+# make record      runs what is published of the labs again, with the oracle: an hour or two
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
 # make studies BUDGET_MIN=30    runs what is missing of all studies, for so many minutes, and lists what is left

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Records the published lab runs, capsules and the oracle again (`make record`), after a change that was meant to change
+# Records the published lab runs and the oracle again (`make record`), after a change that was meant to change
 # their numbers.
 #
-#   bash results/record.sh [labs] [others] [capsules] [oracle]          these by default
+#   bash results/record.sh [labs] [others] [oracle]                     these by default
 #   bash results/record.sh real                                         the real model, days on two cores without AMX
 #
 #   labs      grpo, ppo, dapo and search_r1, seeds 1 to 3          results/RECIPE/lab-seedN
 #   others    tools, users, figures, variants of the loss          results/RECIPE/lab-NAME
-#   capsules  a step of each recipe                                results/capsules
 #   oracle    hashes of ten steps                                  tests/oracle.json
 #   real      recipes/real: seeds 1 to 3, controls                 results/RECIPE/real-NAME, outputs/real/answers_TASK
 #
@@ -73,27 +72,6 @@ others() {
         variant "${name//_/-}" "algorithm.adv_estimator=$name"
     done
     wait $!
-}
-
-capsule() { # capsule RECIPE STEPS key=value ...: the last step of a short run with fewer prompts, in one process
-    local recipe="$1" steps="$2"
-    bash "recipes/$recipe/run_lab.sh" trainer.backend=local trainer.cpu_threads=1 trainer.experiment_name=capsule \
-        "trainer.total_training_steps=$steps" "trainer.capsule_steps=[$steps]" "${@:3}"
-    rm -r "results/capsules/$recipe"
-    cp -r "outputs/$recipe/capsule/capsules" "results/capsules/$recipe"
-}
-
-capsules() { # a small token budget cuts each optimizer step into several micro-batches, so that faults in adding them up show
-    local actor=actor_rollout_ref.actor
-    rm -rf outputs/{grpo,dapo,ppo,search_r1}/capsule # of another recording: its capsule would stay
-    capsule grpo 3 data.train_batch_size=16 "$actor.ppo_mini_batch_size=8" actor_rollout_ref.rollout.n=8 \
-        "$actor.ppo_max_token_len_per_gpu=1024"
-    capsule dapo 3 data.train_batch_size=8 data.gen_batch_size=24 "$actor.ppo_mini_batch_size=4" \
-        "$actor.ppo_max_token_len_per_gpu=1024"
-    capsule ppo 1 data.train_batch_size=128 "$actor.ppo_mini_batch_size=64" "$actor.ppo_max_token_len_per_gpu=1024" \
-        critic.ppo_max_token_len_per_gpu=1024
-    capsule search_r1 1 data.train_batch_size=8 "$actor.ppo_mini_batch_size=4" "$actor.ppo_max_token_len_per_gpu=1024" \
-        "$actor.use_kl_loss=True"
 }
 
 oracle() {
@@ -218,11 +196,11 @@ real() {
     settle
 }
 
-(($#)) || set -- labs others capsules oracle
+(($#)) || set -- labs others oracle
 for part in "$@"; do
     case "$part" in
-    labs | others | capsules | oracle | real) "$part" ;;
-    *) echo "$part: not one of labs, others, capsules, oracle, real" >&2 && exit 2 ;;
+    labs | others | oracle | real) "$part" ;;
+    *) echo "$part: not one of labs, others, oracle, real" >&2 && exit 2 ;;
     esac
 done
 "$python" -m results.report --index

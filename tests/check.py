@@ -27,7 +27,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ALWAYS = ("tests/test_structure.py", "tests/core/config/test_config.py", "tests/core/algorithm")
-FIRST = ("tests/recipes/test_from_scratch.py", "tests/core/extensions/capsules/test_published_capsules.py")
+FIRST = ("tests/recipes/test_from_scratch.py",)
 SECONDS = 60
 
 

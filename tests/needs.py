@@ -10,7 +10,7 @@ import pytest
 
 # All that this repository has, so that a misspelt name is told from that of a deleted folder.
 EXTENSIONS = (
-    *("call_formats", "capsules", "environments", "evaluation", "judge", "planning", "remote", "sglang"),
+    *("call_formats", "environments", "evaluation", "judge", "planning", "remote", "sglang"),
     *("tensor_parallel", "tools", "trace", "variants", "verl_classes", "verl_data", "verl_keys", "verl_tools"),
     "vision",
 )
@@ -18,7 +18,6 @@ EXTENSIONS = (
 REWARD = "enable|weight|judge|model|max_length|nnodes|n_gpus_per_node|use_dynamic_bsz|micro_batch|forward_max"
 KERNELS = r"gae$|grpo$|vanilla$|.*[.:]"  # estimators and losses, and a path
 ASKED_BY = {  # what an override of a test holds that asks for the extension
-    "capsules": r"trainer\.capsule_",
     "environments": r"multi_turn\.environment|=verifiers$",
     "judge": rf"^\+?reward_model\.({REWARD})",
     "remote": r"s3://",

@@ -37,7 +37,6 @@ REFUSALS = {
     r"core\.export outputs/": (2, "neither a checkpoint"),  # the stand-in for the lab's run has none
     r"results\.model_card outputs/": (2, "neither a checkpoint"),  # as above
     r"results\.trace outputs/": (2, "no step is recorded"),  # as above
-    r"core\.replay outputs/": (2, "holds no capsules"),  # as above
     r"main_sft data\.train_files=\./outputs/kept": (2, "does not exist"),  # what was kept is not there
     r"^curl ": (7, ""),  # no server listens in a dry run
     r"index\.cli ": (0, "my-index: bm25"),

@@ -1,6 +1,6 @@
 """The keys that name code which runs, and the one rule about them: it is the command line that names code.
 
-A run's settings travel: a checkpoint, a capsule and a file of answers hold them, and may come from anybody. A command
+A run's settings travel: a checkpoint and a file of answers hold them, and may come from anybody. A command
 that takes settings from one calls :func:`refuse` before anything is loaded. ``code_keys.yaml`` has the kind of every
 key that can hold text.
 """

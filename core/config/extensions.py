@@ -21,7 +21,6 @@ from core.errors import InputError
 
 PACKAGES = (
     "core.rollout.call_formats",
-    "core.extensions.capsules",
     "core.extensions.environments",
     "core.evaluation",
     "core.rewards.judge",

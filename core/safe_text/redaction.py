@@ -1,6 +1,6 @@
 """What must not be recorded or printed: secrets, found by the names of their keys, in URLs, and in environments.
 
-The running code has the real values. What is written (a run's configuration, its command, manifests, capsules, what
+The running code has the real values. What is written (a run's configuration, its command, manifests, what
 loggers are sent) and what is printed (messages, dry runs, help) goes through this module, and shows ``***`` instead. A
 secret is the value of a key whose name is one (``token``, ``api_key``, ``password``), all values of an environment
 (``env_vars``), the login in a URL, and what looks like the key of a well-known service.

@@ -2,8 +2,7 @@
 
 ``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` the run manifest: provenance and status ·
 ``metrics.jsonl`` one line a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every
-validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` the tokens of recorded steps ·
-``capsules/`` steps that can be computed again.
+validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` the tokens of recorded steps.
 
 **Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
 files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
@@ -62,7 +61,6 @@ RUN_FILES = (
     "validation",
     "tensorboard",
     "trace",
-    "capsules",
 )
 STALE = "stays as it is"  # what a manifest does that cannot be written
 KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least

@@ -41,9 +41,6 @@ def _not_supported(config: Config) -> Iterator[Problem]:
     if roles.model.fp32_lm_head:
         key, rule = "actor_rollout_ref.model.fp32_lm_head", f"was not tried with {what}, whose engines it changes too"
         yield Problem(key, True, rule, "set it to False")
-    if steps := getattr(config.trainer, "capsule_steps", None):  # a key of another extension
-        rule = f"a kept step has no pictures, and that of {what} could not be computed again"
-        yield Problem("trainer.capsule_steps", list(steps), rule, "leave it out")
     if config.needs_engine and not ENGINES[roles.rollout.name].reads_media:
         yield Problem("actor_rollout_ref.rollout.name", roles.rollout.name, f"sends no pictures of {what}", "use vllm")
     if not config.generates:

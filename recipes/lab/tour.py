@@ -32,7 +32,6 @@ OBSERVERS = (
     *(
         "core/trace/trace_recorder.py",
         "core/learner/traced_tokens.py",
-        "core/extensions/capsules/capsule_recorder.py",
     ),
     *("core/checkpoint/kill_points.py", "core/errors.py", "core/algorithm/invariants.py"),
     *("core/algorithm/use_checks.py", "core/tracking/step_checks.py", "core/tracking/recorders.py"),

@@ -1,24 +1,22 @@
-"""Public code data: reference solutions pass, and programs with one thing changed do not."""
+"""Public code data: reference solutions pass, and programs that return nothing do not."""
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import os
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reward_scores import prime_code, unit_tests
-from tests.mutants import mutants, without_results
 
 DATA = Path(os.environ.get("DATA_DIR") or "/no/such/folder")
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="DATA_DIR is not set to the folder of public data")
 QUICK = 12  # problems of each set in an ordinary run
-KILLED = 0.85  # share of changed programs that must fail; some are equivalent to the original
 OPTIONS = {"timeout_s": 5.0, "total_timeout_s": 15.0}
 
 
@@ -45,9 +43,13 @@ def failing(rows: list[tuple[str, Mapping[str, Any]]]) -> list[int]:
     return [number for number, (source, tests) in enumerate(rows) if acc(source, tests) != 1]
 
 
-def passing_mutants(rows: list[tuple[str, Mapping[str, Any]]], each: int) -> tuple[int, int]:
-    tried = [(mutant, tests) for source, tests in rows for mutant in islice(mutants(source), each)]
-    return sum(acc(mutant, tests) == 1 for mutant, tests in tried), len(tried)
+def without_results(source: str) -> str:
+    """The program with every function returning nothing."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return):
+            node.value = None
+    return ast.unparse(tree)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -55,8 +57,6 @@ def test_references_pass_and_changed_ones_fail(name):
     rows = SETS[name]()[:: len(SETS[name]()) // QUICK]
     assert failing(rows) == []
     assert [number for number, (source, tests) in enumerate(rows) if acc(without_results(source), tests) == 1] == []
-    passed, tried = passing_mutants(rows, 2)
-    assert tried > QUICK and passed <= (1 - KILLED) * tried
 
 
 @pytest.mark.slow
@@ -65,9 +65,6 @@ def test_all_of_humaneval():
     rows = humaneval()
     assert failing(rows) == []
     assert [number for number, (source, tests) in enumerate(rows) if acc(without_results(source), tests) == 1] == []
-    passed, tried = passing_mutants(rows, 4)
-    print(f"{tried - passed} of {tried} changed programs fail")
-    assert passed <= (1 - KILLED) * tried
 
 
 @pytest.mark.slow
@@ -75,9 +72,6 @@ def test_all_of_humaneval():
 def test_all_of_mbpp():
     rows = mbpp()
     assert failing(rows) == []
-    passed, tried = passing_mutants(rows[::3], 2)
-    print(f"{tried - passed} of {tried} changed programs fail")
-    assert passed <= (1 - KILLED) * tried
 
 
 # The contest sample has no reference solutions: these were written for it.
@@ -127,11 +121,6 @@ def test_contest_problems(method):
     for (source, _), (_, tests) in zip(contests(), contests()[1:], strict=False):  # another problem's program
         score = prime_code.score(f"```python\n{source}\n```", tests, {}, method, sandbox=OPTIONS)
         assert score.acc == 0, source
-
-
-def test_changed_contest_programs_fail():
-    passed, tried = passing_mutants(contests(), 3)
-    assert tried > 10 and passed <= 0.2 * tried
 
 
 def test_all_contest_tests_can_be_read():

@@ -203,8 +203,7 @@ def what_engines_change(c: View) -> Broken:
         yield (
             "actor_rollout_ref.rollout.name",
             "no answer depends on a seed, so that this run, repeated, resumed or restarted, samples other "
-            "answers and is another run; kept steps (trainer.capsule_steps) are computed again from the answers "
-            "they hold; hf and vllm draw from seeds",
+            "answers and is another run; hf and vllm draw from seeds",
         )
     if (c.rollout.dtype in FULL_PRECISION) != (c.actor.fsdp_config.dtype in FULL_PRECISION):
         yield (

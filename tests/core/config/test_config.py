@@ -52,7 +52,7 @@ ADDED = {
     "trainer.heartbeat_timeout_s",
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
     *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
-    *("trainer.capsule_steps", "trainer.capsule_max_mb", "critic.use_torch_compile", "reward_model.solution_str"),
+    *("critic.use_torch_compile", "reward_model.solution_str"),
 }
 
 

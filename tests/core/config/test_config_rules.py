@@ -359,22 +359,6 @@ BROKEN = [
         *("global_profiler.steps=[9]", "goes beyond"),
     ),
     (
-        *("ppo", ["trainer.capsule_steps=[1]", "trainer.backend=ray"], ()),
-        *("trainer.capsule_steps=[1]", "set trainer.backend=local"),
-    ),
-    (
-        *("sft", ["trainer.capsule_steps=[1]"], ()),
-        *("trainer.capsule_steps=[1]", "supervised fine-tuning has none"),
-    ),
-    (
-        *("grpo", ["trainer.capsule_steps=[1]", "actor_rollout_ref.model.lora_rank=8"], ()),
-        *("trainer.capsule_steps=[1]", "keeps whole models"),
-    ),
-    (
-        *("ppo", ["trainer.capsule_steps=[2,9]", "trainer.total_training_steps=8"], ()),
-        *("trainer.capsule_steps=[2, 9]", "goes beyond trainer.total_training_steps=8"),
-    ),
-    (
         *("ppo", ["global_profiler.tool=nsys", "global_profiler.steps=[9]"], ()),
         *("global_profiler.tool=nsys", "trainer.backend=local has none"),
     ),
@@ -730,7 +714,6 @@ IDLE = [
     ("ppo", [*UNWATCHED, "trainer.health.reward_window=3"], "trainer.health.reward_window"),
     ("ppo", ["reward_model.solution_str=response"], "reward_model.solution_str"),
     ("ppo", ["trainer.trace.groups=3"], "trainer.trace.groups"),
-    ("ppo", ["trainer.capsule_max_mb=3"], "trainer.capsule_max_mb"),
     ("ppo", [f"{ROLLOUT}.val_kwargs.temperature=0.6"], f"{ROLLOUT}.val_kwargs.temperature"),
     *(
         ("ppo", [f"{ROLLOUT}.{setting}"], f"{ROLLOUT}.{setting.partition('=')[0]}")

@@ -95,8 +95,6 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
         rest = ("reward_model.model.path=x/y",) * ("reward_model" in key)
         found = problems(model, *alone, key, *rest)
         assert [line.split(": ")[0] for line in found] == [key], found
-    (told,) = problems(model, *alone, "trainer.capsule_steps=[1]")
-    assert told.startswith("trainer.capsule_steps=[1]: a kept step has no pictures")
     (told,) = problems(model, *alone, "actor_rollout_ref.rollout.name=sglang")
     assert told.startswith("actor_rollout_ref.rollout.name=sglang: sends no pictures")
     (told,) = problems(model, *alone, recipe="sft")

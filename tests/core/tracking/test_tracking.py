@@ -164,7 +164,7 @@ def test_a_damaged_manifest_is_written_anew_on_resume(text, tmp_path, caplog):
 
 def test_files_of_other_names_do_not_block_a_resume(tmp_path):
     make_run(tmp_path, steps=3, questions=5)
-    for name in ("validation/notes.jsonl", "trace/step_old.npz", "capsules/step_mine/x", "previous/1a/x"):
+    for name in ("validation/notes.jsonl", "trace/step_old.npz", "previous/1a/x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a person's own")
     Tracker(tmp_path, configured(), resume_step=2).close("stopped")

@@ -165,14 +165,14 @@ def test_what_is_still_being_written_is_not_sent(memory, tmp_path):
     for name in (
         "a.jsonl",
         "b.jsonl.partial",
-        "capsules/step_2/x",
-        "capsules/step_3.partial/x",
-        "capsules/step_4.old/x",
+        "trace/step_2/x",
+        "trace/step_3.partial/x",
+        "trace/step_4.old/x",
     ):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")
     run.send_files()
-    assert there(memory) == {"a.jsonl", "capsules/step_2/x"}
+    assert there(memory) == {"a.jsonl", "trace/step_2/x"}
 
 
 def table(path: Path) -> list[int]:
