@@ -138,7 +138,7 @@ def ground_truth(scorer):
 @pytest.mark.parametrize(("scorer", "options"), HERE)
 def test_no_text_makes_a_scorer_raise_or_change_its_mind(scorer, options):
     # A program of prime_code starts a process of its own
-    @settings(max_examples=25 if scorer.name == "prime_code" else 150, deadline=None)
+    @settings(max_examples=10 if scorer.name == "prime_code" else 50, deadline=None)
     @given(TEXTS)
     def run(text):
         first, again = (scorer(text, ground_truth(scorer), {}, **options) for _ in range(2))
@@ -155,7 +155,7 @@ def test_no_text_crashes_a_library_in_a_worker(scorer, options):
     pool = Pool(Scorers({scorer.name: options}), num_workers=1, timeout_s=1.0)
     pool.preload(scorer.libraries(**options))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(st.lists(TEXTS, min_size=2, max_size=2))
     def run(texts):
         async def grade():
@@ -174,7 +174,7 @@ def test_no_text_crashes_a_library_in_a_worker(scorer, options):
 
 @pytest.mark.parametrize(("scorer", "options"), HERE)
 def test_a_gold_written_by_anyone_does_not_raise(scorer, options):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(TEXTS)
     def run(text):
         gold = {"target": [text]} if scorer.name in ("qa_em", "qa_em_format", "short_answer") else text
@@ -186,15 +186,15 @@ def test_a_gold_written_by_anyone_does_not_raise(scorer, options):
     run()
 
 
-@pytest.mark.parametrize("text", SLOW.values(), ids=SLOW)
 @pytest.mark.parametrize(("scorer", "options"), HERE)
-def test_long_answers_take_no_time(scorer, options, text):
-    start = time.process_time()
-    scorer(text, ground_truth(scorer), {}, **options)
-    assert time.process_time() - start < 5.0  # what backtracks takes minutes, or for ever
+def test_long_answers_take_no_time(scorer, options):
+    for name, text in SLOW.items():
+        start = time.process_time()
+        scorer(text, ground_truth(scorer), {}, **options)
+        assert time.process_time() - start < 5.0, name  # what backtracks takes minutes, or for ever
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TEXTS)
 def test_normalising_twice_changes_nothing(text):
     assert normalize_answer(normalize_answer(text)) == normalize_answer(text)

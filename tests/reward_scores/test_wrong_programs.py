@@ -16,7 +16,7 @@ from reward_scores import prime_code, unit_tests
 from reward_scores.sandbox import plain
 from reward_scores.score import ScoreStatus
 
-WALL = 0.6  # seconds of an answer, far below the time limit of a test
+WALL = 1.0  # seconds of an answer, far below the time limit of a test
 SANDBOX = {"timeout_s": 20.0, "total_timeout_s": WALL, "memory_limit_mb": 256}
 LONG = "x" * 400_000  # more than a pipe takes
 
