@@ -7,18 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from core.safe_text.redaction import redacted_text
-
 
 class InputError(ValueError):
     """Input that cannot be used: one line a problem, each with key or file, value, rule and fix.
 
-    The launcher prints the lines as they are and exits with 2; every other exception keeps its traceback. Secrets that
-    a line quotes are hidden.
+    The launcher prints the lines as they are and exits with 2; every other exception keeps its traceback.
     """
 
     def __init__(self, problems: str | Sequence[str]):
-        self.problems = [redacted_text(each) for each in ([problems] if isinstance(problems, str) else problems)]
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
 

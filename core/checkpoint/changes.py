@@ -13,7 +13,7 @@ from typing import Any
 from core.checkpoint.provenance import Provenance
 from core.config import roles
 from core.config.problem import brief, show
-from core.safe_text.redaction import redacted
+from core.config.secret_keys import hidden
 
 SEED = "trainer.seed"  # has a refusal of its own, which no flag lifts
 MODELS = {"actor_rollout_ref.model.path": "actor", "critic.model.path": "critic"}
@@ -41,7 +41,7 @@ def changes(saved: Provenance, run: Provenance) -> list[Change]:
 def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
     schema = roles.schema_for(run.config)
     there, here = (roles.completed(each.config, schema) for each in (saved, run))
-    there = {key: redacted(value, key) for key, value in there.items()}  # manifests may hold secrets
+    there = {key: hidden(value, key) for key, value in there.items()}  # older manifests may hold secrets
     keys = there.keys() | here.keys() | saved.contents.keys() | run.contents.keys()
     if "critic" not in {*saved.models, *run.models}:  # its keys follow the policy's, and nothing reads them
         keys = {key for key in keys if not key.startswith("critic.")}

@@ -12,12 +12,12 @@ from core.config import chat_template, convert, recipes, reference_rows, roles, 
 from core.config.derived_defaults import resolve
 from core.config.problem import Problem
 from core.config.schema import Config
+from core.config.secret_keys import login_in, without_hidden, without_login
 from core.config.unknown_keys import asked, validated
 from core.config.verl_keys.tables import tables
 from core.config.view import View
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
-from core.safe_text.redaction import login_in, redacted, without_hidden
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _logins(config: Config) -> Iterator[Problem]:
             if text not in reported and (login := login_in(text)) is not None:
                 reported.add(text)
                 yield Problem(
-                    name, redacted(text), f"holds a login ({login}), and is recorded", _fix(key, type(config))
+                    name, without_login(text), f"holds a login ({login}), and is recorded", _fix(key, type(config))
                 )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from core.config.frozen import thaw
 from core.config.schema import Config
+from core.config.secret_keys import hidden
 from core.config.section import Section, hints, is_mapping, is_section
-from core.safe_text.redaction import redacted
 
 # --- what the schema has ---
 
@@ -58,7 +58,7 @@ def as_json(config: Any) -> dict[str, Any]:
 
     It is recorded, hashed and compared: a run with another secret is the same run.
     """
-    shown = {key: redacted(thaw(value), key) for key, value in flat(config).items()}
+    shown = {key: hidden(thaw(value), key) for key, value in flat(config).items()}
     return json.loads(json.dumps(shown, default=str))
 
 
@@ -76,7 +76,7 @@ def _replace(section: Any, path: list[str], value: Any) -> Any:
 
 def as_recorded(config: Any) -> dict[str, Any]:
     """Return a configuration as nested dicts and lists, without secrets: what a run writes, and sends to loggers."""
-    return redacted(as_tree(config))
+    return hidden(as_tree(config))
 
 
 def as_tree(section: Any) -> dict[str, Any]:

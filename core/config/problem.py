@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from core.config.frozen import thaw
+from core.config.secret_keys import hidden
 from core.safe_text.printable import one_line
-from core.safe_text.redaction import redacted, redacted_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.key}={brief(show(self.value, self.key))}: {redacted_text(self.rule)}"
+        text = f"{self.key}={brief(show(self.value, self.key))}: {self.rule}"
         return one_line(text + (f"; {self.fix}" if self.fix else ""))
 
 
 def show(value: Any, key: str = "") -> str:
     """Return the value of a key for a message: as one would type it, in one line, without secrets."""
-    return typed(redacted(thaw(value), key))
+    return typed(hidden(thaw(value), key))
 
 
 def typed(value: Any) -> str:
@@ -39,6 +39,5 @@ def typed(value: Any) -> str:
 
 
 def brief(text: str) -> str:
-    """Return what was typed for a message: in one line, cut where it is longer than a screen's width, no secrets."""
-    text = redacted_text(text)
+    """Return what was typed for a message: in one line, cut where it is longer than a screen's width."""
     return one_line(text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)")

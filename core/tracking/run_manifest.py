@@ -26,8 +26,8 @@ from typing import Any
 from core.checkpoint.provenance import Base, package_versions
 from core.config import Config, convert, derived_defaults, paths
 from core.config.locations import is_url, local_path
+from core.config.secret_keys import command_line
 from core.data.parquet import sha256_of
-from core.safe_text.redaction import redacted_command
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ def session(resumed_from: int | None, changes: Mapping[str, list[Any]]) -> dict[
         "ended": None,
         "resumed_from_step": resumed_from,
         **({"changes": dict(changes)} if changes else {}),
-        "command": redacted_command(sys.orig_argv),
+        "command": command_line(sys.orig_argv),
         "git": git_state(),
         "packages": {"python": platform.python_version(), **package_versions(PACKAGES)},
         "hardware": hardware(),

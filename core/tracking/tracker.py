@@ -39,7 +39,6 @@ from core.config.locations import is_url, write_remote_text
 from core.config.plugins import load_object
 from core.errors import InputError, writing
 from core.files.durable_files import write_atomic
-from core.safe_text.redaction import redacted_text
 from core.tracking import recorders, run_manifest
 from core.tracking.console import ConsoleLogger, headline
 from core.tracking.loggers import Guarded, LoggedRun, Logger, Row
@@ -246,7 +245,7 @@ class Tracker:
         self._note_logger(name, reason)
 
     def _note_logger(self, name: str, reason: str) -> None:
-        self.manifest["sessions"][-1].setdefault("logger_failures", {})[name] = redacted_text(reason)
+        self.manifest["sessions"][-1].setdefault("logger_failures", {})[name] = reason
         self._keep_manifest()
 
     def _open_manifest(self, recipe: str) -> None:
@@ -278,8 +277,8 @@ class Tracker:
         return self.records.attempt("manifest.json", self.run_dir / "manifest.json", self._write_manifest, STALE)
 
     def note(self, name: str, value: Any) -> None:
-        """Add a fact about the run to its manifest, which is written when the run ends, without secrets."""
-        self.manifest[name] = redacted_text(value) if isinstance(value, str) else value
+        """Add a fact about the run to its manifest, which is written when the run ends."""
+        self.manifest[name] = value
 
     def progress(self, total: int) -> None:
         """Show a bar on a terminal (step, reward, length, time left) and ``step/total`` on the console.

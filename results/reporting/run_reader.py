@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from core.config import convert, recipes, roles
 from core.config.locations import local_path
+from core.config.secret_keys import hidden
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
-from core.safe_text.redaction import redacted
 from core.tracking import run_manifest
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten
@@ -217,8 +217,8 @@ def load_run(folder: str | Path) -> RecordedRun:
         raise NotARun(f"{folder} is not a run folder: it has no {', '.join(missing)}")
     return RecordedRun(
         folder,
-        config=redacted(_part(folder / "config.yaml", _read_config)),  # earlier runs recorded secrets
-        manifest=redacted(_part(folder / "manifest.json", _read_manifest)),
+        config=hidden(_part(folder / "config.yaml", _read_config)),  # earlier runs recorded secrets
+        manifest=hidden(_part(folder / "manifest.json", _read_manifest)),
         metrics=_part(folder / needed[2], _read_csv if published else _read_metrics),
         validation=_part(folder / "validation", lambda path: _read_validation(path.parent)),
         samples=_part(folder / "samples.jsonl", _read_samples),
@@ -406,7 +406,7 @@ def group_name(names: Sequence[str]) -> str:
 def scrub(value: Any) -> Any:
     """Return the data without secrets, host name and absolute paths: the repository's become relative, others keep
     their end."""
-    value = redacted(value)
+    value = hidden(value)
     if isinstance(value, Mapping):
         return {key: scrub(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -21,7 +21,6 @@ from core.config.problem import typed
 from core.config.recipes import trainer_of
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.safe_text.redaction import redacted_text
 from core.tracking.run_manifest import ROOT
 from results.reporting.evaluations import RECORD
 from results.reporting.run_scripts import Script, read_script
@@ -52,7 +51,7 @@ class Stage:
 
     def __str__(self) -> str:
         state = "done" if self.done() else "to do" + (f", {self.cost}" if self.cost else "")
-        return f"  {self.name}: {state}\n    {redacted_text(self.command)}"
+        return f"  {self.name}: {state}\n    {self.command}"
 
 
 def stages(row: Row, seed: int, typed: Sequence[str], service: Service | None = None) -> Iterator[Stage]:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
+from core.config.secret_keys import login_in, without_login
 from core.errors import InputError, WriteFailed
-from core.safe_text.redaction import login_in, redacted
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -70,7 +70,7 @@ def place(url: str, key: str) -> Remote:
 
     if login := login_in(url):
         fix = "leave it out, and export the login that the driver reads (s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
-        raise InputError(f"{key}={redacted(url)}: holds a login ({login}), and is recorded; {fix}")
+        raise InputError(f"{key}={without_login(url)}: holds a login ({login}), and is recorded; {fix}")
     if problems := driver_problem(url):
         raise InputError(f"{key}={url}: {'; '.join(problems)}")
     with explained(url, key):

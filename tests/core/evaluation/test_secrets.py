@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.config import convert, examine
 from core.evaluation.generate import deciding
-from tests.core.test_redaction import RUNNING, SECRET
+from tests.core.config.test_secret_keys import RUNNING, SECRET
 
 
 def test_what_decides_on_answers_holds_no_secret():

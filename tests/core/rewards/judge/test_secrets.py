@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.config import convert, examine
-from tests.core.test_redaction import SECRET, shown
+from tests.core.config.test_secret_keys import SECRET, shown
 
 
 def test_a_password_in_what_requests_add_is_hidden():

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from core.checkpoint.changes import changes
 from core.checkpoint.provenance import Provenance
 from core.config import convert, examine, from_yaml, recipes, to_yaml
 from core.config.problem import show
-from core.errors import InputError
-from core.safe_text.redaction import (
-    HIDDEN,
-    is_secret,
-    login_in,
-    redacted,
-    redacted_command,
-    redacted_text,
-    without_hidden,
-)
+from core.config.secret_keys import HIDDEN, command_line, hidden, is_secret, login_in, without_hidden
 from core.tracking.tracker import Tracker
-from results.publish import publish
-from results.reporting.run_reader import load_run
-from tests.core.synthetic import configured, make_run
+from tests.core.synthetic import configured
 from tests.needs import needing
 
 SECRET = "Xq7rStUvW"
@@ -43,7 +30,7 @@ RUNNING = TYPED[:-1]  # the last one is refused
 
 SECRETS = """
 token hf_token reward_kwargs.token X-Api-Key Authorization openaiApiKey OPENAI_API_KEY db_password user_pwd secret auth
-aws_secret_access_key AWSAccessKeyId X-Amz-Signature X-Amz-Security-Token sig client_secret clientSecret passwd bearer
+aws_secret_access_key AWSAccessKeyId X-Amz-Signature X-Amz-Security-Token client_secret clientSecret passwd
 a.env_vars.ANY runtime_env.env_vars.HF_HOME ssh_private_key credentials cookie account_key
 """
 OTHERS = """
@@ -69,68 +56,37 @@ def test_no_key_of_a_schema_is_hidden(recipe):
     [
         ("http://jane:pw@host:80/run_code", "a user and a password", "http://***@host:80/run_code"),
         ("https://sometoken@host/x", "a user or token", "https://***@host/x"),
-        ("http://jane:p@ss@host/x", "a user and a password", "http://***@host/x"),
-        ("http://jane:p/w@host/x", "a user and a password", "http://***@host/x"),
         ("s3://KEY:SECRET@bucket/x.parquet", "a user and a password", "s3://***@bucket/x.parquet"),
-        ("jane:pw@host.org:80/run_code", "a user and a password", "***@host.org:80/run_code"),
-        ("https://h/x?X-Amz-Signature=ab&n=1", "the parameter X-Amz-Signature", "https://h/x?X-Amz-Signature=***&n=1"),
-        ("https://h/x?n=1&sig=ab", "the parameter sig", "https://h/x?n=1&sig=***"),
-        ("https://h/x?token=ab#y", "the parameter token", "https://h/x?token=***#y"),
+        ("https://h/x?n=1&X-Amz-Signature=ab", "the parameter X-Amz-Signature", "https://h/x?***"),
+        ("https://h/x?n=1&sig=ab", "the parameter sig", "https://h/x?***"),
         ("http://h/x?n=1", None, "http://h/x?n=1"),
         ("http://h:80/a@b", None, "http://h:80/a@b"),
+        ("http://[h", None, "http://[h"),
         ("sftp://jane@host/x", None, "sftp://jane@host/x"),
         ("abfs://container@account.dfs.core.windows.net/x", None, "abfs://container@account.dfs.core.windows.net/x"),
         ("hf://datasets/org/name@main/x", None, "hf://datasets/org/name@main/x"),
         ("org/name", None, "org/name"),
-        ("mailto:jane@host.org", None, "mailto:jane@host.org"),
     ],
 )
 def test_logins_in_urls(url, login, shown):
     assert login_in(url) == login
-    assert redacted(url) == redacted(redacted(url)) == shown
+    assert hidden(url) == hidden(hidden(url)) == shown
 
 
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["a={m:{token:abc def,n:1}}"], "'a={m:{token:***,n:1}}'"),
-        (["--api-key", "abc", "--seed", "1"], "--api-key '***' --seed 1"),
-        (["--token=abc"], "'--token=***'"),
+        (["a={m:{token:abc def,n:1}}"], "'a=***'"),
+        (["--token=abc", "trainer.seed=1"], "'--token=***' trainer.seed=1"),
         (["+r.env_vars.A=b"], "'+r.env_vars.A=***'"),
-        (["r={env_vars:{A:b,C:d},n:1}"], "'r={env_vars:{***},n:1}'"),
+        (["r={env_vars:{A:b,C:d},n:1}"], "'r=***'"),
+        (["r.env_vars={A:b}"], "'r.env_vars=***'"),
         (["data.train_files=[s3://a:b@c/d]", "trainer.seed=1"], "'data.train_files=[s3://***@c/d]' trainer.seed=1"),
         (["a.max_tokens=5", "b=[1,2]"], "a.max_tokens=5 'b=[1,2]'"),
     ],
 )
 def test_commands(words, shown):
-    assert redacted_command(words) == shown
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("401 for https://a:b@h/x: no", "401 for https://***@h/x: no"),
-        ("Authorization: Bearer abcdef12 was refused", "Authorization: *** was refused"),
-        ("k={'token': 'a b', 'n': 3}: bad", "k={'token': '***', 'n': 3}: bad"),
-        ("hf_abcdefghijklmnopqrstuv is no id", "*** is no id"),
-        ("max_tokens: 5; tokenizer.json: cut", "max_tokens: 5; tokenizer.json: cut"),
-    ],
-)
-def test_texts(text, shown):
-    assert redacted_text(text) == shown
-
-
-def test_a_secret_that_was_hidden_and_one_of_the_environment_are_known_without_their_key(monkeypatch):
-    redacted({"token": "once-hidden-value"})
-    monkeypatch.setenv("SOME_API_KEY", "of-the-environment")
-    assert redacted_text("no once-hidden-value, of-the-environment") == "no ***, ***"
-
-
-def test_the_folder_of_a_shell_is_no_secret(monkeypatch):
-    monkeypatch.setenv("PWD", "/home/somebody/rlrepro")
-    monkeypatch.setenv("OLDPWD", "/home/somebody")
-    assert redacted_text("looked for /home/somebody/rlrepro/a.parquet") == "looked for /home/somebody/rlrepro/a.parquet"
-    assert str(InputError("no once-hidden-value")) == "no ***"
+    assert command_line(words) == shown
 
 
 def shown(config):
@@ -150,12 +106,11 @@ def test_nothing_that_is_recorded_holds_a_secret_and_the_configuration_does(tmp_
     config = config.replace(ray_kwargs=composed.config.ray_kwargs)
     assert str(convert.as_tree(config)).count(SECRET) == 5, "the run has them"
     tracker = Tracker(tmp_path / "grpo" / "run", config)
-    tracker.note("stopped_because", f"HTTPError: 401 for {SECRET}1")
     tracker.close("failed")
     written = "".join(path.read_text() for path in tracker.run_dir.rglob("*") if path.is_file())
     for text in (written, str(sent), str(convert.as_json(config)), shown(config)):
         assert SECRET not in text
-    assert "method: flexible" in written and "401 for ***" in written
+    assert "method: flexible" in written
 
 
 def test_no_message_dry_run_or_help_shows_a_secret(monkeypatch, capsys):
@@ -165,12 +120,7 @@ def test_no_message_dry_run_or_help_shows_a_secret(monkeypatch, capsys):
         monkeypatch.setenv("DRY_RUN", "1")
         with pytest.raises(SystemExit):
             prepare("grpo", [*RUNNING, *words])
-    for line in (
-        *TYPED,
-        f"trainer.bogus={{password:{SECRET}}}",
-        f"+x.token={SECRET}",
-        f"reward_model.a={{token:{SECRET}",
-    ):
+    for line in (*TYPED, f"trainer.bogus={{password:{SECRET}}}", f"+x.token={SECRET}"):
         with pytest.raises(SystemExit):
             prepare("grpo", [line])
     out, err = capsys.readouterr()
@@ -227,20 +177,3 @@ def test_what_was_hidden_is_left_out_where_a_configuration_is_read_again():
     assert composed.config.reward_model.reward_kwargs["mine"] == {"method": "x"}
     assert any("held a secret, which is not recorded" in line for line in composed.warnings)
     assert without_hidden({"a": [HIDDEN, 1]}) == {"a": [1]}
-
-
-def test_a_run_of_before_is_published_and_read_without_its_secrets(tmp_path):
-    run = make_run(tmp_path / "grpo" / "old-seed1", steps=2, test_every=1, questions=4)
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["reward_model"]["reward_kwargs"] = {"mine": {"token": f"{SECRET}1"}}
-    config["reward_model"]["sandbox_fusion"]["url"] = f"http://jane:{SECRET}2@host/run_code"
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["sessions"][0]["command"] = f"python -m x 'reward_model.reward_kwargs={{mine:{{token:{SECRET}3}}}}'"
-    manifest["changed_from_defaults"]["ray_kwargs.ray_init.runtime_env.env_vars.A"] = [None, f"{SECRET}4"]
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    loaded = load_run(run)
-    assert SECRET not in str(loaded.config) + str(loaded.manifest)
-    target = publish(run, tmp_path / "published" / "grpo" / "old-seed1")
-    for path in target.iterdir():
-        assert SECRET.encode() not in path.read_bytes(), path
