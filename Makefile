@@ -9,7 +9,6 @@
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
 # make studies BUDGET_MIN=30    runs what is missing of all studies, for so many minutes, and lists what is left
-# make feasible GPU=H100 N=8    shows which run scripts fit on N GPUs, their time and disk, and what has run here
 #
 # PYTHON=python3.12 make setup       takes another Python. Without an NVIDIA driver set-up takes the CPU build of torch;
 # TORCH_INDEX_URL=... make setup     takes torch from that index.
@@ -26,7 +25,7 @@ export PYTHON TORCH_INDEX_URL VLLM
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without bytecode each compiles what it imports
 
 .PHONY: setup lab real check test test-processes test-slow verified record test-gpu bench lint format
-.PHONY: report studies feasible constraints clean
+.PHONY: report studies constraints clean
 
 setup: $(STAMP)
 
@@ -95,9 +94,6 @@ studies: setup
 
 constraints:
 	bash environment/lock.sh
-
-feasible: setup
-	@$(BIN)/python -m results.feasible --gpu "$(GPU)" --number "$(N)"
 
 clean:
 	rm -rf $(VENV) outputs

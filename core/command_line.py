@@ -22,8 +22,9 @@ from core.config import Composed, Config, diff, examine, extensions, paths, plug
 from core.config.derived_defaults import resolve
 from core.config.problem import show
 from core.errors import InputError
+from core.model_shapes import model_problems
+from core.plan import plan_lines
 from core.requirements_check import missing_for_run
-from core.tracking.first_lines import first_lines
 
 HELP = {"-h", "--help"}
 
@@ -45,14 +46,14 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         print(_report(recipe, composed))
         raise SystemExit(0)
     _notes(composed)
-    print("\n".join(first_lines(composed.config)), flush=True)
+    print(f"writes to {paths.run_folder(composed.config)}", flush=True)
     return composed.config
 
 
 def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Return the problems of a configuration and with what it names; in a dry run with the ``typed`` paths only."""
     problems = [*composed.problems, *_outside(composed, typed)]
-    problems += [] if composed.problems else _of_extensions("architecture_problems", composed.config)
+    problems += [] if composed.problems else model_problems(composed.config)
     return problems or _of_extensions("problems_before_start", composed.config)
 
 
@@ -129,15 +130,13 @@ def _report(recipe: str, composed: Composed) -> str:
         if key not in composed.without_effect
     ]
     cluster = [f"cluster: {line}" for line in _without_cluster(composed.config)]
-    plan = _of_extensions("plan_lines", composed.config)
     blocks = (
-        ("what it would do", first_lines(composed.config)),
         ("differs from the defaults", changed),
         ("read as", _read(composed)),
         ("has no effect in this configuration", _unused(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", [*paths.checked_at_start(composed.config), *cluster]),
-        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan),
+        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan_lines(composed.config)),
     )
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
     for title, entries in blocks:

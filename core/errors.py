@@ -72,6 +72,18 @@ class OutOfMemory(RuntimeError):
         self.phase = phase
 
 
+# Phase -> the keys that lower what it needs. They are memory settings, which cannot change the result.
+_ENGINE = "actor_rollout_ref.rollout.gpu_memory_utilization or max_num_seqs"
+MEMORY_KEYS = {
+    **dict.fromkeys(("gen", "gen_ahead", "wait_ahead", "generate", "testing"), _ENGINE),
+    "old_log_prob": "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    "ref": "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "values": "critic.ppo_max_token_len_per_gpu",
+    "update_critic": "critic.ppo_max_token_len_per_gpu",
+    "update_actor": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "reward_model": "reward_model.forward_max_token_len_per_gpu",
+}
+
 # The wordings of torch on a GPU, of its CPU allocator, and of numpy
 _AMOUNTS = re.compile(
     r"(?:ried|nable) to allocate (?P<asked>[\d.]+ \w+)"
@@ -95,7 +107,10 @@ def out_of_memory(error: BaseException, phase: str, where: str = "in this proces
         asked = amounts["asked"].removesuffix(" bytes")
         asked = f"{int(asked) / 2**30:.1f} GiB" if asked.isdigit() else asked
         shown = f"{amounts['used']} of {amounts['total']} in use, " * bool(amounts["used"]) + f"{asked} asked for"
-    return OutOfMemory(f"out of memory in phase {phase} {where} ({shown})", phase)
+    keys = MEMORY_KEYS.get(phase, "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the learner's state")
+    return OutOfMemory(
+        f"out of memory in phase {phase} {where} ({shown}): lower {keys}; TROUBLESHOOTING.md has more", phase
+    )
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from core.data.stream import PromptStream, agent_names, data_of_run, load_val_pr
 from core.data.vocabulary import known_ids
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
+from core.errors import memory_phase
 from core.learner.batching import make_batch
 from core.learner.learner import multiplier
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
@@ -56,7 +57,6 @@ from core.rollout.repeatable_decoding import make_repeatable
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED
-from core.tracking.memory_settings import naming_remedies
 from core.tracking.metrics import data_metrics, progress_metrics, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
@@ -114,7 +114,7 @@ class RayPPOTrainer:
         check_lengths(config, self.longest())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         recorders = Recorders.of(RecordedRun(config, self.tokenizer, type(self), self.session.total_steps))
-        with naming_remedies(config, "load"):
+        with memory_phase("load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
             if self.workers.reward_model is not None:

@@ -39,7 +39,6 @@ from core.learner.saving import planned_fingerprints
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import BoundViolation, Health, Repeats, UnhealthyRun
-from core.tracking.memory_settings import naming_remedies
 from core.tracking.run_manifest import RunFacts
 from core.tracking.tracker import Tracker, mend_run_folder, rows_with_steps
 from core.types import StepMetrics, TrainBatch
@@ -209,7 +208,7 @@ class Session:
             self.tracker.progress(self.total_steps)
         status = "failed"
         try:
-            with naming_remedies(self.config, "update_weights"), self.stop, asyncio.Runner() as runner:
+            with memory_phase("update_weights"), self.stop, asyncio.Runner() as runner:
                 try:
                     yield runner
                     self.writer.finish()

@@ -212,8 +212,7 @@ def test_ray_and_vllm_are_imported_by_few_files(package):
         "from core.config import compose; compose('grpo', ['actor_rollout_ref.rollout.n=4'])",
         "from reward_scores import SCORERS; SCORERS['openai/gsm8k']('#### 4', '4', {})",
         "import core.rewards, results.reporting.run_report, results.reporting.study_report",
-        "from core.planning import estimate as plan; "
-        "plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])",
+        "from core import plan; plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])",
     ],
 )
 def test_composing_scoring_and_reporting_load_no_heavy_package(program):

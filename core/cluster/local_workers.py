@@ -187,7 +187,7 @@ class LocalWorkers:
             load_optimizer(part, folder / name)
 
     def start_profile(self) -> None:
-        self.profile = Profile(self.config.global_profiler.tool)
+        self.profile = Profile()
         self.profile.start()
 
     def stop_profile(self, folder: Path, name: str) -> None:

@@ -92,8 +92,8 @@ class Process:
             if ident != threading.get_ident()
         )
 
-    def start_profile(self, tool: str) -> None:
-        self.profile = Profile(tool)
+    def start_profile(self) -> None:
+        self.profile = Profile()
         self.profile.start()
 
     def stop_profile(self, trace: str) -> None:

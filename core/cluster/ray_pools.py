@@ -32,7 +32,6 @@ from core.config import extensions, registry
 from core.config.frozen import thaw
 from core.config.paths import run_folder
 from core.errors import InputError
-from core.tracking.profiling import runtime_env
 from core.tracking.run_manifest import ROOT
 
 if TYPE_CHECKING:
@@ -257,8 +256,7 @@ class RayProcesses:
     def _place(self, group: Any, index: int, gpus: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         gpus_each = gpus if self.device.type == "cuda" else 0
-        profiler = runtime_env(self.config.global_profiler)
-        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus_each, **profiler}
+        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus_each}
 
     def _start_reward_model(self) -> RayRewardModel:
         """Start the reward model, on GPUs of its own where there are any: it works while the engines decode."""

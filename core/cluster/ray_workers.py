@@ -111,8 +111,7 @@ class RayWorkers(RayProcesses):
         self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)
 
     def start_profile(self) -> None:
-        tool = self.config.global_profiler.tool
-        self.watch.call("start_profile", "start_profile", dict.fromkeys(self._profiled(), (tool,)))
+        self.watch.call("start_profile", "start_profile", dict.fromkeys(self._profiled(), ()))
 
     def stop_profile(self, folder: Path, name: str) -> None:
         traces = {actor: folder.absolute() / f"{name}_{actor.replace(' ', '_')}.json" for actor in self._profiled()}

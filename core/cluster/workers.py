@@ -88,10 +88,10 @@ class Workers(Protocol):
         """Read what a snapshot wrote."""
 
     def start_profile(self) -> None:
-        """Begin a profile (``global_profiler.tool``) in every process that holds a model."""
+        """Begin a profile in every process that holds a model."""
 
     def stop_profile(self, folder: Path, name: str) -> None:
-        """End the profile; torch's traces are ``folder/name[_<process>].json``."""
+        """End the profile; its traces are ``folder/name[_<process>].json``."""
 
     def close(self) -> None: ...
 

@@ -24,7 +24,6 @@ PACKAGES = (
     "core.extensions.environments",
     "core.evaluation",
     "core.rewards.judge",
-    "core.planning",
     "core.files.remote",
     "core.engines.sglang",
     "core.cluster.tensor_parallel",

@@ -55,24 +55,14 @@ class Config(Section):
     global_profiler: GlobalProfilerConfig = GlobalProfilerConfig()
 
     @property
-    def turns(self) -> int:
-        """The policy's turns in the longest episode, for planning; a recipe with longer episodes overrides it."""
-        return 1
-
-    @property
     def generates(self) -> bool:
-        """Whether a step collects answers, for planning; a recipe that trains on what stands in files overrides it."""
+        """Whether a step collects answers; a recipe that trains on what stands in files overrides it."""
         return True
 
     @property
     def needs_engine(self) -> bool:
         """Whether anything in the run is answered by an engine, in a step or in a validation."""
         return True
-
-    @property
-    def search_flops(self) -> float:
-        """The FLOP on CPUs that answer one turn, for planning; a recipe whose turns search overrides it."""
-        return 0.0
 
     @property
     def learner_ranks(self) -> int:

@@ -13,10 +13,10 @@ from core.cluster.workers import ray_backend
 from core.config.plugins import load_object
 from core.engines.factory import make_engine
 from core.engines.in_process_engine import InProcessEngine
+from core.errors import memory_phase
 from core.learner.models import check_lengths, load_tokenizer
 from core.rollout.agent_loop import AgentLoop, make_agent_loop
 from core.session import prepare_torch
-from core.tracking.memory_settings import naming_remedies
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -49,7 +49,7 @@ def answering(
         if run.agent_loop is not None:
             owned.callback(run.agent_loop.close)
         device = prepare_torch(config.trainer)
-        with naming_remedies(config, "load"):
+        with memory_phase("load"):
             if config.trainer.backend == "ray":
                 processes = ray_backend("ray_pools").RayProcesses(config, run.tokenizer, device, learners=False)
                 owned.callback(processes.close)

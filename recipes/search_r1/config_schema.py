@@ -1,7 +1,7 @@
 """The keys that only Search-R1 has: its budget of searches, and the retriever. See ``core/config/recipes.py``.
 
 The lengths of an episode, ``data.max_start_length`` and ``data.max_obs_length``, are the core's: prompts are measured
-and runs are planned by them.
+by them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from core.config.schema import Config
 from core.config.section import Open, Section
 
 PAPER = "Search-R1"
-PASSAGES, VECTOR = 21_015_324, 768  # of the published corpus, and the numbers of an E5-base vector
-ENCODER, QUERY = 85e6, 20  # parameters of E5-base that multiply a token, and tokens of a query: a guess
 
 
 class RetrieverConfig(Section):
@@ -34,16 +32,6 @@ class SearchR1Config(Config):
     retriever: RetrieverConfig = RetrieverConfig()
     max_turns: limits.Count = 4  # turns that may search; one more must answer
     do_search: bool = True  # let the policy search; False is the baseline that cannot
-
-    @property
-    def turns(self) -> int:
-        """The policy's turns in the longest episode: those that may search, and the one that must answer."""
-        return 1 + self.max_turns if self.data.max_start_length is not None and self.do_search else 1
-
-    @property
-    def search_flops(self) -> float:
-        """The FLOP of a search behind a URL: the published index, flat, and its encoder; none in this process."""
-        return 2.0 * PASSAGES * VECTOR + 2.0 * ENCODER * QUERY if self.retriever.url and self.do_search else 0.0
 
 
 SCHEMA = SearchR1Config

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.config import extensions
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT
 from results.reporting.comparison import Paired, seed_interval
@@ -194,7 +193,7 @@ def render(results: Path) -> str:
         "there are several, over questions (Wilson, a question is one cluster) where there is one.",
         "Each number has its evidence. *Verified*: a test repeats it to the bit, or a second run came out inside its "
         "interval. *Measured*: it was run here, with so many seeds at that commit. *Not run*: the command that would "
-        "produce it, and what that is planned to cost (`python -m core.plan`: without validations and retrieval).",
+        "produce it, and whether its GPUs have the memory (`python -m core.plan`).",
         "## Experiments",
         markdown_table(indexed_table(several, verified)) if several else "None of several seeds was published yet.",
         *(_section("## Experiments of one seed", indexed_table(single, verified))),
@@ -279,7 +278,7 @@ def update(results: Path, check: bool = False) -> int:
     readme = results.resolve().parent / "README.md"
     if readme.exists():
         old = readme.read_text(encoding="utf-8")
-        if all(marker in old for marker in HARDWARE) and extensions.functions("plan"):
+        if all(marker in old for marker in HARDWARE):
             from results.reporting.feasibility import render_hardware
 
             old = with_block(old, render_hardware(results), *HARDWARE) or old

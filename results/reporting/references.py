@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.config import extensions
 from core.config.reference_rows import MODEL, Departure, departures, unknown
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
+from core.plan import Plan
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten
 from results.reporting.comparison import seed_interval
@@ -205,7 +205,7 @@ def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
 
 
 def planned(row: Row) -> str:
-    """Return the GPU-hours of a row's command by its plan, or why there is no estimate."""
+    """Return whether a row's command fits on its GPUs by its plan, or why there is no estimate."""
     if _only_evaluates(row):
         return "an evaluation, which plans do not cover"
     try:
@@ -214,15 +214,11 @@ def planned(row: Row) -> str:
         script = read_script(ROOT / words[at], words[at + 1 :])
         if script is None or script.lab:
             return "a laptop does"
-        plan, config = extensions.function("plan")(script.config), script.config
+        plan = Plan(script.config)
     except InputError as error:
         return f"no plan: {error.problems[0]}"
-    steps = config.trainer.total_training_steps
-    steps = steps or config.trainer.total_epochs * (row["train_examples"] // config.data.train_batch_size)
-    hours = steps * sum(plan.seconds.values()) / 3600 * plan.gpus
-    rounded = float(f"{hours:.2g}")  # an estimate has no more digits
-    size = f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
-    return f"about {size} GPU-hours on {plan.gpus} x {plan.gpu.name}{'' if plan.fits else ', which does not fit'}"
+    fits = "fit" if plan.fits else "do not fit"
+    return f"{plan.gpus} x {plan.gpu} {fits}"
 
 
 # --- tables ---

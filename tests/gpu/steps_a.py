@@ -30,8 +30,8 @@ from core.learner.learner import Actor, MicroBatchSize
 from core.learner.models import load_policy
 from core.learner.packing import Layout
 from core.learner.saving import host_copy, load_sharded_optimizer, save_optimizer
-from core.planning.estimate import block_bytes, gathered_bytes, head_bytes, sharded_update_bytes
-from core.planning.model_shapes import MODELS, Shape
+from core.model_shapes import MODELS, Shape
+from core.plan import block_bytes, gathered_bytes, head_bytes, update_bytes
 from core.types import TrainBatch
 from tests.gpu import grpo
 from tests.padded import batch_of_padded
@@ -191,7 +191,7 @@ def measure_rank(
     peak = grpo.matmul_peak(torch.device(device), *kind)
     forward = pass_flops(shape, rows, tokens // rows)
     logits = log_probs.logits_at_a_time(torch.device(device))
-    plan, moment = sharded_update_bytes(shape, tokens, 2, checkpointing=True, ranks=1, logits=logits)
+    plan, moment = update_bytes(shape, tokens, 2, checkpointing=True, ranks=1, logits=logits)
     found = {
         "parameters": shape.parameters,
         "tokens of a pass": tokens,
@@ -204,7 +204,7 @@ def measure_rank(
         "the plan says, GiB": (plan + gathered_bytes(shape, 2)) / GIB,
         "highest by the plan": moment,
         "log-probs add, GiB": read_gib,
-        "a layer keeps by the plan, GiB": tokens * block_bytes(shape, 2, 2) / GIB,
+        "a layer keeps by the plan, GiB": tokens * block_bytes(shape, 2) / GIB,
         "the head takes by the plan, GiB": head_bytes(shape, tokens, 2, logits=logits) / GIB,
     }
     return found, actor, batch

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from results.reporting.run_scripts import read_script
 from tests.scale.meter import GPU, HOST, Meter
-from tests.scale.world import BOUND, LAYERS, ROOT, SCRIPTS, SHARED, Plan, count, extended, gpu, lines, render, world
+from tests.scale.world import BOUND, LAYERS, ROOT, SCRIPTS, SHARED, Plan, count, extended, lines, render, world
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 EXACT = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "rest", "gather of a weight")
@@ -61,7 +61,7 @@ def test_a_pass_of_few_tokens_is_planned_with_room():
 @pytest.mark.parametrize("path", SCRIPTS)
 def test_all_layers_lie_on_the_line_through_a_few(path):
     script = read_script(ROOT / path)
-    plan = Plan(script.config, gpu("H100"))
+    plan = Plan(script.config, "H100")
     few, more = (count(script, plan, layers) for layers in LAYERS)
     guessed = extended(few, more, LAYERS, plan.shape.layers)
     for one, other in zip(lines(plan, guessed), lines(plan, count(script, plan, plan.shape.layers)), strict=True):

@@ -28,10 +28,8 @@ import torch
 from core.cluster.fsdp import LearnerRank
 from core.config.schema import Config
 from core.learner.models import compute_dtype
-from core.planning.estimate import Plan
-from core.planning.model_shapes import gpu, width
-from core.planning.step_seconds import forward_flops
-from core.tracking.memory_settings import log_prob_tokens, pass_tokens
+from core.model_shapes import Shape
+from core.plan import LOG_PROBS, UPDATE, Plan, log_prob_tokens, pass_tokens, width
 from core.tracking.run_manifest import git_state, hardware
 from results.reporting.run_scripts import Script, read_script
 from tests.scale.fake_learner import APART, config_of, fake_rank, first_step, full_batch
@@ -45,7 +43,7 @@ SHARED = (f"{ACTOR}.tensor_model_parallel_size=4", f"{ACTOR}.ulysses_sequence_pa
 LAYERS = (3, 4)  # two lack the gathering of the next layer beside the reduction of the last
 BOUND = 0.10
 GIB = 2**30
-LOG_PROBS, UPDATE, SYNC = "log-probs", "update", "weight sync"
+SYNC = "weight sync"
 
 
 @dataclass
@@ -113,7 +111,7 @@ def sync(rank: LearnerRank, config: Config) -> None:
 
 
 def _update_tokens(plan: Plan) -> int:
-    return pass_tokens(plan.config, plan.config.actor_rollout_ref.actor)[0]
+    return pass_tokens(plan.config, plan.config.actor_rollout_ref.actor)
 
 
 def extended(few: Count, more: Count, layers: tuple[int, int], wanted: int) -> Count:
@@ -162,15 +160,21 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
     yield f"{SYNC}, gather of a weight", weights, width(plan.config.actor_rollout_ref.rollout.dtype) * gathered
 
 
+def forward_flops(shape: Shape, sequence: float) -> float:
+    """Return the FLOPs of a token in a forward pass over sequences of this length; attention is causal: half of 4."""
+    return (
+        2.0 * (shape.layers * shape.block + shape.vocab * shape.hidden) + 2.0 * shape.layers * shape.q_size * sequence
+    )
+
+
 def lines(plan: Plan, counted: Count) -> list[Line]:
     """Return every figure beside the plan's, or beside its formula where the plan has none."""
     shape, roles = plan.shape, plan.config.actor_rollout_ref
     layer_size = roles.actor.tensor_model_parallel_size
-    by_plan = dict(zip(("weights", "optimizer"), (state.bytes for state in plan.states[:2]), strict=True))
-    rest = plan.parts[: sum(len(state.parts) for state in plan.states)]  # offloaded state is there while it is at work
+    policys = [part for part in plan.parts if part.role == "policy"]
+    by_plan = dict(zip(("weights", "optimizer"), (part.bytes for part in policys if part.state), strict=True))
     for phase in (LOG_PROBS, UPDATE):
-        more = plan.parts[len(rest) :]
-        by_plan[phase] = sum(part.bytes for part in more if (part.role, part.phase) == ("policy", phase))
+        by_plan[phase] = sum(part.bytes for part in policys if not part.state and phase in part.phases)
     names = {"weights": "weights at rest", "optimizer": "Adam's moments at rest"}
     names |= {LOG_PROBS: "log-probs, peak beyond what rests", UPDATE: "update, peak beyond what rests"}
     out = [Line(names[name], "GiB", counted.bytes[name] / GIB, size / GIB) for name, size in by_plan.items()]
@@ -191,7 +195,7 @@ def lines(plan: Plan, counted: Count) -> list[Line]:
 
 def world(script: Script, full: bool = False) -> tuple[Plan, list[Line]]:
     """Return the script's plan and its figures beside the counted ones."""
-    plan = Plan(script.config, gpu("H100"))
+    plan = Plan(script.config, "H100")
     if full:
         return plan, lines(plan, count(script, plan, plan.shape.layers))
     few, more = (count(script, plan, layers) for layers in LAYERS)

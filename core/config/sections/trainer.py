@@ -53,30 +53,10 @@ class TrainerConfig(Section):
     health: HealthConfig = HealthConfig()
 
 
-class NsysConfig(Section):
-    worker_nsight_options: Open = (
-        FrozenDict(  # arguments of nsys profile; a null one is left to core.tracking.profiling
-            {
-                "trace": "cuda,nvtx,cublas,ucx",
-                "cuda-memory-usage": "true",
-                "cuda-graph-trace": "graph",
-                "capture-range": "cudaProfilerApi",
-                "capture-range-end": None,
-                "kill": "none",
-            }
-        )
-    )
-
-
-class GlobalToolConfig(Section):
-    nsys: NsysConfig = NsysConfig()
-
-
 class GlobalProfilerConfig(Section):
-    tool: Literal["torch", "nsys"] | None = None  # profiler; None: no profile
+    tool: Literal["torch"] | None = None  # profiler; None: no profile
     steps: tuple[limits.Count, ...] | None = None  # steps that are profiled
     save_path: str | None = None  # folder of torch's traces; None: <run folder>/profile
-    global_tool_config: GlobalToolConfig = GlobalToolConfig()
 
 
 class RayKwargsConfig(Section):
@@ -131,12 +111,6 @@ def ray_and_profiles(c: View) -> Broken:
             "is written by torch, which writes to no URL; leave it out; the traces are then in the run folder, "
             "and sent with it where that is a URL",
         )
-    if c.profiler.tool == "nsys" and c.trainer.backend == "local":
-        yield (
-            "global_profiler.tool",
-            "is started around Ray's workers, and trainer.backend=local has none; use torch, or start the whole "
-            "command under nsys profile",
-        )
 
 
 @rules.warning
@@ -180,10 +154,6 @@ def one_process(c: View) -> Unused:
 def profiles(c: View) -> Unused:
     if c.profiler.tool is None:
         yield (("global_profiler.*",), "global_profiler.tool is not set")
-    if c.profiler.tool != "nsys":
-        yield (("global_profiler.global_tool_config.*",), "global_profiler.tool is not nsys")
-    if c.profiler.tool == "nsys":
-        yield (("global_profiler.save_path",), "Ray keeps nsys reports in logs/nsight of its session")
 
 
 @rules.unused

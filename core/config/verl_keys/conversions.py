@@ -47,7 +47,7 @@ def previous_checkpoint(key: str, value: Any, line: CommandLine) -> Interpretati
 
 
 def profiled_steps(key: str, value: Any, line: CommandLine) -> Interpretation:
-    return Interpretation(settings={"global_profiler.tool": "nsys", "global_profiler.steps": value})
+    return Interpretation(settings={"global_profiler.tool": "torch", "global_profiler.steps": value})
 
 
 def token_level_loss(key: str, value: Any, line: CommandLine) -> Interpretation:

@@ -19,7 +19,7 @@ from core.cluster import local_workers
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine
-from core.cluster.ray_pools import ENGINE, LEARNER, ROOT, connect
+from core.cluster.ray_pools import ENGINE, ROOT, connect
 from core.cluster.ray_watch import Watch
 from core.cluster.ray_workers import RayWorkers
 from core.config import compose
@@ -71,20 +71,6 @@ def pair(model):
 
 def call(actor, function, *arguments):
     return ray.get(actor.__ray_call__.remote(function, *arguments))
-
-
-def test_workers_start_under_nsys_where_the_profiler_asks_for_it(model):
-    """What Ray is given for each actor; nsys itself is Ray's business."""
-    steps = ["global_profiler.tool=nsys", "global_profiler.steps=[1,2]"]
-    for settings, wanted in (([], None), (steps, "repeat-shutdown:2")):
-        workers = object.__new__(RayWorkers)
-        workers.config, workers.device = cluster_config(model, *settings), CPU
-        options = workers._place("a group", 1, 1)
-        nsight = options.get("runtime_env", {}).get("nsight", {})
-        assert nsight.get("capture-range-end") == wanted
-        if nsight:
-            ENGINE.options(**options)  # Ray accepts them
-            LEARNER.options(**options)
 
 
 # -- training

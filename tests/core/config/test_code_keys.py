@@ -68,7 +68,6 @@ CODE = {
     f"{ROLLOUT}.engine_kwargs": {"vllm": {"worker_cls": "evil.Worker", "swap_space": 3}},
     "trainer.logger": ["console", "evil.py:Logger"],
     "ray_kwargs.ray_init": {"runtime_env": {"pip": ["evil"]}},
-    "global_profiler.global_tool_config.nsys.worker_nsight_options": {"trace": "evil"},
 }
 
 

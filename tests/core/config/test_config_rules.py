@@ -358,10 +358,6 @@ BROKEN = [
         *("ppo", ["global_profiler.tool=torch", "global_profiler.steps=[9]", "trainer.total_training_steps=8"], ()),
         *("global_profiler.steps=[9]", "goes beyond"),
     ),
-    (
-        *("ppo", ["global_profiler.tool=nsys", "global_profiler.steps=[9]"], ()),
-        *("global_profiler.tool=nsys", "trainer.backend=local has none"),
-    ),
     ("ppo", [f"{ROLLOUT}.top_p=0.95"], (), f"{ROLLOUT}.top_p=0.95", "no rollout correction weighs for it"),
     ("ppo", [f"{ROLLOUT}.top_k=50"], (), f"{ROLLOUT}.top_k=50", "no rollout correction weighs for it"),
     ("ppo", [f"{ROLLOUT}.temperature=0"], (), f"{ROLLOUT}.temperature=0.0", "answers that differ"),
@@ -619,7 +615,6 @@ def test_every_warning_is_tried():
 # --- keys without effect ---
 
 TRACED = ("global_profiler.tool=torch", "global_profiler.steps=[1]")
-NSYS = "global_profiler.global_tool_config.nsys.worker_nsight_options"
 UNWATCHED = (  # those with bounds of their own
     *("trainer.health.nonfinite.bound=null", "trainer.health.judge_agreement.bound=null"),
     "trainer.health.scorer_errors.bound=null",
@@ -704,12 +699,6 @@ IDLE = [
     ("ppo", [BYPASS, f"{ACTOR}.policy_loss.loss_mode=gpg"], f"{CORRECTION}.bypass_mode"),
     ("ppo", ["global_profiler.steps=[1]"], "global_profiler.steps"),
     ("ppo", [f"{ACTOR}.{LAYERS}=1"], f"{ACTOR}.{LAYERS}"),
-    ("ppo", [*TRACED, f"{NSYS}.trace=cuda"], f"{NSYS}.trace"),
-    (
-        "ppo",
-        ["global_profiler.tool=nsys", TRACED[1], "global_profiler.save_path=x", "trainer.backend=ray"],
-        "global_profiler.save_path",
-    ),
     *(("ppo", [*UNWATCHED, f"trainer.health.{name}.action=stop"], f"trainer.health.{name}.action") for name in CHECKS),
     ("ppo", [*UNWATCHED, "trainer.health.reward_window=3"], "trainer.health.reward_window"),
     ("ppo", ["reward_model.solution_str=response"], "reward_model.solution_str"),

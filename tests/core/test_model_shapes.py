@@ -1,4 +1,4 @@
-"""Models that cannot be split or loaded as configured are refused before anything starts, a dry run included."""
+"""Sizes are those of the models; a model that cannot be split or loaded as configured is refused before a start."""
 
 from __future__ import annotations
 
@@ -6,19 +6,74 @@ import json
 
 import pytest
 
+from core import plan
 from core.command_line import prepare
 from core.config import compose
 from core.errors import InputError
-from core.planning import estimate
-from core.planning.model_rules import MODEL, model_problems
-from core.planning.model_shapes import MODELS, shape_of
+from core.model_shapes import MODEL, MODELS, Shape, model_problems, shape_of
 from results.reporting.run_scripts import scripts
-from tests.pictures import save_vision_model, vision_model
+from tests.pictures import save_vision_model
 
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=7"
 RAY = ("trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm")
 SMALL = f"{MODEL}=Qwen/Qwen2.5-0.5B-Instruct"  # 14 heads, 2 key-value heads
+# billions of parameters that the model cards give
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B": 0.494,
+    "Qwen/Qwen2.5-1.5B": 1.544,
+    "Qwen/Qwen2.5-3B": 3.086,
+    "Qwen/Qwen2.5-7B": 7.616,
+    "Qwen/Qwen2.5-14B": 14.770,
+    "Qwen/Qwen2.5-32B": 32.764,
+    "deepseek-ai/deepseek-llm-7b": 6.910,
+}
+SMALL_SHAPE = Shape(hidden=8, layers=3, heads=4, kv_heads=2, mlp=16, vocab=32, tied=False, bias=True)
+
+
+# --- shapes ---
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_are_published(name):
+    assert shape_of(name).parameters / 1e9 == pytest.approx(PUBLISHED[name], abs=0.002)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "deepseek-ai/deepseek-llm-7b"])
+def test_parameters_are_those_that_transformers_makes(name):
+    import torch
+    import transformers
+
+    shape = shape_of(name)
+    kind = "Qwen2" if shape.bias else "Llama"
+    config = getattr(transformers, f"{kind}Config")(
+        **{"hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "intermediate_size": shape.mlp},
+        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab},
+        tie_word_embeddings=shape.tied,
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        config.num_labels = 1
+        critic = getattr(transformers, f"{kind}ForTokenClassification")(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.critic_parameters == sum(p.numel() for p in critic.parameters())
+
+
+def test_a_local_folder_is_read_and_an_unknown_name_has_a_nearest(tmp_path):
+    fields = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {**fields, "intermediate_size": 16, "vocab_size": 32, "tie_word_embeddings": False, "model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert shape_of(str(tmp_path)) == SMALL_SHAPE
+    assert shape_of(str(tmp_path), {"num_hidden_layers": 5}).layers == 5
+    assert shape_of("Qwen/Qwen2.5-7B-Instruct") == shape_of("Qwen/Qwen2.5-7B") and "Qwen/Qwen2.5-32B" in MODELS
+    with pytest.raises(InputError, match=r"nearest in model_shapes.yaml: Qwen/Qwen2.5-7B"):
+        shape_of("Qwen/Qwen25-7B")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="num_attention_heads"):
+        shape_of(str(tmp_path))
+
+
+# --- what an architecture rules out ---
 
 
 def problems(*keys: str, recipe: str = "grpo") -> list[str]:
@@ -108,13 +163,10 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
 
 
 def test_the_size_of_a_model_that_reads_pictures_is_the_real_one(tmp_path):
-    model = vision_model("qwen2_5_vl", tie_word_embeddings=False)
-    save_vision_model(tmp_path / "a")
-    assert shape_of(str(tmp_path / "a")).parameters == model.num_parameters()
-    save_vision_model(tmp_path / "b", "qwen3_vl")
-    with pytest.raises(InputError, match="the size of its vision tower is not known"):
-        shape_of(str(tmp_path / "b"))
     assert MODELS["Qwen/Qwen2.5-VL-7B-Instruct"].parameters == 8_292_166_656  # of the published weights
+    save_vision_model(tmp_path)
+    with pytest.raises(InputError, match="the size of its vision tower is not known"):
+        shape_of(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "nobody/novla-7B", "nobody/revision-2", "./outputs/no/vl/folder"])
@@ -152,8 +204,17 @@ def test_a_start_and_a_dry_run_end_with_the_problems(dry, monkeypatch, capsys):
     assert ended.value.code == 2 and "a vision-language model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sizes", ['{"hidden_size": 0}', "", "[]", "{", "\udcff"])
+def test_a_damaged_configuration_of_a_model_is_named(sizes, tmp_path):
+    (tmp_path / "config.json").write_text(sizes, errors="surrogateescape")
+    with pytest.raises(InputError, match="config.json"):
+        shape_of(str(tmp_path))
+    with pytest.raises(InputError, match="not known offline"):
+        shape_of("~no_such_user/" + "x" * 300)
+
+
 def test_a_plan_ends_with_the_problems(capsys):
-    assert estimate.main(["grpo", *RAY, SMALL, f"{TENSOR}=4"]) == 2
+    assert plan.main(["grpo", *RAY, SMALL, f"{TENSOR}=4"]) == 2
     assert "must divide the 14 attention heads" in capsys.readouterr().err
 
 
