@@ -53,8 +53,9 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
 def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Return the problems of a configuration and with what it names; in a dry run with the ``typed`` paths only."""
     problems = [*composed.problems, *_outside(composed, typed)]
-    problems += [] if composed.problems else model_problems(composed.config)
-    return problems or _of_extensions("problems_before_start", composed.config)
+    if not composed.problems:
+        problems += model_problems(composed.config)
+    return problems or _before_start(composed.config)
 
 
 def is_dry_run() -> bool:
@@ -78,9 +79,14 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     return lines
 
 
-def _of_extensions(name: str, config: Config) -> list[str]:
-    """Return the lines of all functions that extensions have under this name."""
-    return [line for function in extensions.functions(name, config) for line in function(config)]
+def _before_start(config: Config) -> list[str]:
+    """Return the problems with the files that episodes read, and with what users' classes import."""
+    lines = [line for check in extensions.functions("problems_before_start", config) for line in check(config)]
+    if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
+        from core.rollout.tools.template_check import problems_before_start
+
+        lines += problems_before_start(config)
+    return lines
 
 
 def _without_cluster(config: Config) -> list[str]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from core.config import extensions
 from core.config.problem import Problem
 from core.config.registry import ENGINES, MODALITIES
 from core.config.schema import Config
@@ -170,8 +169,9 @@ def model_problems(config: Config) -> list[str]:
     reasons = {key: _unloadable(model.path) for key, model in models.items()}
     problems = [Problem(key, models[key].path, reason, fix) for key, reason in reasons.items() if reason]
     if not problems:
-        for of_pictures in extensions.functions("model_problems"):
-            problems += of_pictures(config, sees_pictures(roles.model.path))
+        from core.vision import picture_rules
+
+        problems += picture_rules.problems(config, sees_pictures(roles.model.path))
         for key, model in models.items():
             with suppress(InputError):  # a shape that is not known, which the plan reports
                 shape, policy = shape_of(model.path, model.override_config), key == MODEL

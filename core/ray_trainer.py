@@ -26,7 +26,6 @@ from core.algorithm.sequences import sum_by_sequence
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
-from core.config import extensions
 from core.config.schema import Config
 from core.data.parquet import Example
 from core.data.stream import PromptStream, agent_names, data_of_run, load_val_prompts
@@ -369,7 +368,9 @@ class RayPPOTrainer:
             return batch
         if not self.needs.correction:
             return without_unsampled_sequences(batch)
-        batch, corrected = extensions.function("correct")(batch, self.config.algorithm.rollout_correction)
+        from core.algorithm.variants.rollout_correction import correct
+
+        batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
         metrics.add(corrected)
         return batch
 

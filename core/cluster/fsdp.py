@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from core.algorithm import use_checks
 from core.algorithm.losses import MetricSums
 from core.checkpoint.provenance import Base, ModelFingerprint
-from core.config import extensions, registry
+from core.config import registry
 from core.config.frozen import FrozenDict
 from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
@@ -120,7 +120,9 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device, layer_siz
     dtype = compute_dtype(config.dtype)
     mesh = make_mesh(device, config.fsdp_size, layer_size)
     if layer_size > 1:
-        extensions.function("split_layers")(module, mesh["tensor"])
+        from core.cluster.tensor_parallel.split_layers import split_layers
+
+        split_layers(module, mesh["tensor"])
         mesh = mesh[mesh.mesh_dim_names[:-1]]
     options: dict[str, Any] = {"mesh": mesh}
     if dtype is not None:

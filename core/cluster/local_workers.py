@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from core.algorithm import use_checks
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
-from core.config import extensions, registry
+from core.config import registry
 from core.config.frozen import FrozenDict
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine
@@ -116,7 +116,9 @@ class LocalWorkers:
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.reward_model = None
         if config.reward_model.loads_model:
-            self.reward_model = extensions.function("reward_model")(config.reward_model, device).score
+            from core.rewards.judge.reward_model import RewardModel
+
+            self.reward_model = RewardModel(config.reward_model, device).score
         length = config.data.max_response_length
         self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
         self.critic_mini_batches = mini_batching(config.critic, length)

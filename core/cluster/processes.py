@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.config import extensions
 from core.engines import RolloutEngine, SampleRequest
 from core.engines.factory import make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Packer, Proof, Staging, Weight, staged_size
@@ -270,11 +269,14 @@ class RewardModelProcess(Process):
 
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
         """Load the model, or this rank's part of it."""
+        from core.rewards.judge.reward_model import RewardModel
+        from core.rewards.judge.shared_reward_model import shared_reward_model
+
         if (ranks := config.reward_model.ranks) == 1:
-            self.model = extensions.function("reward_model")(config.reward_model, device)
+            self.model = RewardModel(config.reward_model, device)
             return
         self.meet(rank, ranks, address, config, device)
-        self.model = extensions.function("shared_reward_model")(config.reward_model, device)
+        self.model = shared_reward_model(config.reward_model, device)
 
     def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
         return self.model.score(answers)

@@ -28,7 +28,7 @@ from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_placement import device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
 from core.cluster.signals import kept_from_children
-from core.config import extensions, registry
+from core.config import registry
 from core.config.frozen import thaw
 from core.config.paths import run_folder
 from core.errors import InputError
@@ -301,4 +301,6 @@ def _check_layers(config: Config) -> None:
     """Check, on models without weights, that ranks can share layers where the configuration asks for it."""
     parts = (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic)
     if any(part.layer_ranks > 1 for part in parts):
-        extensions.function("check_layers")(config, critic=config.critic.enable)
+        from core.cluster.tensor_parallel.split_layers import check_layers
+
+        check_layers(config, critic=config.critic.enable)

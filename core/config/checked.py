@@ -13,7 +13,7 @@ from core.config.derived_defaults import resolve
 from core.config.problem import Problem
 from core.config.schema import Config
 from core.config.secret_keys import login_in, without_hidden, without_login
-from core.config.unknown_keys import asked, validated
+from core.config.unknown_keys import validated
 from core.config.verl_keys.tables import tables
 from core.config.view import View
 from core.config.yaml_files import read_foreign_yaml
@@ -63,7 +63,9 @@ def examine(
     lines = [*refused, *_logins(config), *rules.problems(view, bad), *unknown]
     without_effect = rules.reasons(view, [*layers.given, *convert.all_keys(schema)])
     foreign = layers.unused or layers.line.read
-    older = asked("older_defaults", layers.line) or () if foreign else ()
+    from core.config.verl_keys.reading import older_defaults
+
+    older = older_defaults(layers.line) if foreign else ()
     unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,

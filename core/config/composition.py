@@ -26,10 +26,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from core.config import convert, extensions, recipes
+from core.config import convert, recipes
 from core.config.problem import Problem, brief, show
 from core.config.schema import Config
-from core.config.unknown_keys import CommandLine, Interpretation, asked, nearest, unknown_key
+from core.config.unknown_keys import CommandLine, Interpretation, nearest, unknown_key
+from core.config.verl_keys import reading as other_versions
 
 PRESET = "preset"
 SEPARATOR = "--"  # between a script's own arguments and the typed ones
@@ -195,7 +196,7 @@ def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, A
 
 
 def _set(key: str, value: Any, layers: Layers) -> None:
-    if key not in convert.all_keys(layers.schema) and (reading := asked("read_unknown", key, value, layers.line)):
+    if key not in convert.all_keys(layers.schema) and (reading := other_versions.read(key, value, layers.line)):
         _set_as_read(key, value, reading, layers)
     elif key in convert.sections(layers.schema):
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
@@ -375,10 +376,14 @@ def _preset(folder: Path, layers: Layers) -> str | None:
 
 
 def _folders(layers: Layers) -> list[Path]:
-    """Return where a file and its config groups are looked for: --config-path, the recipe's, those of extensions."""
+    """Return where a file and its config groups are looked for: --config-path, the recipe's, verl's base file."""
     own, requested = recipes.folder(layers.recipe), layers.options.get("path")
     here = Path(requested or ".").expanduser()
-    return [*([here if here.is_dir() else own.parent / here] if requested else []), own, *extensions.config_folders()]
+    return [
+        *([here if here.is_dir() else own.parent / here] if requested else []),
+        own,
+        Path(__file__).parent / "verl_keys" / "config",
+    ]
 
 
 def _own_file(layers: Layers) -> DictConfig:

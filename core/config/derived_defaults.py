@@ -6,9 +6,12 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from core.config import convert, extensions, health_bounds, registry
+from core.config import convert, health_bounds, registry
+from core.config.locations import is_url
+from core.config.paths import run_folder
 from core.config.schema import Config
 from core.config.sections.actor import ActorConfig
+from core.config.sections.rollout import RolloutConfig
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 
@@ -51,6 +54,15 @@ def _precision(other: str) -> Callable[[Config], str]:
         return (convert.get(config, other) or "float32") if alone else "bfloat16"
 
     return decide
+
+
+def _rollout(config: Config) -> RolloutConfig:
+    return config.actor_rollout_ref.rollout
+
+
+def _judge_folder(config: Config) -> str | None:
+    folder = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
+    return f"{run_folder(config) if is_url(folder) else folder}/judge" if config.reward_model.judged else None
 
 
 def experiment_name(config: Config) -> str:
@@ -99,6 +111,13 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
         ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
         ("trainer.experiment_name", experiment_name),
         ("trainer.default_local_dir", lambda config: f"outputs/{recipe}/{config.trainer.experiment_name}"),
+        (f"{ROLLOUT}.agent_loop", lambda c: registry.TOOL_AGENT if _rollout(c).multi_turn.enable else None),
+        (f"{REF}.tensor_model_parallel_size", _follows(f"{ACTOR}.tensor_model_parallel_size")),
+        ("reward_model.model.external_lib", _follows("actor_rollout_ref.model.external_lib")),
+        ("reward_model.use_dynamic_bsz", lambda c: c.reward_model.micro_batch_size_per_gpu is None),
+        ("reward_model.forward_max_token_len_per_gpu", _follows("critic.ppo_max_token_len_per_gpu")),
+        ("reward_model.max_length", lambda c: c.data.max_prompt_length + c.data.max_response_length),
+        ("reward_model.judge.cache_dir", _judge_folder),
     )
 
 
@@ -109,8 +128,7 @@ def resolve(config: Config, recipe: str) -> Config:
     training examples only, so that runs of different seeds answer the same validation questions; the other two are
     the machine's.
     """
-    added = (pair for extension in extensions.found() for pair in extension.derived)
-    for key, value in (*_derived(recipe), *added):
+    for key, value in _derived(recipe):
         if convert.get(config, key) is None:
             config = convert.replaced(config, {key: value(config)})
     return config

@@ -20,21 +20,10 @@ from core.config.yaml_files import read_table
 from core.errors import InputError
 
 PACKAGES = (
-    "core.rollout.call_formats",
     "core.extensions.environments",
-    "core.evaluation",
-    "core.rewards.judge",
-    "core.files.remote",
-    "core.engines.sglang",
-    "core.cluster.tensor_parallel",
-    "core.rollout.tools",
-    "core.trace",
-    "core.algorithm.variants",
     "core.extensions.verl_classes",
     "core.extensions.verl_data",
-    "core.config.verl_keys",
     "core.extensions.verl_tools",
-    "core.vision",
 )
 
 
@@ -70,17 +59,6 @@ class Extension:
     mounted: tuple[str, ...] = ()
     beside: Mapping[str, str] = field(default_factory=dict)
     used: Callable[[Section], bool] = lambda config: True
-
-
-def recorder(
-    name: str, keys: type[Section], rules: RuleBook, used: Callable[[Section], bool], module: str
-) -> Extension:
-    """Declare an extension that records steps (``core/tracking/recorders.py``), with keys of the section ``trainer``.
-
-    ``module`` is the path of the module that has the functions ``recorder`` and ``drop_after``.
-    """
-    functions = {name: f"{module}:{name}" for name in ("recorder", "drop_after")}
-    return Extension(name=name, keys={"trainer": keys}, rules=rules, used=used, functions=functions)
 
 
 @functools.cache

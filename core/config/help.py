@@ -25,7 +25,8 @@ from core.config.derived_defaults import resolve
 from core.config.limits import Limit, NumberOrText
 from core.config.problem import show
 from core.config.section import MAPPING, Open, is_section, optional
-from core.config.unknown_keys import asked, validated
+from core.config.unknown_keys import validated
+from core.config.verl_keys import tables
 from core.config.view import View
 
 WIDEST = 120  # columns, also where the terminal is wider
@@ -146,7 +147,7 @@ def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Co
     if not words:
         return "\n".join([*_usage(recipe), *_listed(listed)]), True
     hits = [entry for entry in listed if _matches(words, f"{entry.key} {entry.comment} {entry.type}")]
-    others = [(key, text) for key, text in asked("other_names", recipe) or () if _matches(words, f"{key} {text}")]
+    others = [(key, text) for key, text in tables.described(recipe) if _matches(words, f"{key} {text}")]
     lines = _listed(hits, reasons=True)
     if others:
         lines += _item("keys of other versions:", "")

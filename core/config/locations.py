@@ -1,7 +1,4 @@
-"""Paths and URLs that a configuration names. A path is used as it is; a URL needs the extension ``remote``.
-
-The extension is imported for a URL alone. Where its folder was deleted, a URL is an error that says so.
-"""
+"""Paths and URLs that a configuration names. A path is used as it is; ``core.files.remote`` is imported for a URL."""
 
 from __future__ import annotations
 
@@ -10,12 +7,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
-from core.config import extensions
-from core.errors import InputError
-
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # S3:// is no folder either: no driver has that name
-ABSENT = "is a URL, and the extension that reads and writes those is not there"
-FIX = "give a path on this machine, or restore core/files/remote"
 
 
 def is_url(text: str | Path) -> bool:
@@ -45,34 +37,39 @@ def local_path(path: str | Path, key: str = "", *, without: tuple[str, ...] = ()
     match ``without`` are left out. Raises InputError, which names ``key``.
     """
     path = str(path)
-    return _function("local_copy", path, key or "URL")(path, key or "URL", without) if is_url(path) else path
+    if not is_url(path):
+        return path
+    from core.files.remote.cache import local_copy
+
+    return local_copy(path, key or "URL", without)
 
 
 def url_problem(url: str, key: str, *, look: bool) -> tuple[str, str] | None:
     """Return which rule a URL breaks and what to do; None where none. With ``look`` the place itself is looked up."""
-    if not extensions.functions("url_problem"):
-        return ABSENT, FIX
-    return extensions.function("url_problem")(url, key, look)
+    from core.files.remote import urls
+
+    return urls.url_problem(url, key, look)
 
 
 def check_writable(path: str, key: str) -> None:
     """Check that the folder at a URL can be written. Raises InputError, which names ``key``."""
     if is_url(path):
-        _function("check_writable", path, key)(path, key)
+        from core.files.remote import writing
+
+        writing.check_writable(path, key)
 
 
 def write_remote_text(url: str, key: str, name: str, text: str) -> None:
     """Write the file ``name`` into the folder at a URL. Raises InputError, which names ``key``."""
-    _function("write_text", url, key)(url, key, name, text)
+    from core.files.remote.writing import write_text
+
+    write_text(url, key, name, text)
 
 
 def remote_run(path: str, store: Any) -> Any:
     """Return the copy at a URL of the run folder of ``store``; None for a path."""
-    key = "trainer.default_local_dir"
-    return _function("remote_run", path, key)(path, store) if is_url(path) else None
+    if not is_url(path):
+        return None
+    from core.files.remote.written_through import RemoteRun
 
-
-def _function(name: str, url: str, key: str) -> Any:
-    if not extensions.functions(name):
-        raise InputError(f"{key}={url}: {ABSENT}; {FIX}")
-    return extensions.function(name)
+    return RemoteRun(path, store)

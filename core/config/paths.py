@@ -59,6 +59,15 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
         yield "reward_model.module.path", manager
     for extension in extensions.found():
         yield from extension.files(config)
+    reward, scoring = config.reward_model, config.reward_model.model.path
+    if reward.loads_model and (is_local(scoring) or is_url(scoring)):
+        yield "reward_model.model.path", scoring
+    if reward.judged:
+        files = {name: getattr(reward.judge, name) for name in ("template", "json_schema", "canaries")}
+        yield from ((f"reward_model.judge.{name}", path) for name, path in files.items() if path)
+    for name in ("tool_config_path", "interaction_config_path"):
+        if path := getattr(config.actor_rollout_ref.rollout.multi_turn, name):
+            yield f"actor_rollout_ref.rollout.multi_turn.{name}", path
     yield from _plugins(config)
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path
@@ -141,7 +150,11 @@ def checked_at_start(config: Config) -> list[str]:
             lines.append(f"devices: {rollout.nnodes} x {rollout.n_gpus_per_node} more for the engines")
     else:
         lines.append(f"device: {trainer.device or 'cuda if there is one, else cpu'}, and its memory")
-    lines += [line for extension in extensions.found() for line in extension.checked_at_start(config)]
+    reward = config.reward_model
+    if reward.judged:
+        lines.append(f"judge: {reward.judge.url} has the model {reward.judge.model} and agrees with the canaries")
+    if reward.loads_model:
+        lines.append(f"reward model: {reward.model.path} is a classifier with one label; its chat template")
     loggers = {name: registry.logger(name) for name in trainer.logger}
     lines += [f"package: {name} can be imported (trainer.logger)" for name, entry in loggers.items() if entry.function]
     lines += [f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login]

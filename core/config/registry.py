@@ -26,20 +26,62 @@ from core.config.entries import (
     ManagerEntry,
 )
 
+MORE, LOSSES = "core.algorithm.variants.more_estimators", "core.algorithm.variants.more_losses"
 ESTIMATORS = {
     "gae": EstimatorEntry("core.algorithm.advantages:gae", critic=True, reads=("gamma", "lam")),
     "grpo": EstimatorEntry("core.algorithm.advantages:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
+    "grpo_passk": EstimatorEntry(
+        f"{MORE}:grpo_passk",
+        groups=True,
+        reads=("norm_adv_by_std_in_grpo",),
+    ),
+    "rloo": EstimatorEntry(f"{MORE}:rloo", groups=True),
+    "remax": EstimatorEntry(f"{MORE}:remax", greedy_baseline=True),
+    "reinforce_plus_plus": EstimatorEntry(f"{MORE}:reinforce_plus_plus", reads=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorEntry(f"{MORE}:reinforce_plus_plus_baseline", groups=True),
+    "opo": EstimatorEntry(f"{MORE}:opo", groups=True),
+    "gpg": EstimatorEntry(f"{MORE}:gpg", groups=True),
+    "optimal_token_baseline": EstimatorEntry(f"{MORE}:optimal_token_baseline", groups=True, squares=True),
+    "maxrl": EstimatorEntry(f"{MORE}:maxrl", groups=True, penalties=False),
 }
 
 
 POLICY_LOSSES = {
     "vanilla": LossEntry("core.algorithm.losses:vanilla", reads=(*CLIP, "clip_ratio_c")),
+    "gspo": LossEntry(f"{LOSSES}:gspo", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=CLIP),
+    "geo_mean": LossEntry(f"{LOSSES}:geo_mean", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=CLIP),
+    "sapo": LossEntry(f"{LOSSES}:sapo", aggregation="seq-mean-token-mean", reads=("tau_pos", "tau_neg")),
+    "gpg": LossEntry(f"{LOSSES}:gpg", has_ratio=False),
+    "reinforce": LossEntry(f"{LOSSES}:gpg", has_ratio=False),
+    "cispo": LossEntry(f"{LOSSES}:cispo", reads=CLIP),
+    "clip_cov": LossEntry(
+        f"{LOSSES}:clip_cov",
+        selects="core.algorithm.variants.covariance:clip_cov_tokens",
+        reads=(*CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
+    ),
+    "kl_cov": LossEntry(
+        f"{LOSSES}:kl_cov",
+        selects="core.algorithm.variants.covariance:kl_cov_tokens",
+        moves_without_advantage=True,
+        reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+    ),
+    "dppo_tv": LossEntry(f"{LOSSES}:dppo_tv", divergence=0.15, reads=(*CLIP, "clip_ratio_c")),
+    "dppo_kl": LossEntry(f"{LOSSES}:dppo_kl", divergence=0.05, reads=(*CLIP, "clip_ratio_c")),
 }
 
 
 ENGINES = {  # actor_rollout_ref.rollout.name
     "hf": EngineEntry("core.engines.factory:hf_engine"),
     "vllm": EngineEntry("core.engines.factory:vllm_engine", package="vllm", reads=SERVING),
+    "sglang": EngineEntry(
+        "core.engines.sglang.sglang_engine:make",
+        problems="core.engines.sglang.sglang_server:problems",
+        seeded=False,
+        top_p_within_top_k=False,
+        reads_media=False,
+        one_receiver=True,
+        reads=SERVING,
+    ),
 }
 
 
@@ -63,13 +105,21 @@ LOGGERS = {  # trainer.logger
 }
 
 
-SINGLE_TURN = "single_turn_agent"  # verl's name
+SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"  # verl's names
 AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_name of the data
     SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
+    TOOL_AGENT: AgentLoopEntry("core.rollout.tools.tool_agent:ToolAgentLoop"),
 }
-MODALITIES: dict[str, str] = {}  # model_type -> "module:class" of core.modality.Modality, of models that read media
-MEDIA_COLUMNS: dict[str, str] = {}  # key of the section data that names a column of media -> how a cell's part is read
-CARRIED: dict[str, str] = {}  # name -> "module:class" of a dataclass in media, which a checkpoint may hold
+VISION = "core.vision"
+MODALITIES = dict.fromkeys(  # model_type -> "module:class" of core.modality.Modality, of models that read media
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), f"{VISION}.picture_modality:PictureModality"
+)
+MEDIA_COLUMNS = {  # key of the section data that names a column of media -> how a cell's part is read
+    "image_key": f"{VISION}.images:stored_bytes"
+}
+CARRIED = {  # name -> "module:class" of a dataclass in media, which a checkpoint may hold
+    name: f"{VISION}.images:{name}" for name in ("Pictures", "Picture", "PictureFormat")
+}
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
     *("ignore_reinit_error", "include_dashboard", "dashboard_host", "dashboard_port", "job_config"),
@@ -88,16 +138,7 @@ LOSS_AGG_MODES = (
 )
 
 
-for _name, _table in (
-    ("estimators", ESTIMATORS),
-    ("policy_losses", POLICY_LOSSES),
-    ("engines", ENGINES),
-    ("agent_loops", AGENT_LOOPS),
-    ("modalities", MODALITIES),
-    ("media_columns", MEDIA_COLUMNS),
-    ("carried", CARRIED),
-):
-    _table.update(extensions.entries(_name))  # what a run of the papers' recipes does not need
+AGENT_LOOPS.update(extensions.entries("agent_loops"))
 
 
 def estimator(name: str) -> EstimatorEntry:

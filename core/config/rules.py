@@ -10,9 +10,11 @@ from core.config.rulebook import RuleBook, Unused
 from core.config.sections import (
     actor,
     algorithm,
+    correction,
     critic,
     data,
     health,
+    judge,
     model,
     multi_turn,
     optim,
@@ -25,8 +27,8 @@ from core.config.view import View
 
 # In the order of reports; of several reasons why a key does nothing the first is given.
 _SECTIONS = (
-    *(data, model, actor, critic, optim, sizes, rollout, multi_turn, algorithm),
-    *(reward, trainer, health),
+    *(data, model, actor, critic, optim, sizes, rollout, multi_turn, algorithm, correction),
+    *(reward, judge, trainer, health),
 )
 engines = RuleBook()
 

@@ -1,7 +1,7 @@
-"""Keys that the schema lacks, and values that it refuses: what an extension reads in them, or the nearest key.
+"""Keys that the schema lacks, and values that it refuses: what other versions meant by them, or the nearest key.
 
-The nearest key is looked for within a key's own section. An extension (``core/config/verl_keys``) may know what
-other versions meant; it is asked, and imported, only where a command line has such a key or value.
+The nearest key is looked for within a key's own section. ``core/config/verl_keys`` knows other versions' names; it is
+imported only where a command line has such a key or value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.config import extensions, recipes
+from core.config import recipes
 from core.config.convert import all_keys, get
 from core.config.problem import Problem, show
 from core.config.schema import Config
@@ -41,7 +41,7 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Interpretation:
-    """What an extension reads in a key or value: settings here, a reason why it does nothing, or rule and fix."""
+    """What a key or value of another version means: settings here, a reason why it does nothing, or rule and fix."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     unused: str = ""
@@ -49,15 +49,11 @@ class Interpretation:
     fix: str = ""
 
 
-def asked(name: str, *arguments: Any) -> Any:
-    """Return what the first extension with a function of this name answers, None without one."""
-    answers = (function(*arguments) for function in extensions.functions(name))
-    return next((answer for answer in answers if answer is not None), None)
-
-
 def unknown_key(key: str, value: Any, line: CommandLine) -> Problem:
     """Return the problem with a key that the schema lacks, with what to do instead."""
-    reading = asked("read_unknown", key, value, line)
+    from core.config.verl_keys import reading as other_versions
+
+    reading = other_versions.read(key, value, line)
     if reading and reading.rule:
         return Problem(key, value, reading.rule, reading.fix)
     for recipe, module in recipes.extended():
@@ -99,15 +95,17 @@ def _of_validation(name: str) -> bool:
 def validated(schema: type[Config], tree: Any, problems: list[Problem], line: CommandLine | None = None) -> Config:
     """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default.
 
-    With ``line``, of a command line, an extension may read a value that the schema refuses, or say what to do.
+    With ``line``, of a command line, a value that the schema refuses may be one of another version's.
     """
     config, refused = build(schema, tree)
-    known = all_keys(schema)
-    readings = {
-        key: reading
-        for key, value, rule in refused
-        if line and rule and key in known and (reading := asked("read_refused_value", key, value, line))
-    }
+    known, readings = all_keys(schema), {}
+    if line and refused:
+        from core.config.verl_keys import reading as other_versions
+
+        read = {
+            key: other_versions.read_value(key, value, line) for key, value, rule in refused if rule and key in known
+        }
+        readings = {key: reading for key, reading in read.items() if reading}
     if settings := {name: value for reading in readings.values() for name, value in reading.settings.items()}:
         line.read.update({key: (value, readings[key].settings) for key, value, _ in refused if key in readings})
         return validated(schema, _with(tree, settings), problems, line)

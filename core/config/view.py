@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from core.config import convert, extensions, health_bounds, registry
+from core.config import convert, health_bounds, registry
 from core.config.locations import is_url
 from core.config.paths import is_local
 from core.config.rulebook import RefusedValue
@@ -30,6 +30,7 @@ SHORT = {
     "critic": "critic",
     "critic_model": "critic.model",
     "reward": "reward_model",
+    "judge": "reward_model.judge",
     "buffer": "reward_model.overlong_buffer",
     "custom": "custom_reward_function",
     "algorithm": "algorithm",
@@ -63,9 +64,8 @@ class View:
     def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
         self.config, self._refused = config, set[str]()
-        added = (extension.view for extension in extensions.found())
         own = ((name, name) for name, hint in hints(type(config)).items() if is_section(hint))  # a recipe's sections
-        sections = dict([*own, *SHORT.items(), *(pair for view in added for pair in view.items())])
+        sections = dict([*own, *SHORT.items()])
         self.sections = sorted(sections)  # the names under which rules read them
         for name, key in sections.items():
             setattr(self, name, Watched(convert.get(config, key), f"{key}.", self._refused))

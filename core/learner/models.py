@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from core.checkpoint.manifest import check_index
-from core.config import chat_template, extensions, registry
+from core.config import chat_template, registry
 from core.config.locations import is_url, local_path
 from core.errors import InputError
 from core.files.whole_files import FIX, damage
@@ -203,9 +203,11 @@ def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
 
 
 def freeze_parts(module: nn.Module, config: Config) -> nn.Module:
-    """Freeze the parts of the policy that keys of extensions exclude from training."""
-    for freeze in extensions.functions("freeze", config):
-        freeze(module)
+    """Freeze the parts of the policy that the configuration excludes from training."""
+    if config.actor_rollout_ref.actor.freeze_vision_tower:
+        from core.vision.model_inputs import freeze_vision_tower
+
+        freeze_vision_tower(module)
     return module
 
 

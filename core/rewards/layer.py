@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from core.config import extensions, registry
+from core.config import registry
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.barrier import Barrier
@@ -72,7 +72,11 @@ class RewardLayer:
         if self.reads_tokens:
             with users_code(f"reward_model.reward_manager={reward.reward_manager}", "making it"):
                 self.manager.attach(config)
-        self.judge: Any = extensions.function("judge")(reward.judge) if reward.judged else None
+        self.judge: Any = None
+        if reward.judged:
+            from core.rewards.judge.judge import Judge
+
+            self.judge = Judge(reward.judge)
         self.judging: Any = self.judge  # the judge, or a barrier before it
         self.custom = function is not None or own
         # It takes the answers of a step in one call

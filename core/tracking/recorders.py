@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.config import extensions
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
@@ -68,7 +67,11 @@ class Recorders(Recorder):
     @classmethod
     def of(cls, run: RecordedRun) -> Recorders:
         """Return those that the run's configuration asks for."""
-        return cls([recorder(run) for recorder in extensions.functions("recorder", run.config)])
+        if not run.config.trainer.trace.used:
+            return cls()
+        from core.trace import trace_recorder
+
+        return cls([trace_recorder.recorder(run)])
 
     def recording_filter(self, keep_group: Callable[[ScoredGroup], bool]) -> Callable[[ScoredGroup], bool]:
         """Return ``keep_group`` that tells the recorders what it returns."""
@@ -99,5 +102,6 @@ class Recorders(Recorder):
 
 def drop_after(run_dir: Path, step: int) -> None:
     """Remove what recorders kept of later steps, which a resumed run repeats, whatever it records itself."""
-    for drop_after in extensions.functions("drop_after"):
-        drop_after(run_dir, step)
+    from core.trace import trace_recorder
+
+    trace_recorder.drop_after(run_dir, step)

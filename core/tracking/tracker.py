@@ -34,7 +34,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.config import Config, convert, extensions, registry, to_yaml
+from core.config import Config, convert, registry, to_yaml
 from core.config.locations import is_url, write_remote_text
 from core.config.plugins import load_object
 from core.errors import InputError, writing
@@ -333,8 +333,10 @@ class Tracker:
         media = {(prompt.data_source, prompt.uid): prompt.media for prompt in prompts if prompt.media}
         of_kept = ((row.get("data_source"), row.get("uid")) for row in samples)
         if shown := {question: media[question] for question in of_kept if question in media}:
-            keep, file = extensions.function("keep_thumbnails"), self.run_dir / PICTURES
-            self.records.attempt(PICTURES, file, lambda: keep(file, shown))
+            from core.vision.thumbnails import keep_thumbnails
+
+            file = self.run_dir / PICTURES
+            self.records.attempt(PICTURES, file, lambda: keep_thumbnails(file, shown))
         if count:
             for logger in self._loggers:
                 logger.samples(step, spread_out(rows, count))

@@ -1,8 +1,8 @@
 """What a pass of a vision-language model needs beyond ids: features of pictures, their places, positions on three axes.
 
-The families are those of ``extension.KINDS``; their modules agree on the names that are used here. A picture that
-stands in several sequences of a pass goes through the vision tower once. Placeholders that the policy wrote are
-ordinary tokens, as they are to an engine that decodes them: only a prompt's stand for pictures.
+The families are those of ``core.config.registry.MODALITIES``; their modules agree on the names that are used here. A
+picture that stands in several sequences of a pass goes through the vision tower once. Placeholders that the policy
+wrote are ordinary tokens, as they are to an engine that decodes them: only a prompt's stand for pictures.
 """
 
 from __future__ import annotations

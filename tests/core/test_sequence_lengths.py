@@ -50,7 +50,6 @@ def test_a_validation_prompt_too(folder):
     check_lengths(config, trainer.longest())
 
 
-@pytest.mark.needs("tools", "call_formats")
 def test_searches_come_behind_the_prompt_and_tools_are_counted_with_it(folder):
     """A prompt's length has the tools in it: tests/core/rollout/tools/test_prompts_with_tools.py."""
     config = configured(folder, "run", TOOLS, "actor_rollout_ref.rollout.multi_turn.enable=True")

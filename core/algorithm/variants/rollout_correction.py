@@ -30,7 +30,13 @@ from core.algorithm.sequences import (
     spread_over_tokens,
     sum_by_sequence,
 )
-from core.algorithm.variants.keys import Bounds, CorrectionKeys, Criterion, criteria, weight_bounds
+from core.config.sections.correction import (
+    Bounds,
+    Criterion,
+    RolloutCorrectionConfig,
+    criteria,
+    weight_bounds,
+)
 from core.types import TrainBatch
 
 
@@ -63,7 +69,7 @@ def normalising_factor(weights_N: Tensor, mask_N: Tensor, lengths_B: Tensor, lev
 
 
 def divergence(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, name: str) -> Tensor:
-    """Return a statistic of ``core.algorithm.variants.keys.STATISTICS``, [N]; a sequence's is in all of its tokens.
+    """Return a statistic of ``core.config.sections.correction.STATISTICS``, [N]; a sequence's is in all of its tokens.
 
     ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
     +-20; per token, or summed, averaged or maximised over the sequence.
@@ -89,7 +95,7 @@ def kept_tokens(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: t
     return mask_kept
 
 
-def correct(batch: TrainBatch, config: CorrectionKeys) -> tuple[TrainBatch, dict[str, float]]:
+def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
     """Set ``rollout_is_weights`` and take rejected tokens out of ``loss_mask``; return ``rollout_corr/...`` too.
 
     The weights belong to the whole batch: a driver computes them once, before sequences are split over ranks.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import limits
-from core.config.extensions import extended
+from core.config import limits, registry
 from core.config.names import KLKind, LossAggMode, LossMode
 from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Section
@@ -13,9 +12,13 @@ from core.config.sections.model import FSDPConfig
 from core.config.sections.optim import OptimConfig
 
 
-@extended("actor_rollout_ref.actor.policy_loss")
 class PolicyLossConfig(Section):
     loss_mode: LossMode = "vanilla"  # policy loss
+    clip_cov_ratio: limits.PositiveShare = 0.0002  # Clip-Cov: share of an optimizer step's tokens that are dropped
+    clip_cov_lb: float = 1.0  # lower covariance bound of Clip-Cov candidates
+    clip_cov_ub: float = 5.0  # upper covariance bound of Clip-Cov candidates
+    kl_cov_ratio: limits.PositiveShare = 0.0002  # KL-Cov: share of an optimizer step's tokens with a KL penalty
+    ppo_kl_coef: limits.NonNegative = 0.1  # KL-Cov: coefficient of the KL penalty to the old policy
 
 
 class Sharing:
@@ -28,11 +31,10 @@ class Sharing:
 
     @property
     def layer_ranks(self) -> int:
-        """Return the ranks that share each layer; an extension that splits layers overrides it."""
-        return 1
+        """Return the ranks that share each layer."""
+        return self.tensor_model_parallel_size
 
 
-@extended("actor_rollout_ref.actor")
 class ActorConfig(Sharing, Section):
     strategy: Literal["fsdp", "fsdp2"] = "fsdp"  # both mean PyTorch's FSDP2
     ppo_mini_batch_size: limits.Count = 256  # prompts an optimizer step
@@ -59,19 +61,23 @@ class ActorConfig(Sharing, Section):
     overlong_filtering: bool = False  # truncated answers carry no loss
     state_masking: bool = True  # tokens that tools wrote carry no loss; False is Search-R1's ablation
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence; use_remove_padding is needed
+    tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices; FSDP2 shards over the others
     use_torch_compile: bool = False  # compile the MLPs and norms of the policy and its reference
+    tau_pos: limits.Positive = 1.0  # SAPO: temperature for positive advantages
+    tau_neg: limits.Positive = 1.05  # SAPO: temperature for negative advantages
+    freeze_vision_tower: bool = False  # the part of the model that reads pictures does not train
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
-@extended("actor_rollout_ref.ref")
 class RefConfig(Sharing, Section):
     # trajectories in one log-prob pass of a rank; None: the actor's
     log_prob_micro_batch_size_per_gpu: limits.Count | None = None
     log_prob_use_dynamic_bsz: bool | None = None  # fill log-prob passes up to a number of tokens; None: the actor's
     log_prob_max_token_len_per_gpu: limits.Count | None = None  # tokens in one log-prob pass; None: the actor's
     ulysses_sequence_parallel_size: limits.Count | None = None  # ranks that share each sequence; None: the actor's
+    tensor_model_parallel_size: limits.Count | None = None  # ranks that share each layer; None: the actor's
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
@@ -122,3 +128,62 @@ def keys_of_other_losses(c: View) -> Unused:
         )
     if c.actor.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (("*.loss_scale_factor",), "only seq-mean-token-sum-norm has it")
+
+
+@rules.problem
+def covariance_bounds_leave_room(c: View) -> Broken:
+    if c.actor.policy_loss.clip_cov_lb >= c.actor.policy_loss.clip_cov_ub:
+        yield (
+            "actor_rollout_ref.actor.policy_loss.clip_cov_lb",
+            f"leaves no covariance below clip_cov_ub={c.actor.policy_loss.clip_cov_ub}: clip_cov would drop no "
+            "token; verl's are clip_cov_lb=1.0 and clip_cov_ub=5.0",
+        )
+
+
+@rules.warning
+def bounds_and_baselines_of_losses(c: View) -> Broken:
+    if c.actor.policy_loss.loss_mode == "gspo" and c.actor.clip_ratio_high > 0.05:
+        yield (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            f"{c.actor.policy_loss.loss_mode} clips the ratio of a whole sequence, and "
+            f"clip_ratio_high={c.actor.clip_ratio_high} is never reached; the paper's bounds are "
+            "clip_ratio_low=3e-4, clip_ratio_high=4e-4",
+        )
+    if c.loss.divergence is not None and max(c.actor.clip_ratio_low, c.actor.clip_ratio_high) > 2 * c.loss.divergence:
+        yield (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            f"the bounds of {c.actor.policy_loss.loss_mode} are divergences: "
+            f"clip_ratio_low={c.actor.clip_ratio_low}, clip_ratio_high={c.actor.clip_ratio_high} drop few tokens; "
+            f"the published bound is clip_ratio={c.loss.divergence}",
+        )
+    if (
+        c.actor.policy_loss.loss_mode == "kl_cov"
+        and c.actor.ppo_epochs == 1
+        and c.actor.ppo_mini_batch_size == c.data.train_batch_size
+    ):
+        yield (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "with one optimizer step a rollout the policy is the old one, the distance of kl_cov has no "
+            "gradient, and this is the plain policy gradient; a smaller "
+            "actor_rollout_ref.actor.ppo_mini_batch_size, or ppo_epochs above 1",
+        )
+    if c.loss.divergence is not None and (not c.gives("actor_rollout_ref.actor.clip_ratio_c")):
+        yield (
+            "actor_rollout_ref.actor.clip_ratio_c",
+            f"{c.actor.policy_loss.loss_mode} truncates importance weights at "
+            f"clip_ratio_c={c.actor.clip_ratio_c}, which holds back the rare tokens that it is meant to free; the "
+            "published runs have clip_ratio_c=10000",
+        )
+
+
+@rules.unused
+def keys_of_variants(c: View) -> Unused:
+    if "policy_loss.clip_cov_lb" not in c.loss.reads:
+        yield (("actor_rollout_ref.actor.policy_loss.clip_cov_*",), "only clip_cov has it")
+    if "policy_loss.ppo_kl_coef" not in c.loss.reads:
+        yield (
+            ("actor_rollout_ref.actor.policy_loss.kl_cov_ratio", "actor_rollout_ref.actor.policy_loss.ppo_kl_coef"),
+            "only kl_cov has it",
+        )
+    if "tau_pos" not in c.loss.reads:
+        yield (("actor_rollout_ref.actor.tau_*",), f"only {registry.readers(registry.POLICY_LOSSES, 'tau_pos')} has it")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config import limits, registry
-from core.config.extensions import extended
 from core.config.names import AdvEstimator, KLKind
 from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Section
+from core.config.sections.correction import RolloutCorrectionConfig
 
 
 class KLCtrlConfig(Section):
@@ -24,22 +24,6 @@ class FilterGroupsConfig(Section):
     metric: str | None = None  # part of the score that has to differ; None: acc
     max_num_gen_batches: limits.Size = 10  # most prompts drawn for one step, in units of gen_batch_size
     on_exhausted: Literal["train", "raise"] = "train"  # at that limit: train on the groups there are, or end the run
-
-
-@extended("algorithm.rollout_correction")
-class RolloutCorrectionConfig(Section):
-    bypass_mode: bool = False  # the engine's log-probs are the old ones: no pass for them, and one ratio
-
-    # What an extension that corrects overrides
-    @property
-    def weighs(self) -> bool:
-        """Whether samples are weighed for the policy that drew them, beside the loss's own ratio."""
-        return False
-
-    @property
-    def uses_old_log_probs(self) -> bool:
-        """Whether the correction compares with old log-probs."""
-        return False
 
 
 class AlgorithmConfig(Section):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config import limits, registry
-from core.config.extensions import extended
 from core.config.names import LossAggMode
 from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
@@ -28,7 +27,6 @@ class CriticModelConfig(Section):
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
-@extended("critic")
 class CriticConfig(Sharing, Section):
     enable: bool | None = None  # train a critic; None: where the estimator reads values
     strategy: Literal["fsdp", "fsdp2"] = "fsdp"  # both mean PyTorch's FSDP2
@@ -45,6 +43,7 @@ class CriticConfig(Sharing, Section):
     loss_scale_factor: limits.Positive | None = None  # divisor of seq-mean-token-sum-norm; None: the actor's
     grad_clip: limits.Positive = 1.0  # largest norm of the gradient of an update
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence
+    tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices; FSDP2 shards over the others
     use_torch_compile: bool = False  # compile its MLPs and norms
     model: CriticModelConfig = CriticModelConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)

@@ -18,6 +18,7 @@ class DataConfig(Section):
     dataset_weights: tuple[limits.Positive, ...] | None = None  # one a training file; None: by number of examples
     curriculum: tuple[Open, ...] | None = None  # stages {files, prompts, weights} in place of train_files
     prompt_key: str = "prompt"  # column that holds the prompt, a list of chat messages
+    image_key: str = "images"  # column that holds the pictures of a prompt, one for each <image> in it
     reward_fn_key: str = "data_source"  # column that names the data source, which chooses the scorer
     max_prompt_length: limits.Count = 512  # tokens of the prompt; in a search episode, of prompt and episode
     max_response_length: limits.Count = 512  # tokens of the answer, tools' included; search episodes: of one turn

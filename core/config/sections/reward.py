@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config import limits, registry
-from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.names import RewardManager
 from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
+from core.config.sections.judge import JudgeConfig, RewardModelModelConfig
 
 
 class OverlongBufferConfig(Section):
@@ -46,7 +46,6 @@ class CustomRewardFunctionConfig(Section):
     reward_kwargs: Open = FrozenDict()  # arguments of that function
 
 
-@extended("reward_model")
 class RewardModelConfig(Section):
     # the managers here and those that module.path registers, or your own as module.name of module.path (importlib)
     source: Literal["register", "importlib"] = "register"
@@ -65,37 +64,48 @@ class RewardModelConfig(Section):
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
+    enable: bool = False  # a model scores the examples whose reward_model.style is "model"
+    weight: float = 0.0  # what the model's number counts beside a rule's score, in the other examples
+    model: RewardModelModelConfig = RewardModelModelConfig()
+    enable_resource_pool: bool = False  # over Ray, nodes whose ranks share the model; False: one process has it
+    nnodes: limits.Size = 0  # nodes of that pool
+    n_gpus_per_node: limits.Size = 0  # ranks on each of them, a GPU each
+    judge: JudgeConfig = JudgeConfig()
+    max_length: limits.Count | None = None  # tokens that the model sees; None: the longest prompt and answer
+    micro_batch_size_per_gpu: limits.Count | None = None  # answers a pass; None: use_dynamic_bsz decides
+    # fill passes up to a number of tokens; None: where no micro-batch size is given
+    use_dynamic_bsz: bool | None = None
+    forward_max_token_len_per_gpu: limits.Count | None = None  # tokens a pass; None: the critic's
 
-    # What an extension with models that score overrides
     @property
     def uses_model(self) -> bool:
         """Whether a model scores examples of its own, and counts beside rules in the others."""
-        return False
+        return self.enable
 
     @property
-    def pass_size(self) -> str | None:
-        """The key that bounds the model's passes, whose value may be lowered; None without a model."""
-        return None
+    def pass_size(self) -> str:
+        """The key that bounds the model's passes, whose value may be lowered."""
+        return "forward_max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
 
     @property
     def model_weight(self) -> float:
         """What the model's number counts beside a rule's."""
-        return 0.0
+        return self.weight
 
     @property
     def judged(self) -> bool:
         """Whether the model is a judge behind a URL."""
-        return False
+        return self.enable and self.judge.url is not None
 
     @property
     def loads_model(self) -> bool:
         """Whether the model is a classifier, which this run loads."""
-        return False
+        return self.enable and self.judge.url is None
 
     @property
     def ranks(self) -> int:
         """Processes that share the model."""
-        return 1
+        return self.nnodes * self.n_gpus_per_node if self.enable_resource_pool else 1
 
 
 rules = RuleBook()
@@ -148,7 +158,7 @@ def what_a_function_reads(c: View) -> Broken:
         and (not c.gives("reward_model.solution_str"))
         and (
             c.rollout.agent_loop not in (None, "single_turn_agent")
-            or getattr(c.rollout.multi_turn, "tool_config_path", None)  # rows may name the tool agent
+            or c.rollout.multi_turn.tool_config_path  # rows may name the tool agent
         )
     ):
         yield (

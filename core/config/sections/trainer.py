@@ -13,6 +13,22 @@ from core.config.section import Open, Section
 from core.config.sections.health import HealthConfig
 
 
+class TraceConfig(Section):
+    """What is recorded of every token of some steps, for ``python -m results.trace``."""
+
+    freq: limits.OffOrCount = -1  # steps between records, first and last step included; -1: only trainer.trace.steps
+    steps: tuple[limits.Count, ...] | None = None  # record these steps as well
+    # groups of a recorded step, the same questions in every step where possible; beside them the group of the lowest
+    # score, that of the largest engine-learner difference and the first one that was dropped are recorded
+    groups: limits.Count = 2
+    max_mb: limits.Positive = 256  # disk of a run's records; older ones make room, the first one stays
+
+    @property
+    def used(self) -> bool:
+        """Whether any step is recorded."""
+        return self.freq > 0 or bool(self.steps)
+
+
 @extended("trainer")
 class TrainerConfig(Section):
     # one process, or learner ranks and engines on the GPUs of one or more nodes (ray)
@@ -51,6 +67,7 @@ class TrainerConfig(Section):
     resume_from_path: str | None = None
     resume_with_changes: bool = False  # resume also with another base, other data or another objective; recorded
     health: HealthConfig = HealthConfig()
+    trace: TraceConfig = TraceConfig()
 
 
 class GlobalProfilerConfig(Section):
@@ -166,3 +183,12 @@ def lengths_and_checkpoints(c: View) -> Unused:
         yield (("trainer.max_actor_ckpt_to_keep",), "trainer.save_freq is off")
     if c.trainer.val_only:
         yield (("trainer.val_before_train",), "trainer.val_only is on")
+
+
+@rules.unused
+def nothing_is_recorded(c: View) -> Unused:
+    if not c.trainer.trace.used:
+        yield (
+            ("trainer.trace.groups", "trainer.trace.max_mb"),
+            "neither trainer.trace.freq nor trainer.trace.steps is set",
+        )

@@ -260,7 +260,6 @@ def test_a_kl_loss_alone_near_its_reference_is_the_objective_too(kind):
     (config.kl_loss_coef * (step.require("loss_weight") * penalty).sum()).backward()
 
 
-@pytest.mark.needs("variants")
 def test_other_losses_are_not_judged_by_the_vanilla_one():
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"))
     (step,) = mini_batches(batch_of(made_groups(), GRPO), prompts=2, scale_factor=1)

@@ -20,7 +20,6 @@ from core.learner.batching import make_batch, mini_batching
 from core.types import Prompt, ScoredGroup, Stop, TrainBatch, Trajectory
 from reward_scores.score import Score
 from tests.core.ray_cluster import cluster_config, mixed_batch
-from tests.needs import needing
 
 GROUPS, SAMPLES, PROMPT, LONGEST, RANKS, TOGETHER = 64, 8, 24, 2048, 16, 8
 # Of a real token, by phase, in both directions: what the pass reads or the loss needs, and what comes back.
@@ -156,7 +155,7 @@ def test_what_crosses_is_little_more_than_the_real_tokens(make_workers, phase):
     assert 0.5 * own < workers.watch.bytes[phase] <= BOUND * own
 
 
-@pytest.mark.parametrize("shared", ["sequences", *needing("tensor_parallel", "layers")])
+@pytest.mark.parametrize("shared", ["sequences", "layers"])
 def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(make_workers, shared):
     """Four ranks in two groups: rows are shared out over the groups, and put together again from one of each."""
     part, over = "actor_rollout_ref.actor", ["critic.ulysses_sequence_parallel_size=1"]

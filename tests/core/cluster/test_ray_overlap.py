@@ -159,7 +159,6 @@ def spans(run: Trainer, name: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run.gates / name).read_text().splitlines()]
 
 
-@pytest.mark.needs("variants")
 def test_samples_are_drawn_in_one_process_while_the_other_updates(apart):
     (run,) = apart.tries
     updates, samples = spans(run, "updates.jsonl"), spans(run, "samples.jsonl")
@@ -176,7 +175,6 @@ def test_samples_are_drawn_in_one_process_while_the_other_updates(apart):
     assert max(line["rollout_corr/probe_diff"] for line in lines) < 1e-4
 
 
-@pytest.mark.needs("variants")
 def test_the_steps_are_those_of_a_run_in_one_process(files, apart):
     """The same ordinals, of the same policies: the ones drawn ahead are one older, and no sample is older than that."""
     alone = fit(files, "alone")
@@ -187,7 +185,6 @@ def test_the_steps_are_those_of_a_run_in_one_process(files, apart):
     assert len(ordinals) == STEPS * P < ordinals[-1] + 1  # some were dropped
 
 
-@pytest.mark.needs("variants")
 def test_a_learner_killed_under_the_overlap_costs_no_ordinal(files, apart, monkeypatch):
     monkeypatch.setattr(Trainer, "kill_in", 3)
     killed = fit(files, "killed", *APART, "trainer.max_restarts=1")

@@ -145,7 +145,6 @@ def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
     assert [ranks.update_actor(batch, 1.0)["actor/grad_norm"] for _ in range(2)] == pytest.approx(after, rel=1e-12)
 
 
-@pytest.mark.needs("tensor_parallel")
 @pytest.mark.slow  # four more processes
 def test_ranks_that_share_layers_do_what_one_process_does(model, tmp_path):
     """Their groups get shares of a batch, whole weights reach the engine, and a checkpoint brings them back."""

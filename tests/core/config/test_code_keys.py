@@ -10,7 +10,6 @@ import pytest
 from core.config import code_keys, compose, convert, examine, recipes
 from core.config.schema import Config
 from core.errors import InputError
-from tests.needs import marked
 
 KEYS = {
     key: hint
@@ -71,7 +70,7 @@ CODE = {
 }
 
 
-@pytest.mark.parametrize("key", [marked((key,), [key]) for key in CODE])
+@pytest.mark.parametrize("key", CODE)
 def test_an_artefact_that_names_code_is_refused(key):
     config = examine("grpo", (), (), {key: CODE[key]}).config
     with pytest.raises(InputError) as refused:

@@ -23,7 +23,6 @@ from core.config.frozen import thaw
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
 from core.tracking.health import CHECKS
-from tests.needs import EXTENSIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "core/config/README.md"
@@ -84,7 +83,6 @@ def test_every_default_is_verls_or_listed_with_a_reason():
     assert set(changed) <= set(VERL)
 
 
-@pytest.mark.needs(*EXTENSIONS)
 def test_the_schema_has_every_key_of_verl_and_those_listed():
     assert set(convert.flat(Config())) == set(VERL) | ADDED
 
@@ -297,7 +295,6 @@ def test_yaml_that_does_not_fit_names_every_fault():
     assert [line.split(":")[0] for line in error.value.problems] == ["data.nope=1", "trainer.seed=x"]
 
 
-@pytest.mark.needs(*EXTENSIONS)  # they have the keys of all
 @pytest.mark.parametrize("recipe", ["ppo", "grpo", "dapo", "search_r1"])
 def test_published_configurations_are_read(recipe):
     """They may lack keys that are newer than the run."""

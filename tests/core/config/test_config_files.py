@@ -23,7 +23,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.needs("verl_keys")
 def test_a_file_takes_the_recipes_place_and_typed_keys_win(folder):
     options = [f"--config-path={folder}", "--config-name=mine"]
     composed = examine("grpo", [*options, f"{ROLLOUT}.temperature=0.8", "algorithm.adv_estimator=gae"])

@@ -10,11 +10,9 @@ from fnmatch import fnmatchcase
 import pytest
 
 from core.config import convert, examine, rules
-from core.config.extensions import found
 from core.config.recipes import schema_of
 from core.config.view import View
 from core.tracking.health import CHECKS
-from tests.needs import EXTENSIONS, asked_by, marked
 
 RECIPES = ("ppo", "dapo", "search_r1")  # that have rules or unused keys of their own, and one that has none
 WITH_TESTS_OF_THEIR_OWN = ("verl_classes.extension", "environments.extension")
@@ -49,17 +47,6 @@ def _examined(recipe, overrides, hooks):
 
 def examined(recipe, overrides, hooks=()):
     return _examined(recipe, tuple(overrides), hooks)
-
-
-def by_extension(cases):
-    """Mark each case with the extensions that its overrides ask for."""
-    return [marked(case, case[1]) for case in cases]
-
-
-def answerable(cases):
-    """Leave out what asks for an extension that was deleted, and so were its rules."""
-    there = {one.name for one in found()}
-    return [case for case in cases if there >= set(asked_by(case[1]))]
 
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -489,14 +476,13 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("recipe, overrides, hooks, begins, says", by_extension(BROKEN), ids=lambda x: None)
+@pytest.mark.parametrize("recipe, overrides, hooks, begins, says", BROKEN, ids=lambda x: None)
 def test_the_rule_fires_alone(recipe, overrides, hooks, begins, says):
     (line,) = examined(recipe, overrides, hooks).problems
     assert line.startswith(f"{begins}: ") and says in line
     assert "; " in line and "\n" not in line
 
 
-@pytest.mark.needs(*EXTENSIONS)
 def test_every_rule_is_tried():
     tried = set()
     for recipe, overrides, hooks, *_ in BROKEN:
@@ -551,7 +537,7 @@ FINE = [
 ]
 
 
-@pytest.mark.parametrize("recipe, overrides, hooks", by_extension(FINE), ids=lambda x: None)
+@pytest.mark.parametrize("recipe, overrides, hooks", FINE, ids=lambda x: None)
 def test_no_rule_fires(recipe, overrides, hooks):
     assert examined(recipe, overrides, hooks).problems == ()
 
@@ -588,7 +574,7 @@ WARNED = [
 ]
 
 
-@pytest.mark.parametrize("recipe, overrides, hooks, says", by_extension(WARNED), ids=lambda x: None)
+@pytest.mark.parametrize("recipe, overrides, hooks, says", WARNED, ids=lambda x: None)
 def test_a_warning_is_no_problem(recipe, overrides, hooks, says):
     composed = examined(recipe, overrides, hooks)
     assert composed.problems == ()
@@ -604,7 +590,6 @@ def test_a_run_without_an_engine_is_not_warned_of_its_precision():
     assert examined("sft", [*overrides, "data.val_files=null"]).warnings == ()
 
 
-@pytest.mark.needs(*EXTENSIONS)
 def test_every_warning_is_tried():
     tried = set()
     for recipe, overrides, hooks, _ in WARNED:
@@ -802,7 +787,7 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize("recipe, overrides, key", by_extension(IDLE), ids=lambda x: None)
+@pytest.mark.parametrize("recipe, overrides, key", IDLE, ids=lambda x: None)
 def test_a_key_without_effect_is_listed_with_the_reason(recipe, overrides, key):
     composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
     assert composed.problems == ()
@@ -810,7 +795,6 @@ def test_a_key_without_effect_is_listed_with_the_reason(recipe, overrides, key):
     assert value == composed.given[key] and reason and "{" not in reason
 
 
-@pytest.mark.needs(*EXTENSIONS)
 def test_every_entry_is_tried():
     tried = set()
     for recipe, overrides, key in IDLE:
@@ -826,7 +810,7 @@ def fits(key, patterns):
 
 def test_patterns_of_unused_keys_match_keys():
     known = list(convert.all_keys(schema_of("search_r1")))
-    for recipe, overrides, _ in answerable(IDLE):
+    for recipe, overrides, _ in IDLE:
         composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
         for _, (patterns, _) in reached("unused_keys", composed, recipe):
             for pattern in patterns:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from core.config import compose, convert, examine, health_bounds
-from tests.needs import needing
 
 FULL = ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
 WEIGHTED = "algorithm.rollout_correction.rollout_is=token"
@@ -18,7 +17,7 @@ HALF = ["actor_rollout_ref.rollout.dtype=bfloat16"]
         (FULL, 1e-4),
         ([*FULL, *HALF], None),
         ([*FULL, "algorithm.rollout_correction.bypass_mode=True"], None),
-        *needing("variants", ([*FULL, WEIGHTED], None)),
+        ([*FULL, WEIGHTED], None),
     ],
 )
 def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound):
@@ -32,7 +31,7 @@ def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound)
         (FULL, False),
         ([*FULL, *HALF], True),
         ([*FULL, *HALF, "trainer.health.logp_diff.bound=0.3"], False),
-        *needing("variants", ([*FULL, *HALF, WEIGHTED], False)),
+        ([*FULL, *HALF, WEIGHTED], False),
         ([*FULL, *HALF, "trainer.max_staleness=1"], False),
     ],
 )
@@ -75,13 +74,10 @@ def test_engine_and_learner_compute_alike_by_default(overrides, engine, learner)
     ("overrides", "exact"),
     [
         (FULL, True),
-        *needing("variants", ([*FULL, WEIGHTED], True)),
+        ([*FULL, WEIGHTED], True),
         ([*FULL, *HALF], False),
-        *needing(
-            "variants",
-            ([*FULL, "trainer.max_staleness=1", WEIGHTED], False),
-            ([*FULL, "actor_rollout_ref.rollout.top_p=0.9", WEIGHTED], False),
-        ),
+        ([*FULL, "trainer.max_staleness=1", WEIGHTED], False),
+        ([*FULL, "actor_rollout_ref.rollout.top_p=0.9", WEIGHTED], False),
         ([*FULL, "actor_rollout_ref.rollout.engine_kwargs.hf.logits_noise=0.1"], False),
     ],
 )
@@ -92,6 +88,6 @@ def test_engine_and_learner_agree_exactly_where_nothing_but_rounding_parts_them(
 JUDGED = ["reward_model.enable=True", "reward_model.judge.url=http://127.0.0.1:9", "reward_model.judge.model=m"]
 
 
-@pytest.mark.parametrize("overrides", [[], *needing("judge", [*JUDGED, "reward_model.on_error=mask"])])
+@pytest.mark.parametrize("overrides", [[], [*JUDGED, "reward_model.on_error=mask"]])
 def test_a_scorer_that_fails_on_a_tenth_of_the_answers_is_reported_by_default(overrides):
     assert compose("grpo", ["preset=lab", *overrides]).trainer.health.scorer_errors.bound == 0.1

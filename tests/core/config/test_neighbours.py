@@ -112,7 +112,6 @@ def test_what_a_project_lacks_is_named_as_the_user_wrote_it(tmp_path):
         assert raised.value.name == missing
 
 
-@pytest.mark.needs("verl_classes")
 def test_a_file_of_a_repository_that_is_the_package_recipe(tmp_path, capsys):
     mine = "from recipe.game.rules import x\n"
     project = write(tmp_path, {".git/HEAD": "", "game/rules.py": "x = 1\n", "game/mine.py": mine})
@@ -123,7 +122,6 @@ def test_a_file_of_a_repository_that_is_the_package_recipe(tmp_path, capsys):
         load_object(f"{other}/mine.py:x")
 
 
-@pytest.mark.needs("verl_classes", "tools")
 def test_a_file_that_is_to_be_copied_into_verl_has_the_stand_in_beside_it_and_its_own_first(tmp_path, capsys):
     mine = "from .base_tool import BaseTool\nfrom .schemas import ToolResponse\nfrom . import gsm8k\nx = gsm8k.x\n"
     project = write(tmp_path, {"setup.py": "", "tools/gsm8k.py": "x = 5\n", "tools/mine.py": mine})

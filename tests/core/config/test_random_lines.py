@@ -354,7 +354,6 @@ def test_a_key_below_a_value_names_both(here, capsys):
     assert (code, lines) == (2, [f"reward_model.reward_kwargs.a.b=2: {rule}; leave one of them out"])
 
 
-@pytest.mark.needs("variants")
 def test_a_threshold_that_is_no_number_is_refused(here, capsys):
     section = "algorithm.rollout_correction.rollout_rs"
     code, (line,) = ended("ppo", [f"{section}=token", f"{section}_threshold='nan'"], capsys)

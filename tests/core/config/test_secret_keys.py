@@ -14,7 +14,6 @@ from core.config.problem import show
 from core.config.secret_keys import HIDDEN, command_line, hidden, is_secret, login_in, without_hidden
 from core.tracking.tracker import Tracker
 from tests.core.synthetic import configured
-from tests.needs import needing
 
 SECRET = "Xq7rStUvW"
 TYPED = (
@@ -131,7 +130,7 @@ def test_no_message_dry_run_or_help_shows_a_secret(monkeypatch, capsys):
     ("override", "fix"),
     [
         ("reward_model.sandbox_fusion.url=http://u:p@h/run_code", "reward_model.sandbox_fusion.api_key_env"),
-        *needing("judge", ("reward_model.judge.url=https://tok@h/v1", "reward_model.judge.api_key_env")),
+        ("reward_model.judge.url=https://tok@h/v1", "reward_model.judge.api_key_env"),
         ("trainer.default_local_dir=s3://k:s@bucket/run", "AWS_ACCESS_KEY_ID"),
         ("data.train_files=['https://h/x.parquet?X-Amz-Signature=1']", "copy the file and give its path"),
         ("actor_rollout_ref.model.path=https://u:p@h/model", "AWS_ACCESS_KEY_ID"),

@@ -18,7 +18,6 @@ from core.errors import InputError
 from core.files.whole_files import damage
 from core.learner.models import readable, resolve_path
 from core.ray_trainer import RayPPOTrainer
-from tests.needs import needing
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
 JUDGED = ("reward_model.enable=True", "reward_model.weight=1")
 
 
-@pytest.mark.parametrize("key", [*MODELS, *needing("judge", "reward_model.model.path")])
+@pytest.mark.parametrize("key", [*MODELS, "reward_model.model.path"])
 def test_the_files_of_every_model_are_looked_at_before_the_first_loads(model, tmp_path, key):
     cut_model = tmp_path / "cut"
     shutil.copytree(model, cut_model)

@@ -14,7 +14,6 @@ from core.learner.batching import make_batch, mini_batches, mini_batching
 from core.learner.learner import Actor, Critic, MicroBatchSize, Policy, only_advantages_train
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
-from tests.needs import needing
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
 
 PAD = 0
@@ -126,7 +125,6 @@ def test_memory_knobs_do_not_change_the_gradient(mode, terms, dtype, tolerance):
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
-@pytest.mark.needs("variants")
 @pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
 def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
     """The tokens are chosen among the whole step; the gradient is the same to 1e-12, and is not that of no choice."""
@@ -155,9 +153,7 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
     assert float((gradient(part) - gradients[0]).norm() / gradients[0].norm()) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("mode", "train"), [("vanilla", False), *needing("variants", ("clip_cov", False), ("kl_cov", True))]
-)
+@pytest.mark.parametrize(("mode", "train"), [("vanilla", False), ("clip_cov", False), ("kl_cov", True)])
 def test_sequences_without_advantages_train_where_the_loss_moves_them(mode, train):
     config = actor_config(policy_loss=PolicyLossConfig(loss_mode=mode))
     assert only_advantages_train(config) is not train

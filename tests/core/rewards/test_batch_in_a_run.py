@@ -80,7 +80,6 @@ def test_groups_that_are_dropped_are_made_up_for_in_whole_rounds(trained):
     assert found[0] == found[1]
 
 
-@pytest.mark.needs("variants")
 def test_a_step_that_is_answered_ahead_is_one_call(trained):
     ahead = ["trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token"]
     run, calls, _, index_of = trained(*ahead, steps=3)
@@ -88,7 +87,6 @@ def test_a_step_that_is_answered_ahead_is_one_call(trained):
     assert [ordinals for ordinals, _ in run.trained] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
 
 
-@pytest.mark.needs("variants")
 def test_greedy_answers_of_a_baseline_have_a_call_of_their_own(trained):
     _, calls, _, index_of = trained("algorithm.adv_estimator=remax", steps=1)
     assert calls == [[index_of[o] for o in range(4) for _ in range(2)], [index_of[o] for o in range(4)]]

@@ -225,7 +225,6 @@ def test_tools_text_never_reaches_a_scorer_of_this_repository():
     assert layer.job(prompt, trajectory).response == "no idea"
 
 
-@pytest.mark.needs("tools")
 def test_a_custom_function_beside_tools_is_warned_of_what_it_does_not_get():
     mine, tools = "custom_reward_function.path=mine.py", "actor_rollout_ref.rollout.multi_turn.enable=True"
 

@@ -224,7 +224,6 @@ def fit(folder, name, *overrides, timing=0, overlapping=False, steps=STEPS):
     return run
 
 
-@pytest.mark.needs("variants")
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(folder, overlapping):
     runs = [fit(folder, f"t{overlapping}{timing}", *STALE, timing=timing, overlapping=overlapping) for timing in (1, 2)]
@@ -243,7 +242,6 @@ def whole(folder):
     return fit(folder, "whole", *STALE)
 
 
-@pytest.mark.needs("variants")
 @pytest.mark.parametrize("killed_after", [1, 3, 6])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder, whole, killed_after):
     part = folder / f"part{killed_after}"
@@ -261,7 +259,6 @@ def test_on_policy_nothing_is_collected_ahead(folder):
     assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.session.run_dir).metrics[0]
 
 
-@pytest.mark.needs("variants")
 def test_a_fault_in_the_update_ends_the_collection_too(folder):
     def report(step):
         if step == 2:
@@ -277,7 +274,6 @@ def test_a_fault_in_the_update_ends_the_collection_too(folder):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
 
 
-@pytest.mark.needs("variants")
 def test_a_fault_in_the_collection_surfaces_after_the_update(folder):
     def respond(request, version):
         if version == 1:
@@ -342,7 +338,6 @@ def test_what_is_given_up_before_it_began_never_begins(monkeypatch):
     assert not begun
 
 
-@pytest.mark.needs("variants")
 def test_more_than_one_step_is_refused():
     (line,) = examine("grpo", ["preset=lab", "trainer.max_staleness=2", *STALE[1:]]).problems
     assert "is at most 1" in line

@@ -17,7 +17,6 @@ from core.tracking.health import CHECKS, FALLS, RISES, Health, UnhealthyRun
 from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
-from tests.needs import needing
 
 QUIET = HealthConfig(
     nonfinite=HealthBound(),
@@ -285,11 +284,8 @@ def test_failures_of_a_scorer_count_over_a_window_that_a_checkpoint_keeps():
     [
         (["actor_rollout_ref.rollout.dtype=fp32", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], 1e-4),
         (["actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], None),
-        *needing(
-            "variants",
-            (["algorithm.rollout_correction.rollout_is=token"], None),
-            (["algorithm.rollout_correction.rollout_is=token", "trainer.health.logp_diff.bound=0.3"], 0.3),
-        ),
+        (["algorithm.rollout_correction.rollout_is=token"], None),
+        (["algorithm.rollout_correction.rollout_is=token", "trainer.health.logp_diff.bound=0.3"], 0.3),
     ],
 )
 def test_the_mismatch_has_a_bound_by_precision_unless_it_is_weighed_for(settings, bound):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from core.algorithm import rollout_mismatch as mismatch
 from core.algorithm.losses import MetricSums
 from core.algorithm.variants import rollout_correction as rc
-from core.algorithm.variants.keys import Bounds, criteria, weight_bounds
 from core.config import compose, examine
 from core.config.sections.algorithm import RolloutCorrectionConfig
+from core.config.sections.correction import Bounds, criteria, weight_bounds
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_needs import StepNeeds

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from core.config.sections.health import HealthConfig
+from core.config.sections.judge import JudgeConfig
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
@@ -24,7 +25,6 @@ from core.rewards.judge import judge_client, judge_verdict
 from core.rewards.judge.judge import Judge, JudgeLost
 from core.rewards.judge.judge_prompt import CANARIES, TEMPLATE, Case, Template, read_canaries
 from core.rewards.judge.judge_verdict import NoVerdict, VerdictRule
-from core.rewards.judge.keys import JudgeConfig
 from core.rewards.model_score import Answer
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus

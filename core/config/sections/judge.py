@@ -1,4 +1,4 @@
-"""What models that score add to the section ``reward_model``: a judge behind a URL, and a classifier, with rules."""
+"""Models that score, of the section ``reward_model``: a judge behind a URL, and a classifier, with their rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class JudgeConfig(Section):
     url: str | None = None  # OpenAI-compatible server, as http://localhost:8000/v1; None: reward_model.model scores
     model: str | None = None  # name of the model there
     api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the server's key, if it needs one
-    # file of what the judge reads, with {question}, {response}, {reference}; None: judge_template.txt of the extension
+    # file of what the judge reads, with {question}, {response}, {reference}; None: judge_template.txt here
     template: str | None = None
     # regular expression whose one group is the number; None: [[number]], or json_schema
     pattern: str | None = None
@@ -35,7 +35,7 @@ class JudgeConfig(Section):
     give_up_s: limits.Positive = 600.0  # seconds in which a request that failed is tried again, with growing pauses
     max_failures: limits.Count = 100  # answers in a row without a verdict, after which the run ends
     cache_dir: str | None = None  # folder of kept replies; None: judge in the run folder
-    # file of answers of known grade, as JSON lines; None: judge_canaries.jsonl of the extension
+    # file of answers of known grade, as JSON lines; None: core/rewards/judge/judge_canaries.jsonl
     canaries: str | None = None
     canary_every: limits.Size = 32  # answers per canary graded beside them; 0: none
     prompt_price: limits.NonNegative = 0.0  # price of a million tokens that the judge reads, in any currency
@@ -49,45 +49,6 @@ class RewardModelModelConfig(Section):
     external_lib: str | None = None  # modules to import before the model loads; None: the policy's
     trust_remote_code: bool = False  # run Python code that comes with the model
     fsdp_config: FSDPConfig = FSDPConfig(dtype="bfloat16")
-
-
-class ModelKeys(Section):
-    enable: bool = False  # a model scores the examples whose reward_model.style is "model"
-    weight: float = 0.0  # what the model's number counts beside a rule's score, in the other examples
-    model: RewardModelModelConfig = RewardModelModelConfig()
-    enable_resource_pool: bool = False  # over Ray, nodes whose ranks share the model; False: one process has it
-    nnodes: limits.Size = 0  # nodes of that pool
-    n_gpus_per_node: limits.Size = 0  # ranks on each of them, a GPU each
-    judge: JudgeConfig = JudgeConfig()
-    max_length: limits.Count | None = None  # tokens that the model sees; None: the longest prompt and answer
-    micro_batch_size_per_gpu: limits.Count | None = None  # answers a pass; None: use_dynamic_bsz decides
-    # fill passes up to a number of tokens; None: where no micro-batch size is given
-    use_dynamic_bsz: bool | None = None
-    forward_max_token_len_per_gpu: limits.Count | None = None  # tokens a pass; None: the critic's
-
-    @property
-    def pass_size(self) -> str | None:
-        return "forward_max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
-
-    @property
-    def uses_model(self) -> bool:
-        return self.enable
-
-    @property
-    def model_weight(self) -> float:
-        return self.weight
-
-    @property
-    def judged(self) -> bool:
-        return self.enable and self.judge.url is not None
-
-    @property
-    def loads_model(self) -> bool:
-        return self.enable and self.judge.url is None
-
-    @property
-    def ranks(self) -> int:
-        return self.nnodes * self.n_gpus_per_node if self.enable_resource_pool else 1
 
 
 rules = RuleBook()

@@ -130,7 +130,8 @@ Rejection = Annotated[
 ]
 
 
-class CorrectionKeys(Section):
+class RolloutCorrectionConfig(Section):
+    bypass_mode: bool = False  # the engine's log-probs are the old ones: no pass for them, and one ratio
     rollout_is: Literal["token", "sequence"] | None = None  # importance weights; None: none
     rollout_is_threshold: WeightBounds = 2.0  # upper bound of a weight; "lower_upper" drops what is outside of the two
     rollout_is_batch_normalize: bool = False  # scale the weights to a mean of one
@@ -154,7 +155,7 @@ class CorrectionKeys(Section):
 rules = RuleBook()
 
 
-def _thresholds_fit(one: CorrectionKeys) -> bool:
+def _thresholds_fit(one: RolloutCorrectionConfig) -> bool:
     """Return whether the thresholds of rejection fit the statistics that it names."""
     attempt = (one.rollout_rs, one.rollout_rs_threshold, one.rollout_rs_threshold_lower)
     return _reads(lambda: bool(criteria(*attempt)))
