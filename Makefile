@@ -8,7 +8,6 @@
 # make record      runs what is published of the labs again, with the oracle: an hour or two
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
-# make studies BUDGET_MIN=30    runs what is missing of all studies, for so many minutes, and lists what is left
 #
 # PYTHON=python3.12 make setup       takes another Python. Without an NVIDIA driver set-up takes the CPU build of torch;
 # TORCH_INDEX_URL=... make setup     takes torch from that index.
@@ -18,14 +17,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
-GPU ?= H100
-N ?= 8
-BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without bytecode each compiles what it imports
 
 .PHONY: setup lab real check test test-processes test-slow verified record test-gpu bench lint format
-.PHONY: report studies constraints clean
+.PHONY: report constraints clean
 
 setup: $(STAMP)
 
@@ -69,7 +65,6 @@ test-gpu: setup
 
 bench: setup
 	$(BIN)/python -m tests.benchmarks.step
-	$(BIN)/python -m tests.benchmarks.growth
 	$(BIN)/python -m tests.benchmarks.decode
 	$(BIN)/python -m tests.benchmarks.head_memory
 	$(BIN)/python -m tests.benchmarks.packing
@@ -88,9 +83,6 @@ format: setup
 
 report: setup
 	$(BIN)/python -m results.report --index
-
-studies: setup
-	@$(BIN)/python -m results.studies --budget-min "$(BUDGET_MIN)"
 
 constraints:
 	bash environment/lock.sh

@@ -2,11 +2,11 @@
 # Records the published lab runs and the oracle again (`make record`), after a change that was meant to change
 # their numbers.
 #
-#   bash results/record.sh [labs] [others] [oracle]                     these by default
+#   bash results/record.sh [labs] [others] [oracle]          these by default
 #   bash results/record.sh real                                         the real model, days on two cores without AMX
 #
 #   labs      grpo, ppo, dapo and search_r1, seeds 1 to 3          results/RECIPE/lab-seedN
-#   others    tools, users, figures, variants of the loss          results/RECIPE/lab-NAME
+#   others    tools, users, figures                                results/RECIPE/lab-NAME
 #   oracle    hashes of ten steps                                  tests/oracle.json
 #   real      recipes/real: seeds 1 to 3, controls                 results/RECIPE/real-NAME, outputs/real/answers_TASK
 #
@@ -37,10 +37,6 @@ seeds() { # seeds RECIPE NAME SCRIPT ...: the seeds 1 to 3 of a run
     for seed in 1 2 3; do run "$1" "$2-seed$seed" "${@:3}" "trainer.seed=$seed"; done
 }
 
-variant() { # variant NAME key=value ...: the lab of grpo with another estimator or loss
-    run grpo "lab-$1" grpo/run_lab.sh "trainer.experiment_name=lab-$1" "${@:2}"
-}
-
 labs() {
     "$python" -m recipes.lab.prepare
     { seeds search_r1 lab search_r1/run_lab.sh && seeds dapo lab dapo/run_lab.sh; } &
@@ -50,7 +46,7 @@ labs() {
 }
 
 others() {
-    local actor=actor_rollout_ref.actor figures=./outputs/lab/figures seed
+    local figures=./outputs/lab/figures seed
     "$python" -m recipes.lab.prepare
     {
         run grpo lab-tools-seed1 lab/run_lab.sh tools
@@ -64,13 +60,6 @@ others() {
         run search_r1 lab-ppo-seed1 search_r1/run_lab.sh ppo trainer.total_training_steps=6 trainer.test_freq=6 \
             trainer.save_freq=-1
     } &
-    variant cispo "$actor.policy_loss.loss_mode=cispo"
-    variant dr-grpo algorithm.norm_adv_by_std_in_grpo=False "$actor.loss_agg_mode=seq-mean-token-sum-norm"
-    variant gpg algorithm.adv_estimator=gpg "$actor.policy_loss.loss_mode=gpg"
-    variant gspo "$actor.policy_loss.loss_mode=gspo" "$actor.clip_ratio_low=3e-4" "$actor.clip_ratio_high=4e-4"
-    for name in opo reinforce_plus_plus reinforce_plus_plus_baseline remax rloo; do
-        variant "${name//_/-}" "algorithm.adv_estimator=$name"
-    done
     wait $!
 }
 

@@ -4,13 +4,12 @@
     python -m results.report SCORES [SCORES ...] [--out DIR]                        evaluation.md and evaluation.html
     python -m results.report --index [--check]             results/README.md and the tables in README.md
 
-A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here), a published
-copy (``results/<recipe>/<run>``, made by
-``python -m results.publish``), or a log of another project: verl's console output, its file logger's ``.jsonl``, TRL's
-``trainer_state.json``, or a ``.csv`` with a column ``step``. Runs that differ in their seeds only are one experiment:
-mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both have records.
+A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here) or a published
+copy (``results/<recipe>/<run>``, made by ``python -m results.publish``). Runs that differ in their seeds only are one
+experiment: mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both
+have records.
 SCORES are files that ``core.evaluate score`` wrote: their page has the strict and the lenient reading of the answers
-beside each other, pass@k, and the difference of each from the first by question.
+beside each other, and the difference of each from the first by question.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from core.config.locations import written_here
 from core.errors import InputError
 from core.safe_text.printable import printable
 from results.reporting import readme_tables
-from results.reporting.foreign_logs import read_foreign
 from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy
 from results.reporting.run_report import headline, write_report
 from results.reporting.x_axis import AXES
@@ -38,15 +36,12 @@ def _parser() -> argparse.ArgumentParser:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="The run folders, outputs/<recipe>/<run> or results/<recipe>/<run>, logs of verl or TRL, CSV, or scores.",
+        help="The run folders, outputs/<recipe>/<run> or results/<recipe>/<run>, or files of scores.",
     )
     parser.add_argument(
         "--baseline", metavar="NAME", help="The run or experiment to compare with (default: the first one named)."
     )
     parser.add_argument("--x", choices=AXES, default="step", help="The axis of the curves.")
-    parser.add_argument(
-        "--accuracy", metavar="METRIC", help="The name of the held-out accuracy in the logs of other projects."
-    )
     parser.add_argument(
         "--out", type=written_here, help="The folder for the report (default: the run's, or one in outputs/reports)."
     )
@@ -90,7 +85,7 @@ def _report(args: argparse.Namespace, bad: list[str]) -> None:
     runs: list[RecordedRun] = []
     for name in args.runs:
         try:
-            runs.append(_load(run_copy(name), args.accuracy))
+            runs.append(load_run(run_copy(name)))
         except InputError as error:
             bad.append(str(error))
     try:
@@ -121,10 +116,6 @@ def _can_be_shown(run: RecordedRun, args: argparse.Namespace, bad: list[str]) ->
             bad.append(f"{run.folder}: cannot be shown ({type(error).__name__}: {str(error)[:300]})")
             return False
     return True
-
-
-def _load(path: Path, accuracy: str | None) -> RecordedRun:
-    return read_foreign(path, accuracy) if path.is_file() else load_run(path)
 
 
 def _default_folder(runs: Sequence[RecordedRun]) -> Path:

@@ -2,8 +2,7 @@
 
 Every golden vector in ``GOLDEN_DIR`` (default tests/golden) of a function that is here is run. For each file the
 report gives the number of vectors that pass, the largest deviation, and every departure with its reason; files of
-functions that are not here are named. What the grading pool withstands and what scoring costs, as
-``tests.benchmarks.reward_bombs`` measured it, is part of the report. Exits 1 if a vector fails.
+functions that are not here are named. Exits 1 if a vector fails.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from tests.golden_scorers import ANSWERS, ERRORS, departure, raw_cases
 
 ADAPTERS = {**golden_adapters.ADAPTERS, **golden_variants.ADAPTERS}
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "results" / "conformance.md"
-POOL = DEFAULT_OUT.parent / "rewards" / "grading_pool.md"  # what tests.benchmarks.reward_bombs measured
 # Files whose vectors are compared by tests of another form.
 ELSEWHERE = {
     "bootstrap": "tests/core/tracking/test_validation.py",
@@ -162,15 +160,7 @@ def render(results: list[FileResult], missing: list[str]) -> str:
     failures = [f"- **{r.file}** {failure}" for r in results for failure in r.failures]
     if failures:
         lines += ["", "## Failures", "", *failures]
-    lines += ["", *_pool()]
     return "\n".join(lines) + "\n"
-
-
-def _pool() -> list[str]:
-    """The report on the pool that grades, one level down."""
-    if not POOL.exists():
-        return ["## The grading pool", "", "not run: `python -m tests.benchmarks.reward_bombs`"]
-    return [f"#{line}" if line.startswith("#") else line for line in POOL.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> int:

@@ -7,22 +7,16 @@ A change of the code that changes a page does not fail the default suite: ``make
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from recipes.lab import discrimination
-from results.reporting import claims, feasibility, readme_tables
+from results.reporting import readme_tables
 from results.reporting.run_reader import load_run, summarise
-from results.reporting.study import Records, load_study
-from results.reporting.study_report import write_report
 from tests.test_structure import TOP_LEVEL
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-STUDIES = sorted(ROOT.glob("recipes/*/study*.yaml"))
-CALIBRATED = ("lab/study_tallies", "lab/study_trails", "dapo/study_claims", "search_r1/study_conflicts")
 pytestmark = pytest.mark.slow
 
 
@@ -53,38 +47,6 @@ def test_the_tables_of_results_are_what_the_committed_runs_give():
     assert readme_tables.update(RESULTS, check=True) == 0
     for path in sorted(RESULTS.glob("*/*/summary.json")):
         assert json.loads(path.read_text()) == summarise(load_run(path.parent)), path
-
-
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_a_studys_report_is_what_its_records_give(path, tmp_path):
-    study = load_study(path)
-    shutil.copy(RESULTS / "references.yaml", tmp_path)
-    written = write_report(study, Records(RESULTS / study.recipe / study.name), tmp_path)
-    assert written.read_text() == (RESULTS / study.recipe / f"{study.name}.md").read_text()
-
-
-def test_the_page_of_claims_is_what_the_records_give(tmp_path):
-    for path in STUDIES:
-        if (records := RESULTS / path.parent.name / path.stem).is_dir():
-            shutil.copytree(records, tmp_path / path.parent.name / path.stem)
-    written = claims.write(tmp_path)
-    for suffix in (".md", ".html"):
-        assert written.with_suffix(suffix).read_text() == (RESULTS / "claims.md").with_suffix(suffix).read_text()
-
-
-def test_the_page_of_discrimination_is_what_the_records_give(tmp_path):
-    for study in CALIBRATED:
-        shutil.copytree(RESULTS / study, tmp_path / study)
-    written = discrimination.write(tmp_path)
-    for suffix in (".md", ".json"):
-        assert (
-            written.with_suffix(suffix).read_text() == (RESULTS / "lab/discrimination").with_suffix(suffix).read_text()
-        )
-
-
-def test_the_readmes_table_of_hardware_is_the_generated_one():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == readme_tables.with_block(readme, feasibility.render_hardware(RESULTS), *readme_tables.HARDWARE)
 
 
 if __name__ == "__main__":

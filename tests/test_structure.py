@@ -211,7 +211,7 @@ def test_ray_and_vllm_are_imported_by_few_files(package):
     [
         "from core.config import compose; compose('grpo', ['actor_rollout_ref.rollout.n=4'])",
         "from reward_scores import SCORERS; SCORERS['openai/gsm8k']('#### 4', '4', {})",
-        "import core.rewards, results.reporting.run_report, results.reporting.study_report",
+        "import core.rewards, results.reporting.run_report",
         "from core import plan; plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])",
     ],
 )

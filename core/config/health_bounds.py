@@ -7,7 +7,7 @@ from core.config.schema import Config
 
 EXACT = 1e-4  # mean nats a token that float32 explains
 # Nats a token. On a lab task a mean gap of 0.04 cost nothing and one of 0.13 some accuracy
-# (results/dapo/study_course.md): a precision that costs more than 0.05 is worth a warning whatever explains it.
+# (results/dapo/ablation.md): a precision that costs more than 0.05 is worth a warning whatever explains it.
 LEAST, MOST = 0.02, 0.1
 # Engine and learner round differently in places that one model's two passes do not: SmolLM2-135M in bf16 loses 0.032 to
 # rounding, and an engine with bf16 weights lies 0.045 from a learner under autocast.

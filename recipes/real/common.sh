@@ -9,7 +9,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-# OpenMP threads that spin at a barrier block each other beside another process (results/benchmarks/neighbour.md). Memory
+# OpenMP threads that spin at a barrier block each other beside another process. Memory
 # that goes back to the system after every operation is cleared page by page when it is needed again: an eighth of an update.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 keep=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.top_pad=67108864

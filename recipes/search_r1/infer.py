@@ -1,7 +1,7 @@
 """Answer one question and print the episode turn by turn: ``core.evaluate generate`` for a single question.
 
     python -m recipes.search_r1.infer "who wrote the score of Jaws?" actor_rollout_ref.model.path=MODEL [key=value ...]
-    python -m recipes.search_r1.infer "who is the boss of bavu?" --prompt "Q: {question}" preset=study \\
+    python -m recipes.search_r1.infer "who is the boss of bavu?" --prompt "Q: {question}" preset=lab \\
         actor_rollout_ref.model.path=outputs/lab/knowledge/base/current        # the model of the lab
 
 Needs a retriever (``retriever.url``, or ``retriever.local`` in this process). Decoding is that of validation,

@@ -1,6 +1,6 @@
-"""Comparisons of runs: one number over seeds, two sets of seeds, two runs question by question, many claims at once.
+"""Comparisons of runs: one number over seeds, two sets of seeds, two runs question by question, many rows at once.
 
-Only reports and studies compare. The interval of a single validation is in :mod:`core.tracking.validation`.
+Only reports compare. The interval of a single validation is in :mod:`core.tracking.validation`.
 """
 
 from __future__ import annotations

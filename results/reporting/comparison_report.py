@@ -27,13 +27,6 @@ from results.reporting.comparison import (
 from results.reporting.curves import Group
 from results.reporting.numbers import change, percent
 from results.reporting.pages import Block, Fold, Heading, Table, Text
-from results.reporting.power import (
-    MOST_SEEDS,
-    careful_deviation,
-    detectable_by_question,
-    detectable_over_seeds,
-    seeds_needed,
-)
 from results.reporting.readme_tables import experiments
 from results.reporting.run_reader import RecordedRun, comparable, decoding, group_name
 
@@ -126,8 +119,6 @@ class Comparison:
     def count(self) -> str:
         """The number of shared questions, or why there are none."""
         n, of_a, of_b = len(self.shared), len(self.a.questions), len(self.b.questions)
-        if any("foreign" in side.group[0].manifest for side in (self.a, self.b)):
-            return "impossible: a log of another project has no records of questions"
         if not of_a or not of_b:
             return "none recorded"
         if not n:
@@ -165,32 +156,31 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
         return
     p_questions = holm({i: c.question_p for i, c in enumerate(found) if c.question_p is not None})
     p_seeds = holm({i: c.seed_p for i, c in enumerate(found) if c.seed_p is not None})
-    rows, limits = [], []
+    rows = []
     for i, each in enumerate(found):
         welch = welch_interval(each.a.seeds, each.b.seeds) if min(len(each.a.seeds), len(each.b.seeds)) > 1 else None
         cells = [each.name, each.source, each.count, change(each.paired) if each.paired else ""]
-        cells += [percent(welch, sign="+") if welch else "", _verdict(p_questions.get(i), p_seeds.get(i))]
-        rows.append(cells)
         p = p_questions.get(i), p_seeds.get(i)
-        limits.append([each.name, each.source, *map(_p, p), *_limits(each, p[1])])
-    header = ["difference", "evaluated on", "shared questions", "by question, paired", "over seeds, Welch", "verdict"]
+        cells += [_p(p[0]), percent(welch, sign="+") if welch else "", _p(p[1]), _verdict(*p)]
+        rows.append(cells)
+    header = [
+        "difference",
+        "evaluated on",
+        "shared questions",
+        "by question, paired",
+        "p",
+        "over seeds, Welch",
+        "p",
+        "verdict",
+    ]
     yield Table(header, rows)
     yield Text(
         "Accuracy in points with 95 % intervals. The paired interval is over questions for these very policies; what "
         "another seed would give is the interval over seeds, which needs at least two seeds on both sides. A verdict "
-        f"is p < {LEVEL} after Holm's correction over the rows, over seeds where there are several."
+        f"is p < {LEVEL} after Holm's correction over the rows, over seeds where there are several. By question p is "
+        "McNemar's exact test, or a randomization test where few questions differ."
     )
     yield from _cautions(groups)
-    yield Heading("What could have been found", 3)
-    header = ["difference", "evaluated on", "p by question", "p over seeds"]
-    yield Table([*header, "detectable by question", "detectable over seeds", "seeds a side it takes"], limits)
-    yield Text(
-        "p is two-sided and corrected by Holm's method. By question it is McNemar's exact test, or a randomization "
-        "test where few questions differ; a row may have an interval that just excludes 0 and a p above 0.05, and "
-        "then p counts. The smallest true difference that is found in 80 % of repetitions, before correction, stands "
-        "beside it, in points. The seeds are those for a true difference as large as the observed one, with the upper "
-        "80 % limit of the deviation over seeds; observed differences are often too large, so read it as the least."
-    )
     yield from told_apart(by_source, groups)
     for each in found:
         yield from flipped(each)
@@ -208,28 +198,10 @@ def _verdict(by_question: float | None, over_seeds: float | None) -> str:
     return "these policies differ, another seed may not" if by_question < LEVEL else "not told apart by question"
 
 
-def _limits(each: Comparison, over_seeds: float | None) -> list[str]:
-    """Return the smallest differences that could be found, by question and over seeds, and the seeds it would take."""
-    differences = [each.b.questions[uid] - each.a.questions[uid] for uid in each.shared]
-    smallest = detectable_by_question(differences), detectable_over_seeds(each.a.seeds, each.b.seeds)
-    cells = ["" if value is None else f"{100 * value:.1f}" for value in smallest]
-    difference = statistics.fmean(each.b.seeds) - statistics.fmean(each.a.seeds)
-    deviation = careful_deviation(each.a.seeds, each.b.seeds)
-    if over_seeds is not None and over_seeds < LEVEL:
-        return [*cells, "enough"]
-    if not deviation:
-        return [*cells, "unknown: the seeds show no spread" if deviation == 0 else "unknown before 2 seeds"]
-    needed = seeds_needed(round(abs(difference), 6), round(deviation, 6))
-    return [*cells, f"more than {MOST_SEEDS:,}" if needed is None else str(needed)]
-
-
 def _cautions(groups: Sequence[Group]) -> Iterator[Block]:
-    own = [group for group in groups if "foreign" not in group[0].manifest]
-    if len({decoding(group[0].config) for group in own}) > 1:
+    if len({decoding(group[0].config) for group in groups}) > 1:
         yield Text("The runs decoded differently in validation: the difference is not one of the policies alone.")
-    if len(own) < len(groups):
-        yield Text("How a log of another project decoded in validation, and on which questions, is not recorded in it.")
-    if len({files for group in own if (files := _validation_files(group))}) > 1:
+    if len({files for group in groups if (files := _validation_files(group))}) > 1:
         yield Text(
             "The validation files differ (sha256 in the manifests): equal uids may stand for other questions there."
         )

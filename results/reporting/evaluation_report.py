@@ -1,4 +1,4 @@
-"""The report of an evaluation: accuracies under the strict and the lenient reading of its scorer, and pass@k.
+"""The report of an evaluation: accuracies under the strict and the lenient reading of its scorer.
 
 The strict reading is the one that the scores were made with, as a rule that of published numbers: one form of answer,
 compared as text. Several scorers have a lenient one, ``method=robust``, which reads other forms of the answer and
@@ -16,8 +16,7 @@ from core.errors import InputError
 from core.evaluation.summary import Summary, summary
 from results.reporting.comparison import accuracy_by_question, paired_comparison
 from results.reporting.numbers import change, percent
-from results.reporting.pages import Block, Gallery, Heading, Table, Text, write_pages
-from results.reporting.pass_at_k import pass_at_k, pass_at_k_panels
+from results.reporting.pages import Block, Heading, Table, Text, write_pages
 from reward_scores import scorer_for
 
 LENIENT = "robust"  # the method of a scorer that has a lenient reading
@@ -132,14 +131,6 @@ def _blocks(strict: Summary, other: Summary | None) -> Iterator[Block]:
         "answer and compares values."
         + ("" if other else " Of these scorers none has a lenient reading, or the scores are it.")
     )
-    curves = {"strict": pass_at_k(strict.records), **({"lenient": pass_at_k(other.records)} if other else {})}
-    if panels := pass_at_k_panels(curves):
-        yield Heading("pass@k")
-        yield Gallery(panels)
-        yield Text(
-            "The share of questions of which at least one of k answers is right, by the unbiased estimator over the "
-            "answers of each question."
-        )
     yield Heading("Where it comes from")
     manifest = strict.manifest
     rows = [

@@ -1,7 +1,6 @@
 """How a report is drawn: one list of blocks, rendered as Markdown and as a web page with its curves as inline SVG.
 
-The web page is ``page.html.jinja`` beside this file. What a report contains is decided in :mod:`run_report` and
-:mod:`study_report`.
+The web page is ``page.html.jinja`` beside this file. What a report contains is decided in :mod:`run_report`.
 """
 
 from __future__ import annotations
@@ -86,27 +85,6 @@ class Gallery:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A number with its interval, one row of a picture. ``group`` picks colour and sign."""
-
-    label: str
-    value: float
-    low: float
-    high: float
-    group: int = 0
-
-
-@dataclass(frozen=True)
-class Effects:
-    """Bars from the top down beside a line at 0. ``groups`` says what each colour means, in the order of numbers."""
-
-    title: str
-    bars: Sequence[Bar]
-    groups: Sequence[str]
-    x: str
-
-
-@dataclass(frozen=True)
 class Link:
     """A line that leads to another file beside the page."""
 
@@ -122,7 +100,7 @@ class Fold:
     blocks: Sequence[Block]
 
 
-Block = Heading | Text | Table | Gallery | Effects | Link | Fold
+Block = Heading | Text | Table | Gallery | Link | Fold
 
 
 def without_constants(table: Table) -> Table:
@@ -172,32 +150,6 @@ def draw(panel: Curves, index: int, ground: str = "none") -> tuple[str, dict[str
         box = axes.get_position()
         limits = [*axes.get_xlim(), *axes.get_ylim()]
     return svg, {"box": [box.x0, box.x1, 1 - box.y1, 1 - box.y0], "limits": limits, "x": panel.x, "lines": _told(panel)}
-
-
-def draw_effects(effects: Effects, index: int, ground: str = "none") -> str:
-    """Return the picture as an ``<svg>`` element, its text as text; arguments as in :func:`draw`."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_style(index, ground)):
-        figure = Figure(figsize=(8.0, 0.9 + 0.27 * len(effects.bars)), layout="constrained")
-        axes = figure.add_subplot()
-        axes.axvline(0, color="#8a8f98", linewidth=0.9)
-        for group, meaning in enumerate(effects.groups):
-            rows = [(at, bar) for at, bar in enumerate(effects.bars) if bar.group == group]
-            values = [bar.value for _, bar in rows]
-            spread = [[bar.value - bar.low for _, bar in rows], [bar.high - bar.value for _, bar in rows]]
-            look = {"color": COLOURS[group % len(COLOURS)], "fmt": MARKERS[group % len(MARKERS)], "markersize": 4.5}
-            axes.errorbar(values, [at for at, _ in rows], xerr=spread, label=meaning, linewidth=1.6, **look)
-        axes.set_yticks(range(len(effects.bars)), [bar.label for bar in effects.bars])
-        axes.set_ylim(len(effects.bars) - 0.5, -0.5)
-        axes.tick_params(axis="y", length=0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.grid(axis="x", color="#e4e6ea", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.set_xlabel(effects.x, loc="right")  # a browser's font is wider, and grows to the left then
-        figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=len(effects.groups))
-        return _svg(figure, effects.title)
 
 
 def _style(index: int, ground: str) -> dict[str, Any]:
@@ -313,10 +265,6 @@ def _markdown(block: Block) -> str:
                 if not line.faint
             ]
             return markdown_table(Table(["curve", "of", "first", "last", "shape"], rows))
-        case Effects(title, bars, groups, x):
-            shown = [(bar, f"{bar.value:+.1f}", f"{bar.low:+.1f} to {bar.high:+.1f}") for bar in bars]
-            rows = [[bar.label, value, interval, groups[bar.group]] for bar, value, interval in shown]
-            return f"{inert(title)}: {inert(x)}.\n\n" + markdown_table(Table(["", "effect", "interval", ""], rows))
         case Link(text, file):
             return f"[{inert(text)}]({inert(file)})"
         case Fold(title, inner):
@@ -349,10 +297,7 @@ def html(title: str, blocks: Sequence[Block]) -> str:
 
         script = Markup((Path(__file__).parent / "curves.js").read_text(encoding="utf-8")) if panels else ""
 
-        def effects(block: Effects) -> Markup:
-            return Markup(draw_effects(block, next(number)))
-
-        values = {"title": title, "blocks": blocks, "curve": curve, "effects": effects, "script": script}
+        values = {"title": title, "blocks": blocks, "curve": curve, "script": script}
         return environment.get_template("page.html.jinja").render(values) + "\n"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT
+from results.reporting.ablations import NUMBERS, PAGE, render_ablations
 from results.reporting.comparison import Paired, seed_interval
 from results.reporting.evaluations import evaluation_table, read_evaluations
 from results.reporting.learning_curve import learning_curve
@@ -33,7 +34,6 @@ from results.reporting.run_reader import NOT_RECORDED, by_experiment, group_name
 from results.reporting.run_scripts import Summary, read_summaries
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-HARDWARE = ("<!-- hardware:begin -->", "<!-- hardware:end -->")
 LAB_TASKS = ("tools", "users", "figures")  # of recipes/lab/run_lab.sh
 CONTROL = "-blank"  # how an experiment ends that is not meant to learn: it is no headline
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
@@ -193,15 +193,15 @@ def render(results: Path) -> str:
         "there are several, over questions (Wilson, a question is one cluster) where there is one.",
         "Each number has its evidence. *Verified*: a test repeats it to the bit, or a second run came out inside its "
         "interval. *Measured*: it was run here, with so many seeds at that commit. *Not run*: the command that would "
-        "produce it, and whether its GPUs have the memory (`python -m core.plan`).",
+        "produce it.",
         "## Experiments",
         markdown_table(indexed_table(several, verified)) if several else "None of several seeds was published yet.",
         *(_section("## Experiments of one seed", indexed_table(single, verified))),
         *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
         *(_section(f"## Evaluations\n\n{EVALUATIONS}", evaluation_table(evaluations))),
         "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`. "
-        "How often studies on a laptop agree with signs that are known of large models: "
-        "[claims.md](claims.md), by `python -m results.claims`.",
+        "Ablations, with the numbers of their seeds: [dapo](dapo/ablation.md), [search_r1](search_r1/ablation.md), and "
+        "estimators and losses on one task: [lab](lab/ablation.md).",
         "## Reported elsewhere",
         "A run stands here if it names the row (`trainer.reference=<row>`), is finished, was validated at its end on "
         "all of the row's questions, and has the settings that `references.yaml` names for the row. Paths of training "
@@ -262,26 +262,23 @@ def render_block(results: Path) -> str:
     return markdown_table(headline_table(read_summaries(results)))
 
 
-def with_block(readme: str, block: str, begin: str = BEGIN, end: str = END) -> str | None:
+def with_block(readme: str, block: str) -> str | None:
     """Return the README with the block between its markers, or None where it has no markers."""
-    first, last = readme.find(begin), readme.find(end)
+    first, last = readme.find(BEGIN), readme.find(END)
     if first < 0 or last < first:
         return None
-    return f"{readme[: first + len(begin)]}\n{block}\n{readme[last:]}"
+    return f"{readme[: first + len(BEGIN)]}\n{block}\n{readme[last:]}"
 
 
 def update(results: Path, check: bool = False) -> int:
     """Write the generated files, or compare them with ``check``; return 1 where a check found a difference, else 0."""
     wanted = {results / "README.md": render(results)}
+    wanted |= {path.with_name(PAGE): render_ablations(path.parent) for path in sorted(results.glob(f"*/{NUMBERS}"))}
     if headlines(read_summaries(results)):
         wanted[results / "learning_curve.svg"] = render_curve(results)
     readme = results.resolve().parent / "README.md"
     if readme.exists():
         old = readme.read_text(encoding="utf-8")
-        if all(marker in old for marker in HARDWARE):
-            from results.reporting.feasibility import render_hardware
-
-            old = with_block(old, render_hardware(results), *HARDWARE) or old
         text = with_block(old, render_block(results))
         if text is None:
             print(f"warning: {readme.name} has no lines {BEGIN} and {END}: no table was put there", file=sys.stderr)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,16 +20,15 @@ from typing import Any
 from core.config.reference_rows import MODEL, Departure, departures, unknown
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
-from core.plan import Plan
 from core.tracking.confidence_intervals import Estimate
-from core.tracking.run_manifest import ROOT, flatten
+from core.tracking.run_manifest import flatten
 from results.reporting.comparison import seed_interval
 from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
 from results.reporting.reference_logs import reported, sources
 from results.reporting.run_reader import by_experiment, group_name, with_bases
-from results.reporting.run_scripts import Summary, read_script
+from results.reporting.run_scripts import Summary
 from reward_scores import UnknownDataSource, scorer_for
 
 Row = Mapping[str, Any]
@@ -201,26 +199,6 @@ def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
     return [Measured(row, [run for run, _ in group]) for group in grouped]
 
 
-# --- what it would take ---
-
-
-def planned(row: Row) -> str:
-    """Return whether a row's command fits on its GPUs by its plan, or why there is no estimate."""
-    if _only_evaluates(row):
-        return "an evaluation, which plans do not cover"
-    try:
-        words = shlex.split(row["command"])
-        at = words.index("bash") + 1
-        script = read_script(ROOT / words[at], words[at + 1 :])
-        if script is None or script.lab:
-            return "a laptop does"
-        plan = Plan(script.config)
-    except InputError as error:
-        return f"no plan: {error.problems[0]}"
-    fits = "fit" if plan.fits else "do not fit"
-    return f"{plan.gpus} x {plan.gpu} {fits}"
-
-
 # --- tables ---
 
 
@@ -246,7 +224,7 @@ def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> 
             support = evidence(each.name, summaries, references.get("verified", ()), each.evaluated)
             rows.append([*_known(row), *cells, "; ".join(used) or "none", support])
         if not found:
-            rows.append([*_known(row), "", "", "", f"not run (`{row['command']}`, planned: {planned(row)})"])
+            rows.append([*_known(row), "", "", "", f"not run (`{row['command']}`)"])
     return Table([*header, "evidence"], rows)
 
 

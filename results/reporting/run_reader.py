@@ -426,7 +426,6 @@ def comparable(run: RecordedRun, summary: Mapping[str, Any] | None = None) -> di
 
 def summarise(run: RecordedRun) -> dict[str, Any]:
     """Return the run's summary, from which the tables of ``results/`` are made."""
-    foreign = "foreign" in run.manifest
     results = [
         {
             "data_source": outcome.source,
@@ -446,13 +445,13 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "seed": run.seed,
         "status": run.status,
         "model": run.config.get("actor_rollout_ref.model.path"),
-        "decoding": "unknown" if foreign else decoding(run.config),
+        "decoding": decoding(run.config),
         "estimator": run.config.get("algorithm.adv_estimator"),
         "loss": run.config.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
         "command": scrub(run.session["command"]),
         "steps": run.last_step,
         "seconds": round(run.seconds, 1),
-        "hardware": "unknown" if foreign else hardware_of(run.session),
+        "hardware": hardware_of(run.session),
         **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
         **({"reference": reference} if (reference := run.config.get("trainer.reference")) is not None else {}),
         "commit": commit_of(run.session),

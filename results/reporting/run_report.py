@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from core.tracking import step_time
 from core.tracking.tracker import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
-from results.reporting.curve_fits import fits
 from results.reporting.curves import Group, curves, panels
 from results.reporting.pages import (
     Block,
@@ -29,7 +27,6 @@ from results.reporting.pages import (
     without_constants,
     write_pages,
 )
-from results.reporting.pass_at_k import run_panels
 from results.reporting.readme_tables import experiment_table, experiments, run_table
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs, processor_of
 
@@ -170,9 +167,6 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 
 def configuration(groups: Sequence[Group]) -> Iterator[Block]:
-    groups = [group for group in groups if "foreign" not in group[0].manifest]
-    if not groups:
-        return
     yield Heading("Configuration")
     if len(groups) > 1:
         yield Heading("Where the runs differ", 3)
@@ -186,15 +180,7 @@ def configuration(groups: Sequence[Group]) -> Iterator[Block]:
 
 
 def provenance(groups: Sequence[Group]) -> Iterator[Block]:
-    runs = [run for group in groups for run in group if "foreign" not in run.manifest]
-    foreign = [run for group in groups for run in group if "foreign" in run.manifest]
-    if foreign:
-        yield Heading("Logs of other projects")
-        rows = [[run.name, run.folder.name, str(len(run.metrics)), str(run.last_step)] for run in foreign]
-        yield Table(["run", "file", "steps logged", "last step"], rows)
-        yield Text("Commit, configuration, seed and hardware of these runs are not recorded in their logs.")
-    if not runs:
-        return
+    runs = [run for group in groups for run in group]
     yield Heading("Provenance")
     yield _by_run(runs, {title: [_cell(read(run)) for run in runs] for title, read in _PROVENANCE.items()})
     packages = sorted({name for run in runs for name in run.session["packages"]})
@@ -263,9 +249,9 @@ def page(
     drawn = panels(groups, x)
     blocks = [
         *learnt([run for group in groups for run in group], drawn[:1], links),
-        *curves([*drawn[1:], *run_panels(groups)]),
+        *curves(drawn[1:]),
     ]
-    blocks += [*fits([run for group in groups for run in group]), *step_times(groups)]
+    blocks += step_times(groups)
     if len(groups) > 1:
         blocks += comparison(groups)
     for group in groups:
@@ -282,9 +268,7 @@ def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = 
 
 
 def _trace_links(runs: Sequence[RecordedRun], out: Path) -> list[Block]:
-    """Return links to pages of recorded tokens; none where the extension that knows their format was deleted."""
-    if find_spec("core.trace") is None:
-        return []
-    from results.reporting.trace_page import trace_links
+    """Write the pages of recorded tokens and return links to them."""
+    from results.reporting.trace_page import trace_links  # it loads numpy
 
     return trace_links(runs, out)

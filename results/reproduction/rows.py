@@ -14,7 +14,6 @@ import yaml
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 from results.reporting.reference_logs import read_references
-from results.reporting.references import planned
 
 LAB = "lab-repeated"
 SPECIAL = ("released", "lab")  # in the place of a table
@@ -98,19 +97,19 @@ def _released(recipe: str, row: Mapping[str, Any], needs_service: bool) -> Row:
 
 def _referenced(recipe: str, row: Mapping[str, Any], needs_service: bool) -> Row:
     command = "" if "not_reproducible" in row else row["command"]
-    cost, sampled = planned(row) if command else "", row.get("settings", {}).get(DECODING, False)
+    cost, sampled = "", row.get("settings", {}).get(DECODING, False)
     return Row(recipe, row["id"], command, _reported(row), cost, True, None, needs_service, sampled)
 
 
 def _own(recipe: str, entry: Mapping[str, Any], needs_service: bool) -> Row:
     reported = f"none; it departs from the paper: {entry['departs']}"
-    return Row(recipe, entry["id"], entry["command"], reported, planned(entry), needs_service=needs_service)
+    return Row(recipe, entry["id"], entry["command"], reported, "", needs_service=needs_service)
 
 
 def overview(recipe: str) -> str:
     """Return the tables of a recipe, a line each, with their rows."""
     found = read_tables(recipe)
-    lines = [f"bash recipes/{recipe}/reproduce.sh TABLE [ROW ...]        DRY_RUN=1 prints the stages and their cost"]
+    lines = [f"bash recipes/{recipe}/reproduce.sh TABLE [ROW ...]        DRY_RUN=1 prints the stages"]
     for name, table in found["tables"].items():
         rows = [one if isinstance(one, str) else one["id"] for one in table["rows"]]
         lines += [f"{name}: {table['title']}", *(f"  {row}" for row in rows)]

@@ -44,7 +44,6 @@ from recipes.search_r1.search_loop import (
     question_of,
 )
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
-from results.reporting.study import load_study
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor, actor_config, gradient
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
@@ -609,7 +608,7 @@ def test_infer_prints_the_episode_turn_by_turn(files, capsys):
     assert printed.count("[policy]") == 2 and "[tool]\nMy previous action is invalid" in printed
     assert "[2 turns, 0 searches, ended by" in printed
     assert infer.main(["data.nope=1"]) == 2
-    assert infer.main(["who?", "preset=study"]) == 2
+    assert infer.main(["who?", "preset=lab"]) == 2
     assert "actor_rollout_ref.model.path: is not set; add" in capsys.readouterr().err
     assert infer.main(["who?", "actor_rollout_ref.model.path=some/model", "data.nope=1"]) == 2
     assert "unknown key" in capsys.readouterr().err
@@ -631,13 +630,3 @@ def test_the_pages_numbers_are_those_of_the_references_and_the_tables():
         for row in table["rows"]
     ]
     assert set(mine.values()) <= set(averages)
-
-
-@pytest.mark.parametrize("name", ["study", "study_topk"])
-def test_the_studies_are_registered_with_arms_that_validate(name):
-    study = load_study(ROOT / "recipes" / "search_r1" / f"{name}.yaml")
-    assert len(study.seeds) >= 8
-    for arm in study.arms.values():
-        found = examine("search_r1", [*study.common, *arm.overrides, "trainer.seed=3"], main_search_r1.HOOKS)
-        assert not found.problems and not found.unused
-        assert "seed-3" in str(found.config.data.train_files)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from results.reporting.pass_at_k import pass_at_k, run_panels
 
 from core import evaluate
 from core.tracking.validation import ValRecord
 from results import report
 from results.reporting.curves import panels
-from results.reporting.pass_at_k import pass_at_k, run_panels
 from results.reporting.run_reader import load_run
 from tests.core.synthetic import configured, make_run
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -12,11 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from core.tracking.validation import ValRecord, validation_metrics
-from results.reporting.comparison import holm, paired_comparison, question_p, welch_interval, welch_p
-from results.reporting.comparison_report import comparison
-from results.reporting.pages import Table
 from results.reporting.power import (
     MOST_SEEDS,
     careful_deviation,
@@ -24,6 +19,11 @@ from results.reporting.power import (
     detectable_over_seeds,
     seeds_needed,
 )
+
+from core.tracking.validation import ValRecord, validation_metrics
+from results.reporting.comparison import holm, paired_comparison, question_p, welch_interval, welch_p
+from results.reporting.comparison_report import comparison
+from results.reporting.pages import Table
 from results.reporting.run_reader import RecordedRun, load_run
 from tests.core.synthetic import configured, make_run
 
