@@ -178,20 +178,17 @@ def test_other_validation_files_are_cautioned_against(root):
 
 def test_one_seed_gives_a_verdict_on_these_policies_only(root):
     rows = first_table(comparison(loaded(root, "grpo/slow", "ppo/other")))
-    assert rows[0][-1] == "these policies differ, another seed may not" and rows[0][4] == ""
+    assert rows[0][-1] == "these policies differ, another seed may not" and rows[0][5:7] == ["", ""]
 
 
-def test_several_seeds_decide_over_seeds_and_say_how_many_it_would_take(root):
-    a, b = loaded(root, "grpo/lab_s1", "grpo/lab_s2")[0], loaded(root, "grpo/slow")[0]
+def test_several_seeds_decide_over_seeds(root):
+    a = loaded(root, "grpo/lab_s1", "grpo/lab_s2")[0]
     twin = [
         dataclasses.replace(run, config={**run.config, "x": 1}, manifest={**run.manifest, "run": f"twin{i}"})
         for i, run in enumerate(a)
     ]
     blocks = [block for block in comparison([a, twin]) if isinstance(block, Table)]
     assert blocks[0].rows[0][-1] == "not told apart over seeds"
-    assert blocks[1].rows[0][-1] == "more than 1,000" and float(blocks[1].rows[0][5]) > 5
-    alone = [block for block in comparison([b, loaded(root, "ppo/other")[0]]) if isinstance(block, Table)]
-    assert alone[1].rows[0][-1] == "unknown before 2 seeds" and alone[1].rows[0][5] == ""
 
 
 def test_rows_are_corrected_for_their_number(root):

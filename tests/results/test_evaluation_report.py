@@ -8,14 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from results.reporting.pass_at_k import pass_at_k, run_panels
 
 from core import evaluate
-from core.tracking.validation import ValRecord
 from results import report
-from results.reporting.curves import panels
-from results.reporting.run_reader import load_run
-from tests.core.synthetic import configured, make_run
 from tests.tiny import tiny_model, tiny_tokenizer
 
 VAL = "actor_rollout_ref.rollout.val_kwargs."
@@ -88,20 +83,6 @@ def test_several_are_compared_with_the_first_by_question(scores, tmp_path, capsy
     assert "against model, scored by gsm8k, by question" in heading and "+12.5 [" in cells
 
 
-def test_pass_at_k_is_a_picture_of_both_readings(scores):
-    assert report.main([str(scores)]) == 0
-    page = (scores.parent / "evaluation.html").read_text()
-    assert 'aria-label="pass@k on openai/gsm8k"' in page and ">strict<" in page and ">lenient<" in page
-
-
-def test_pass_at_k_is_the_unbiased_estimator():
-    rows = [ValRecord(str(i), "a", {"acc": (1.0, 0.0, 0.0, 0.0) if i % 2 else (0.0,) * 4}) for i in range(10)]
-    curve = pass_at_k(rows)["a"]
-    assert {k: round(one.value, 6) for k, one in curve.items()} == {1: 0.125, 2: 0.25, 4: 0.5}
-    assert not pass_at_k([ValRecord("x", "b", {"acc": (1.0,)})])  # one answer a question
-    assert not pass_at_k([ValRecord("x", "b", {"acc": (0.3, 0.7)})])  # no accuracy
-
-
 def test_answers_that_changed_and_a_mix_of_kinds_are_refused(scores, tmp_path, capsys):
     folder = tmp_path / "copy"
     folder.mkdir()
@@ -113,15 +94,3 @@ def test_answers_that_changed_and_a_mix_of_kinds_are_refused(scores, tmp_path, c
     assert "score its answers again" in capsys.readouterr().err
     assert report.main([str(scores), str(tmp_path)]) == 2
     assert "name one kind at a time" in capsys.readouterr().err
-
-
-def test_a_run_of_several_answers_has_the_picture_too(tmp_path):
-    run = load_run(make_run(tmp_path / "outputs/grpo/run", configured({}), questions=20))
-    assert not run_panels([[run]]) and panels([[run]])  # one answer a question: no picture
-    steps = sorted(run.validation)
-    for step in steps:
-        rows = [ValRecord(r.uid, r.data_source, {"acc": r.values["acc"] * 3 + (0.0,)}) for r in run.validation[step]]
-        run.validation[step] = rows
-    (panel,) = run_panels([[run]])
-    assert [line.label for line in panel.lines] == [f"step {steps[0]}", f"step {steps[-1]}"]
-    assert list(panel.lines[0].steps) == [1, 2, 4] and panel.x == "answers a question, k"
