@@ -1,6 +1,6 @@
 """The part of a report that compares experiments: differences, what could have been found, letters, flipped questions.
 
-The statistics are in :mod:`results.reporting.comparison` and :mod:`results.reporting.power`.
+The statistics are in :mod:`results.reporting.comparison`.
 """
 
 from __future__ import annotations
