@@ -24,7 +24,7 @@ from pathlib import Path
 
 import yaml
 
-from core.config.yaml_files import read_foreign_yaml
+from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking.validation import ValRecord, merge_by_question
 from results.reporting.answers import published_samples
@@ -51,7 +51,7 @@ def publish(folder: str | Path, target: str | Path) -> Path:
     status = {"running": "unfinished"}.get(run.manifest["status"], run.manifest["status"])
     manifest = {**run.manifest, "recipe": target.parent.name, "run": target.name, "status": status}
     (target / "manifest.json").write_text(json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8")
-    config = read_foreign_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
+    config = read_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
     (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")
     _write_csv(target / "metrics.csv", run)
     for name in ("validation.jsonl", "samples.jsonl"):  # what an earlier copy may have left

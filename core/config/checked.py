@@ -16,7 +16,7 @@ from core.config.secret_keys import login_in, without_hidden, without_login
 from core.config.unknown_keys import validated
 from core.config.verl_keys.tables import tables
 from core.config.view import View
-from core.config.yaml_files import read_foreign_yaml
+from core.config.yaml_files import read_yaml
 from core.errors import InputError
 
 
@@ -147,7 +147,7 @@ def from_yaml(text: str) -> Config:
     """
     problems: list[Any] = []
     try:
-        tree = _without_gone(without_hidden(read_foreign_yaml(text)))
+        tree = _without_gone(without_hidden(read_yaml(text)))
     except ValueError as error:
         raise InputError(f"config.yaml: {error}") from error
     config = validated(roles.schema_for(tree), tree, problems)

@@ -133,39 +133,9 @@ def _parquet(file: Path, size: int) -> str | None:
     return f"is cut short: it has {size:,} bytes, and its footer alone takes {needed:,}" if size < needed else None
 
 
-def _protobuf(file: Path, size: int) -> str | None:
-    """Walk over the fields of a sentencepiece model: each has a tag and a length, and the last ends with the file."""
-    data, at = file.read_bytes(), 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    try:
-        while at < size:
-            kind = number() & 7
-            if kind == 0:
-                number()
-            else:
-                length = {1: 8, 2: number() if kind == 2 else 0, 5: 4}[kind]
-                at += length
-    except (IndexError, KeyError):
-        at = size + 1
-    return f"is cut short or no sentencepiece model: it has {size:,} bytes, and its last field needs more" * (at > size)
-
-
 _CHECKS = {
     ".safetensors": _safetensors,
     ".json": _json,
     ".bin": _zip,
     ".parquet": _parquet,
-    ".model": _protobuf,
-    ".spm": _protobuf,
 }

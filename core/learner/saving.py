@@ -19,7 +19,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -45,6 +55,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"  # folder of the sharded optimizer in a checkpoint's actor/ and critic/
+DESCRIPTION = "description.pt"  # in that folder: which part of which tensor is where
+DESCRIBED = (Metadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
+DESCRIBED += (TensorProperties, _MEM_FORMAT_ENCODING, _StorageInfo, torch.serialization._get_layout)
 
 
 def host_copy(state: Any) -> Any:
@@ -147,25 +160,28 @@ def save_optimizer(state: Mapping[str, Any], folder: Path, group: dist.ProcessGr
         dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=group)
     except dcp.api.CheckpointException as error:  # no Exception, and the disk's reason is inside
         raise _disk_error([reason for reason, _ in error.failures.values()], folder) from error
+    if dist.get_rank() == 0:  # torch reads its description of the parts as a pickle, which may run code
+        described = pickle.loads((folder / ".metadata").read_bytes())
+        described.storage_meta = None  # ids of this save
+        torch.save(described, folder / DESCRIPTION)
+        (folder / ".metadata").unlink()
     return {path.name: on_disk(path) for path in folder.glob(f"__{dist.get_rank()}_*")}
 
 
 class PlainReader(dcp.FileSystemReader):
-    """A reader of a sharded checkpoint that builds its description of known classes alone: pickles can run code."""
+    """A reader of the parts that :func:`save_optimizer` wrote, which runs no code that they hold."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._get_metadata_path(kwargs.get("rank"))
+        path = Path(self.path, DESCRIPTION)
         try:
-            with self.fs.create_stream(path, "rb") as file:
-                found = _PlainUnpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
+            with torch.serialization.safe_globals(list(DESCRIBED)):
+                found = torch.load(path, weights_only=True)
+            names = [one.relative_path for one in found.storage_data.values()]
+        except (pickle.UnpicklingError, RuntimeError, AttributeError, EOFError) as error:
             raise DamagedCheckpoint(f"{path}: is no description of a sharded optimizer ({error})") from error
-        if not isinstance(found, Metadata):
-            raise DamagedCheckpoint(f"{path}: is no description of a sharded optimizer")
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        for one in found.storage_data.values():
-            inside(Path(self.path), one.relative_path, path)
+        for name in names:
+            inside(Path(self.path), name, path)
+        found.storage_meta = StorageMeta(load_id=self.load_id)
         return found
 
 
@@ -177,26 +193,6 @@ class PlainPlanner(dcp.DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), plain)  # raises for anything else
         plain.seek(0)
         super().load_bytes(read_item, plain)
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    DESCRIBED = (
-        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
-    )
-    OTHERS = (
-        *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-        *(("torch", name) for name in ("Size", "device")),
-        *(("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
-        *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")),
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        described = module == Metadata.__module__ and name in self.DESCRIBED
-        a_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if described or a_type or (module, name) in self.OTHERS:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of one")
 
 
 def _disk_error(reasons: Sequence[BaseException], folder: Path) -> Exception:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config.reference_rows import MODEL, Departure, departures, unknown
-from core.config.yaml_files import read_foreign_yaml
+from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import flatten
@@ -82,7 +82,7 @@ def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[
         if summary["reference"] not in known:
             problems.append(f"{folder}: {unknown(summary['reference'], list(known))}")
             continue
-        config = flatten(read_foreign_yaml((results / folder / "config.yaml").read_text(encoding="utf-8")))
+        config = flatten(read_yaml((results / folder / "config.yaml").read_text(encoding="utf-8")))
         row = known[summary["reference"]]
         differing = departures(row, summary["recipe"], config)
         reasons = [str(one) for one in differing if one.why is None]

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from core.config import convert, recipes, roles
 from core.config.locations import local_path
 from core.config.secret_keys import hidden
-from core.config.yaml_files import read_foreign_yaml
+from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking import run_manifest
 from core.tracking.confidence_intervals import Estimate
@@ -235,7 +235,7 @@ def _part(path: Path, read: Callable[[Path], Item]) -> Item:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    return flatten(_mapping(read_foreign_yaml(path.read_text(encoding="utf-8")), "a configuration"))
+    return flatten(_mapping(read_yaml(path.read_text(encoding="utf-8")), "a configuration"))
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:
@@ -300,7 +300,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def settings_of(folder: Path) -> RecordedRun:
     """Return a published run's configuration and manifest, without what it measured."""
-    config = read_foreign_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     return RecordedRun(folder, flatten(config), manifest, (), {}, ())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.kill_and_resume import CmdFactory, compare_runs, launched, read_lines
+from tests.faults.kill_and_resume import CmdFactory, launched, read_lines
 from tests.pools import marked_processes, none_left
 
 PATIENCE_S = 800  # for a run to end, with all its restarts, on a busy machine
@@ -105,9 +105,3 @@ def ordinals(folder: Path) -> list[int]:
     return [
         ordinal for path in files for ordinal in dict.fromkeys(json.loads(line)["ordinal"] for line in read_lines(path))
     ]
-
-
-def differences(one: Path, other: Path) -> list[str]:
-    """What a run over Ray cannot help is left out: the index of torch's sharded checkpoints, which holds an id of its
-    own."""
-    return [line for line in compare_runs(one, other) if ".metadata" not in line]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from core.tracking.run_manifest import git_state
-from tests.faults.kill_and_resume import read_lines, run_uninterrupted
-from tests.faults.ray_runs import Run, Watched, differences, disturbed, killing, ordinals
+from tests.faults.kill_and_resume import compare_runs, read_lines, run_uninterrupted
+from tests.faults.ray_runs import Run, Watched, disturbed, killing, ordinals
 from tests.faults.striking import KINDS, PHASES, VARIABLE
 from tests.faults.tiny_run import PROMPTS, command, prepare
 
@@ -61,7 +61,7 @@ def test_a_killed_learner_whose_layers_are_shared_costs_no_bit(files):
     run = disturbed(over_ray(files, *sizes), files / "layers-killed", killing("ray::LearnerProcess"), after=4)
     assert run.status == 0 and run.nothing_left, run.log
     assert re.search(r"learner rank \d died in phase \w+", run.log) and "restart 1 of 1" in run.log
-    assert differences(undisturbed, run.folder) == []
+    assert compare_runs(undisturbed, run.folder) == []
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole):
     assert run.status == 0 and run.nothing_left, run.log
     assert re.search(r"learner rank \d died in phase \w+", run.log)
     assert re.search(r"restart 1 of 1, after step [24]\b", run.log)  # 4 where the kill came when that was saved
-    assert differences(whole, run.folder) == []
+    assert compare_runs(whole, run.folder) == []
     assert lines(run.folder)[-1]["actor/grad_norm"] > 0
 
 
@@ -95,7 +95,7 @@ def test_one_rank_over_ray_replays_to_the_bit(files):
     single = run_uninterrupted(command, files / "single").folder
     run = disturbed(command, files / "killed-single", killing("ray::EngineProcess"), after=4)
     assert run.status == 0 and "restart 1 of 1" in run.log and run.nothing_left, run.log
-    assert differences(single, run.folder) == []
+    assert compare_runs(single, run.folder) == []
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_ctrl_c_at_the_whole_group_saves_and_resumes(files, whole):
     run = disturbed(over_ray(files), files / "interrupted", interrupt, after=4)
     assert run.status == 0 and "stopped after step" in run.log and run.nothing_left, run.log
     run_uninterrupted(over_ray(files), run.folder)
-    assert differences(whole, run.folder) == []
+    assert compare_runs(whole, run.folder) == []
 
 
 @pytest.mark.slow
@@ -221,4 +221,4 @@ def test_after_all_deaths_the_run_is_the_undisturbed_one(files, struck, unstruck
     assert run.status == 0 and run.nothing_left, run.log
     assert ordinals(Path(f"{run.folder}-rollouts")) == list(range(STRIKE_STEPS * PROMPTS))
     assert len(lines(run.folder, STRIKE_STEPS)) == STRIKE_STEPS + 1
-    assert differences(unstruck, run.folder) == []
+    assert compare_runs(unstruck, run.folder) == []

@@ -97,16 +97,10 @@ def test_the_parts_of_a_large_model(model):
     assert damage(model).startswith(f"{names[1]} is cut short")
 
 
-def test_weights_of_torch_and_a_sentencepiece_tokenizer(model):
+def test_weights_of_torch(model):
     (model / "model.safetensors").unlink()
-    (model / "tokenizer.json").unlink()
     torch.save({"a": torch.zeros(1000)}, model / "pytorch_model.bin")
-    whole = b"\x0a\x05\x0a\x01a\x18\x01" * 3 + b"\x12\x02\x08\x01"
-    (model / "tokenizer.model").write_bytes(whole)
     assert damage(model) is None
-    (model / "tokenizer.model").write_bytes(whole[:-1])
-    assert "tokenizer.model is cut short" in damage(model)
-    (model / "tokenizer.model").write_bytes(whole)
     cut(model / "pytorch_model.bin", 2000)
     assert "pytorch_model.bin is cut short: it has 2,000 bytes, and lacks the directory" in damage(model)
 
