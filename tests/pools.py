@@ -1,49 +1,23 @@
-"""What the tests and the benchmark of the grading pool share: jobs with known verdicts, and a count of processes."""
+"""What the tests of the grading pool share: jobs, and a count of processes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.rewards.grading import Failure, Job, RewardManager
 from reward_scores.score import Score
-from tests.bombs import EXPECTED
 
-BOMBS = str(Path(__file__).parent / "bombs.py")
+UNRULY = str(Path(__file__).parent / "unruly_reward.py")
 MARK = "REWARD_POOL_TEST"
 
 
 def job(response: str, ground_truth: object = "right", **extra_info: object) -> Job:
-    return Job("tests/bombs", response, ground_truth, extra_info)
-
-
-@dataclass(frozen=True)
-class Case:
-    job: Job
-    expected: str  # the status, or several that will do
-
-    def holds(self, status: str) -> bool:
-        return status in self.expected.split(" or ")
-
-
-def cases(count: int, share: float, seed: int = 0) -> list[Case]:
-    """``count`` answers, right and wrong ones in turn, of which ``share`` are bombs: every kind in turn."""
-    rng = random.Random(seed)
-    found = [
-        Case(job(str(i) if i % 2 else f"not {i}", str(i)), "ok" if i % 2 else "wrong")
-        for i in range(count - int(count * share))
-    ]
-    for i in range(int(count * share)):
-        name = list(EXPECTED)[i % len(EXPECTED)]
-        found.append(Case(job(f"bomb:{name}"), EXPECTED[name]))
-    rng.shuffle(found)
-    return found
+    return Job("tests/unruly", response, ground_truth, extra_info)
 
 
 def grade(manager: RewardManager, jobs: list[Job]) -> list[Score | Failure]:

@@ -116,15 +116,10 @@ class RayEngine:
     async def _relay(self, engine: str, requests: list[tuple[int, SampleRequest]]) -> None:
         """Pass the actor's outcomes, and whatever fails on the way, on to the futures that await them."""
         try:
-            traffic = self.watch.traffic
-            if traffic:
-                traffic.send("generate", requests)
             stream = self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
             async for part in stream:
                 self._progress = time.monotonic()
                 outcomes = await part
-                if traffic:
-                    traffic.receive("generate", outcomes)
                 for key, outcome in outcomes:
                     failed = isinstance(outcome, Exception) and out_of_memory(outcome, "generate", f"on {engine}")
                     self._settle(key, failed or outcome)
@@ -192,8 +187,6 @@ class RayEngine:
     def load(self, bucket: Bucket, others: Mapping[str, ray.ObjectRef] = FrozenDict()) -> None:
         """Give every engine a bucket; wait for the calls ``others`` too, which the engines may need."""
         calls = {name: self.watch.actors[name].load.remote(bucket) for name in self.engines}
-        if self.watch.traffic:
-            self.watch.traffic.send("update_weights", *[bucket] * len(calls))
         self.watch.wait("update_weights", {**others, **calls})
 
     def end_update(self, version: int) -> list[Proof]:

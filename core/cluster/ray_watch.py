@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from core.cluster.ray_bytes import Traffic
 from core.errors import WorkersLost, out_of_memory
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ class Watch:
         self.look_s = min(LOOK_S, silence_s / 4)
         self.actors: dict[str, Any] = {}
         self.liveness: dict[ray.ObjectRef, str] = {}
-        self.traffic: Traffic | None = None  # set by core.cluster.ray_bytes.counting
         self.beats: dict[str, tuple[ray.ObjectRef, float]] = {}  # the last one requested, and when
 
     def add(self, name: str, actor: Any) -> None:
@@ -41,8 +39,6 @@ class Watch:
 
     def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list[Any]:
         """Call the method of the actors with these names and wait for the results."""
-        for argument in arguments.values() if self.traffic else ():
-            self.traffic.send(phase, *argument)
         return self.wait(phase, {name: getattr(self.actors[name], method).remote(*a) for name, a in arguments.items()})
 
     def wait(self, phase: str, calls: dict[str, ray.ObjectRef], *, alone: bool = False) -> list[Any]:
@@ -71,8 +67,6 @@ class Watch:
                     results[name] = ray.get(ref)
                 except RayError as error:
                     raise self.cause(phase, error, name) from error
-                if self.traffic:
-                    self.traffic.receive(phase, results[name])
         return list(results.values())
 
     def lost(self, phase: str, within_s: float = 0.0) -> WorkersLost | None:

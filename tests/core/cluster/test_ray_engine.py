@@ -36,7 +36,7 @@ class Actor:
 @pytest.fixture
 def engine():
     actors = {f"engine {i}": Actor() for i in range(3)}
-    calls = {"lost": lambda _: None, "call": lambda *_: [[], [], []], "traffic": None}
+    calls = {"lost": lambda _: None, "call": lambda *_: [[], [], []]}
     watch = SimpleNamespace(actors=actors, look_s=60.0, timeout_s=60.0, **calls)
     return RayEngine(watch, list(actors))
 

@@ -1,4 +1,4 @@
-"""The killable pool: every bomb costs its own score and no more, and no process outlives anything."""
+"""The killable pool: what misbehaves costs its own score and no more, and no process outlives anything."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from core.rewards.grading import Failure, InProcess, Job, Scorers
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores import SCORERS
 from reward_scores.score import ScoreStatus
-from tests.bombs import EXPECTED
-from tests.pools import BOMBS, cases, grade, job, marked, none_left
+from tests.pools import UNRULY, grade, job, marked, none_left
+from tests.unruly_reward import EXPECTED
 
 ROOT = Path(__file__).resolve().parents[3]
 MEMORY_MB = 512
@@ -59,43 +59,36 @@ def pids():
 # --- what goes wrong ---
 
 
-@pytest.mark.processes
-def test_a_thousand_answers_of_which_fifty_are_bombs(make_pool):
-    found = cases(1000, 0.05)
+def test_what_misbehaves_costs_its_own_score_alone(make_pool):
     with marked() as processes:
-        pool = make_pool(BOMBS, timeout_s=2.0)
-        start = time.monotonic()
-        results = grade(pool, [case.job for case in found])
-        took = time.monotonic() - start
-        wrong = [
-            (case.job.response, r) for case, r in zip(found, results, strict=True) if not case.holds(r.status.value)
-        ]
-        assert not wrong
-        assert (
-            took < 100
-        )  # 20 hang for 2 s at most, 4 leave a worker that takes no more (5 s); the rest is a slow machine
+        pool = make_pool(UNRULY, timeout_s=1.0)
+        names = [*EXPECTED, *EXPECTED]
+        jobs = [one for name in names for one in (job(f"unruly:{name}"), job("right"), job("not right"))]
+        found = statuses(grade(pool, jobs))
+        assert dict(zip(names, found[::3], strict=True)) == EXPECTED
+        assert found[1::3] == ["ok"] * len(names) and found[2::3] == ["wrong"] * len(names)
         pool.close()
         assert none_left(processes)
 
 
 def test_what_a_scorer_leaves_behind_is_killed_with_its_worker(make_pool):
-    pool = make_pool(BOMBS, timeout_s=1.0)
+    pool = make_pool(UNRULY, timeout_s=1.0)
     with marked() as processes:
-        names = ("fork", "forks", "daemon", "daemon_and_segfault", "daemon_and_hang")
-        assert statuses(grade(pool, [job(f"bomb:{name}") for name in names])) == [EXPECTED[name] for name in names]
+        names = ("fork", "daemon", "daemon_and_segfault", "daemon_and_hang")
+        assert statuses(grade(pool, [job(f"unruly:{name}") for name in names])) == [EXPECTED[name] for name in names]
         assert none_left(lambda: processes()[3:])  # the supervisor and two workers may stay
         assert statuses(grade(pool, [job("right")])) == ["ok"]
 
 
-@pytest.mark.parametrize("name", ["fork", "forks", "daemon"])
+@pytest.mark.parametrize("name", ["fork", "daemon"])
 def test_what_a_scorer_leaves_behind_does_not_wait_for_another_death(make_pool, name):
-    pool = make_pool(BOMBS, workers=1)
+    pool = make_pool(UNRULY, workers=1)
     with marked() as processes:
-        assert statuses(grade(pool, [job(f"bomb:{name}")])) == ["ok"]
+        assert statuses(grade(pool, [job(f"unruly:{name}")])) == ["ok"]
         assert none_left(lambda: processes()[2:])  # the supervisor, and perhaps a worker
 
 
-def test_bombs_that_the_scorers_themselves_are_given(make_pool):
+def test_what_the_scorers_themselves_are_given(make_pool):
     """None is right, and none kills a worker; where a library compares, it may be killed."""
     pool = make_pool(timeout_s=5.0)
     texts = ("{" * 10**6 + "}" * 10**6, r"\boxed" * 10**5, r"\boxed{9**9**9**9}", r"\frac{" * 10**5, "(" * 10**6)
@@ -114,9 +107,9 @@ def test_bombs_that_the_scorers_themselves_are_given(make_pool):
 
 
 def test_a_failure_says_what_happened(make_pool):
-    pool = make_pool(BOMBS, timeout_s=0.5)
+    pool = make_pool(UNRULY, timeout_s=0.5)
     slept, fault, left, raised = grade(
-        pool, [job(f"bomb:{name}") for name in ("sleep", "segfault", "leave_at_once", "allocate_at_once")]
+        pool, [job(f"unruly:{name}") for name in ("sleep", "segfault", "leave_at_once", "allocate_at_once")]
     )
     assert "killed after 0.5 s (reward_model.timeout_s)" in slept.detail
     assert "SIGSEGV" in fault.detail and "status 0" in left.detail
@@ -124,10 +117,10 @@ def test_a_failure_says_what_happened(make_pool):
 
 
 def test_the_deadline_is_kept(make_pool):
-    pool = make_pool(BOMBS, timeout_s=0.5)
+    pool = make_pool(UNRULY, timeout_s=0.5)
     grade(pool, [job("right")])
     start = time.monotonic()
-    assert statuses(grade(pool, [job("bomb:sleep")])) == ["timeout"]
+    assert statuses(grade(pool, [job("unruly:sleep")])) == ["timeout"]
     assert 0.5 <= time.monotonic() - start < 10.0
 
 
@@ -193,13 +186,13 @@ DRIVER = """
     from core.rewards.custom_reward import CustomFunction
     from core.rewards.grading import Scorers
     from core.rewards.grader_pool import Pool
-    from tests.pools import BOMBS, job
+    from tests.pools import UNRULY, job
     async def main():
-        pool = Pool(Scorers(custom=CustomFunction(BOMBS)), num_workers=2, timeout_s=600, memory_limit_mb=512)
+        pool = Pool(Scorers(custom=CustomFunction(UNRULY)), num_workers=2, timeout_s=600, memory_limit_mb=512)
         await pool.run(job("right"))
         asyncio.get_running_loop().call_later(1, print, "grading", pool._supervisor.process.pid)
         asyncio.get_running_loop().call_later(1.1, sys.stdout.flush)
-        await asyncio.gather(*(pool.run(job(f"bomb:{name}")) for name in ("daemon_and_hang", "power", "sleep")))
+        await asyncio.gather(*(pool.run(job(f"unruly:{name}")) for name in ("daemon_and_hang", "power", "sleep")))
     if __name__ == "__main__":
         asyncio.run(main())
 """
@@ -282,10 +275,10 @@ def test_supervisors_that_die_one_after_another_end_the_run(make_pool, write):
 
 
 def test_close_ends_running_jobs_and_a_later_job_starts_anew(make_pool):
-    pool = make_pool(BOMBS)
+    pool = make_pool(UNRULY)
 
     async def close_it():
-        waiting = asyncio.ensure_future(pool.run(job("bomb:sleep")))
+        waiting = asyncio.ensure_future(pool.run(job("unruly:sleep")))
         await asyncio.sleep(0.5)
         pool.close()
         return await asyncio.wait_for(waiting, 10)
@@ -313,7 +306,7 @@ def test_the_pool_agrees_with_grading_in_process(make_pool):
 def test_options_and_arguments_arrive(make_pool, write):
     path = write("""
         def compute_score(data_source, solution_str, ground_truth, extra_info, scale):
-            assert (data_source, ground_truth) == ("tests/bombs", {"target": [1, None, 0.1], "é": True})
+            assert (data_source, ground_truth) == ("tests/unruly", {"target": [1, None, 0.1], "é": True})
             assert extra_info["rollout"] == {"segments": [{"role": "tool", "text": "t"}]}
             return {"score": scale["by"] * 0.1, "acc": True, "pred": solution_str, "long": 1e-300}
     """)
@@ -385,13 +378,13 @@ def test_a_withdrawn_job_is_not_begun(make_pool, write, tmp_path):
 
 
 def test_many_large_jobs_flow_through(make_pool):
-    pool = make_pool(BOMBS)
+    pool = make_pool(UNRULY)
     long = "x" * 3_000_000
     assert statuses(grade(pool, [job(long, long), job(long, "y")] * 6)) == ["ok", "wrong"] * 6
 
 
 def test_what_is_not_json_is_refused_by_name(make_pool):
-    (result,) = grade(make_pool(BOMBS), [job("x", Path("/x"))])
+    (result,) = grade(make_pool(UNRULY), [job("x", Path("/x"))])
     assert result.status is ScoreStatus.CRASH and "PosixPath" in result.detail
     for body in (b"[]", b"[1]", b"{}", b"9", b'[{"value": 1}]', b"[" * 10**5, b"\xff"):
         from core.rewards.grader_pool import _results
@@ -421,14 +414,14 @@ def trajectory(text):
 
 
 def test_on_error_holds_for_what_was_killed():
-    answer = trajectory("bomb:sleep")
+    answer = trajectory("unruly:sleep")
     for on_error, masked in (("zero", False), ("mask", True)):
-        rewards = layer(BOMBS, on_error, reward_manager="dapo", timeout_s=0.5)
+        rewards = layer(UNRULY, on_error, reward_manager="dapo", timeout_s=0.5)
         score = asyncio.run(rewards.score(prompt(), answer))
         assert (score.value, score.acc, score.status, score.masked) == (0.0, 0.0, ScoreStatus.TIMEOUT, masked)
         rewards.close()
-    rewards = layer(BOMBS, "raise", reward_manager="prime", timeout_s=0.5)
-    with pytest.raises(RewardError, match=r"(?s)timeout.*row-7.*bomb:sleep.*killed after 0.5 s"):
+    rewards = layer(UNRULY, "raise", reward_manager="prime", timeout_s=0.5)
+    with pytest.raises(RewardError, match=r"(?s)timeout.*row-7.*unruly:sleep.*killed after 0.5 s"):
         asyncio.run(rewards.score(prompt(), answer))
     rewards.close()
 
