@@ -39,7 +39,6 @@ from core.learner.models import check_files, check_lengths, load_modality, load_
 from core.learner.step_needs import StepNeeds
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
-from core.rewards.overlong import with_length
 from core.rollout.agent_loop import AgentLoop, Limits, ToolCalls, check_examples, make_agent_loop
 from core.rollout.background import Background
 from core.rollout.collect import (
@@ -50,7 +49,6 @@ from core.rollout.collect import (
     collect_ahead,
     fresh_enough,
 )
-from core.rollout.group_filter import answers_differ
 from core.rollout.group_rollout import GroupRollout, TrajectorySampler
 from core.rollout.repeatable_decoding import make_repeatable
 from core.session import LoopState, Session, prepare_torch
@@ -66,6 +64,7 @@ from core.tracking.validation import ValRecord, validation_metrics
 from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
+DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
 OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
 
 
@@ -234,13 +233,12 @@ class RayPPOTrainer:
         return await self.sampler.play(prompt, sample_index, sampling, Limits(length, turn=length))
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
-        """Return the score that trains; validation never calls it. Base: the scorer's, with what lengths cost."""
-        return with_length(score, trajectory, self.config)
+        """Return the score that trains; validation never calls it. Base: the scorer's."""
+        return score
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Return whether a step may train on the group; validation never calls it. Base: always, unless filtered."""
-        filters = self.config.algorithm.filter_groups
-        return not filters.enable or answers_differ(group, filters.metric)
+        """Return whether a step may train on the group; validation never calls it. Base: always."""
+        return True
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
@@ -281,7 +279,6 @@ class RayPPOTrainer:
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
                     score_groups=self.rollout.score_later,
-                    raise_on_exhausted=self.config.algorithm.filter_groups.on_exhausted == "raise",
                     stop_requested=lambda: self.session.stop.requested,
                     ahead=self.looks_ahead(metrics.step),
                 )
@@ -293,9 +290,12 @@ class RayPPOTrainer:
         return self.collected.groups
 
     def collect_limits(self) -> CollectLimits:
-        data, filters = self.config.data, self.config.algorithm.filter_groups
-        in_flight = data.gen_batch_size or data.train_batch_size
-        return CollectLimits(data.train_batch_size, in_flight, (filters.max_num_gen_batches or 2**40) * in_flight)
+        """Return how many groups a step needs and how many prompts it draws for them at most.
+
+        A recipe that drops groups may override it.
+        """
+        wanted, in_flight = self.config.data.train_batch_size, self.config.data.gen_batch_size
+        return CollectLimits(wanted, in_flight, DRAWN * max(wanted, in_flight), raise_on_exhausted=False)
 
     def looks_ahead(self, step: int) -> bool:
         """Return whether the next step's first prompts are answered by the policy that this step updates."""

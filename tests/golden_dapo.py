@@ -9,10 +9,9 @@ from typing import Any
 
 from core.config import compose
 from core.errors import InputError
-from core.ray_trainer import RayPPOTrainer
 from core.rollout.collect import CollectLimits, CollectState, Exhausted, collect
-from core.rollout.group_filter import SAME
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
+from recipes.dapo.dapo_ray_trainer import SAME, RayDAPOTrainer
 from reward_scores.score import Score
 from tests.golden_io import Case, Comparison
 
@@ -24,9 +23,9 @@ SURPLUS = "prompts after the last one that trains are drawn again in the next st
 
 
 @functools.cache
-def trainer(*overrides: str) -> RayPPOTrainer:
+def trainer(*overrides: str) -> RayDAPOTrainer:
     """The trainer with the recipe's configuration; it has not started."""
-    return RayPPOTrainer(compose("dapo", overrides))
+    return RayDAPOTrainer(compose("dapo", overrides))
 
 
 def trajectory(length: int, *, stop: Stop = Stop.EOS) -> Trajectory:
@@ -41,7 +40,7 @@ def group(scores: list[Score], ordinal: int = 0) -> ScoredGroup:
     return ScoredGroup(prompt, (SHORT,) * len(scores), tuple(scores))
 
 
-def buffered(limit: int, buffer: int, factor: float) -> RayPPOTrainer:
+def buffered(limit: int, buffer: int, factor: float) -> RayDAPOTrainer:
     return trainer(
         f"data.max_response_length={limit}",
         f"reward_model.overlong_buffer.len={buffer}",

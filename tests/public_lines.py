@@ -4,7 +4,8 @@ python -m tests.public_lines [--list]
 
 ``commands/public_lines.jsonl`` has 302 lines of verl 0.2 to main, of its recipes and of other repositories: source,
 script, module, recipe here, arguments. ``$DATA`` and ``$SRC`` stand for folders of data and of the source's checkout.
-Composing is what ``DRY_RUN=1`` does. A line *composes*; or is *mended*: what its messages advise, and nothing else,
+Composing is what ``DRY_RUN=1`` does. A line that is refused with the same command for another recipe is that command. A
+line *composes*; or is *mended*: what its messages advise, and nothing else,
 ends in a configuration; or it asks for something that is *not here*.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,21 +109,32 @@ def composed(recipe: str, args: tuple[str, ...]) -> tuple[Composed, list[str]]:
     return found, all_problems(found, frozenset(found.given))
 
 
+@cache
+def command(line: Line, folder: Path) -> tuple[str, tuple[str, ...]]:
+    """Return recipe and arguments: the line's own, or those of the command that its refusal names."""
+    args = tuple(arguments(line, folder))
+    _, problems = composed(line.recipe, args)
+    advised = next(
+        filter(None, (re.search(r"; run python -m recipes\.(\w+)\.main_\1 (.*)$", one) for one in problems)), None
+    )
+    return (advised[1], tuple(shlex.split(advised[2]))) if advised else (line.recipe, args)
+
+
 def verdict(line: Line, folder: Path) -> tuple[str, list[str]]:
     """Return how a line ends, and the problems that it began with."""
-    args = arguments(line, folder)
-    _, first = composed(line.recipe, tuple(args))
+    recipe, args = command(line, folder)
+    _, first = composed(recipe, args)
     if not first:
         return COMPOSES, []
     if any(re.search(pattern, problem) for pattern in FEATURES.values() for problem in first):
         return ABSENT, first
     problems = first
     for _ in range(STEPS):
-        changed = followed(args, problems)
+        changed = tuple(followed(args, problems))
         if changed == args:
             return OPEN, first
         args = changed
-        _, problems = composed(line.recipe, tuple(args))
+        _, problems = composed(recipe, args)
         if not problems:
             return MENDED, first
     return OPEN, first

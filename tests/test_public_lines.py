@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.public_lines import ABSENT, COMPOSES, MENDED, OPEN, Line, arguments, composed, lines, verdict
+from tests.public_lines import ABSENT, COMPOSES, MENDED, OPEN, Line, command, composed, lines, verdict
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def test_every_key_of_a_line_that_composes_is_set_read_or_listed(ends, folder):
     for line, (end, _) in ends.items():
         if end != COMPOSES:
             continue
-        args = arguments(line, folder)
-        found, _ = composed(line.recipe, tuple(args))
+        recipe, args = command(line, folder)
+        found, _ = composed(recipe, args)
         accounted = found.given.keys() | found.read.keys() | found.unused.keys()
         for text in args:
             key = re.match(r"\+*([^=]*)=", text)
@@ -65,6 +65,6 @@ def test_defaults_of_older_versions_that_lines_relied_on_are_said(ends, folder):
     old = [line for line, (end, _) in ends.items() if end == COMPOSES and line.source in ("verl-0.2", "verl-0.3")]
     assert len(old) > 10
     for line in old:
-        found, _ = composed(line.recipe, tuple(arguments(line, folder)))
+        found, _ = composed(*command(line, folder))
         entropy = any("entropy_coeff" in text for text in line.args)
         assert entropy or any("entropy_coeff" in warning for warning in found.warnings), line.script

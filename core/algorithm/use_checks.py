@@ -180,17 +180,6 @@ def scores_are_of_their_answers(groups: Sequence[ScoredGroup], grade: Callable[.
 
 
 @counted
-def kept_groups_differ(groups: Sequence[ScoredGroup], metric: str) -> None:
-    """Check that each group which dynamic sampling kept has different values of the metric that it names."""
-    for group in groups:
-        values = [score.parts[metric] for score in group.scores if metric in score.parts]
-        same = len(values) == len(group) and max(values) - min(values) <= 1e-6
-        found = f"a kept group (uid={group.prompt.uid!r}) has {metric}={values[:1]} in all of its answers"
-        remedy = "algorithm.filter_groups.metric names what the filter must compare: look at the hook keep_group"
-        invariants.require(not same, "gen", found, remedy)
-
-
-@counted
 def answer_is_of_its_query(query: str, shown: str, again: Sequence[str]) -> None:
     """Check that what a tool showed begins like an answer that the query finds ``again``, as far as it goes."""
     same = not shown or not again or any(shown[: len(one)] == one[: len(shown)] for one in again)

@@ -52,8 +52,9 @@ def examine(
 
     schema = recipes.schema_of(recipe)
     layers = composition.read(overrides, recipe)
-    layers.values[:0] = composition.literal(without_hidden(base or {})).items()
+    layers.values[:0] = composition.literal(without_hidden(roles.without_others(base or {}, schema))).items()
     tree = composition.tree(layers)
+    composition.of_other_recipes(layers, overrides)
     refused = list(layers.problems)
     config = chat_template.with_text(resolve(validated(schema, tree, refused, layers.line), recipe))
     refused += chat_template.problems(config)
@@ -150,7 +151,8 @@ def from_yaml(text: str) -> Config:
         tree = _without_gone(without_hidden(read_yaml(text)))
     except ValueError as error:
         raise InputError(f"config.yaml: {error}") from error
-    config = validated(roles.schema_for(tree), tree, problems)
+    schema = roles.schema_for(tree)
+    config = validated(schema, roles.without_others(tree, schema), problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ class Layers:
     groups: list[str] = field(default_factory=list)  # choices of a file's config groups
     deleted: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
+    foreign: dict[str, Any] = field(default_factory=dict)  # keys of another recipe's techniques
     unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
     line: CommandLine = None  # the whole, for keys that are read by others
     problems: list[Problem | str] = field(default_factory=list)
@@ -196,7 +198,9 @@ def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, A
 
 
 def _set(key: str, value: Any, layers: Layers) -> None:
-    if key not in convert.all_keys(layers.schema) and (reading := other_versions.read(key, value, layers.line)):
+    if key not in convert.all_keys(layers.schema) and recipes.switch_of(key):
+        layers.foreign[key] = value
+    elif key not in convert.all_keys(layers.schema) and (reading := other_versions.read(key, value, layers.line)):
         _set_as_read(key, value, reading, layers)
     elif key in convert.sections(layers.schema):
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
@@ -231,6 +235,29 @@ def _contradictions(layers: Layers) -> None:
             if name in layers.line.given and layers.line.given[name] != item:
                 rule = f"means {name}={show(item, name)}, and {name}={show(layers.line.given[name], name)} is given too"
                 layers.problems.append(Problem(key, value, rule, "leave one of them out"))
+
+
+def of_other_recipes(layers: Layers, overrides: Sequence[str]) -> None:
+    """Accept another recipe's techniques where they are off. One that is on is refused with that recipe's command.
+
+    The command takes this recipe's file and presets, so that nothing else of the run is changed by it. There is none
+    for a recipe with keys of its own, which the other one lacks.
+    """
+    refused: dict[str, str] = {}
+    for key, value in layers.foreign.items():
+        recipe, switch = recipes.switch_of(key)
+        if layers.foreign.get(switch):
+            refused.setdefault(recipe, switch)
+        else:
+            layers.unused[key] = (value, f"{switch} is off")
+    for recipe, switch in refused.items():
+        folder = recipes.folder(layers.recipe)
+        path = f"../{layers.recipe}/config" if folder.is_relative_to(recipes.RECIPES) else folder
+        file = [] if layers.options else [f"--config-path={path}", f"--config-name={layers.recipe}"]
+        rule = f"belongs to {recipes.module_of(recipe).PAPER}, and this recipe has no such key"
+        command = f"run python -m recipes.{recipe}.main_{recipe} {shlex.join([*file, *overrides])}"
+        fix = command if layers.schema is Config else f"set {switch}=False"
+        layers.problems.append(Problem(switch, layers.foreign[switch], rule, fix))
 
 
 def _unusable(value: Any) -> str | None:
@@ -348,7 +375,7 @@ def _files(layers: Layers) -> tuple[DictConfig, DictConfig]:
         known = ", ".join(recipes.names())
         layers.problems.append(f"recipe={layers.recipe}: has no config/{layers.recipe}.yaml; choose one of {known}")
         return empty, empty
-    chosen = _preset(folder, layers)
+    folder, chosen = _preset(layers)
     below = _own_file(layers) if layers.options else _composed(folder, layers.recipe, ())
     if chosen is None:
         return OmegaConf.merge(below), empty
@@ -364,15 +391,19 @@ def _composed(folder: Path, name: str, overrides: tuple[str, ...]) -> DictConfig
     return OmegaConf.create(OmegaConf.to_container(composed, resolve=False))  # keys may be added to it
 
 
-def _preset(folder: Path, layers: Layers) -> str | None:
-    """Return the chosen preset; a typed one takes the place of a script's."""
-    known = sorted(path.stem for path in (folder / PRESET).glob("*.yaml"))
-    chosen = next(reversed([*layers.script_presets, *layers.presets]), None)
+def _preset(layers: Layers) -> tuple[Path, str | None]:
+    """Return the chosen preset with its folder; a typed one takes the place of a script's.
+
+    It is looked for beside the file of --config-path first, then among the recipe's.
+    """
+    folders = _folders(layers) if layers.options else [recipes.folder(layers.recipe)]
+    places = {path.stem: folder.resolve() for folder in reversed(folders) for path in (folder / PRESET).glob("*.yaml")}
+    chosen, known = next(reversed([*layers.script_presets, *layers.presets]), None), sorted(places)
     if chosen is None or chosen in known:
-        return chosen
+        return places.get(chosen, folders[0]), chosen
     choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
     layers.problems.append(f"{PRESET}={chosen}: unknown preset; {choice}")
-    return None
+    return folders[0], None
 
 
 def _folders(layers: Layers) -> list[Path]:

@@ -106,7 +106,6 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
             (f"critic.model.{name}", _follows(f"actor_rollout_ref.model.{name}"))
             for name in ("path", "external_lib", "trust_remote_code", "override_config")
         ),
-        ("algorithm.filter_groups.metric", lambda config: "acc"),
         ("trainer.health.logp_diff.bound", health_bounds.logp_diff),
         ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
         ("trainer.experiment_name", experiment_name),

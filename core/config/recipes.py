@@ -3,7 +3,8 @@
 ``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets; it may hold ``key_roles.yaml``, in the form of the
 file of that name here. A user's own recipe may also lie in a folder ``recipes/`` elsewhere on Python's path.
 ``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of :class:`Config` with the recipe's own keys,
-and ``PAPER``, the name that messages give it; ``recipes/<recipe>/config_rules.py`` may define ``rules``, a
+``PAPER``, the name that messages give it, and ``SWITCHES``, the keys that switch its techniques on: other recipes
+accept these keys at values that leave a technique off. ``recipes/<recipe>/config_rules.py`` may define ``rules``, a
 :class:`core.config.rulebook.RuleBook`. Files are found by the recipe's name; core imports no recipe.
 """
 
@@ -15,10 +16,12 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from core.config import convert
 from core.config.rulebook import RuleBook
 from core.config.schema import Config
 from core.config.yaml_files import read_table
@@ -61,6 +64,15 @@ def rules_of(recipe: str) -> RuleBook | None:
 def extended() -> Iterator[tuple[str, ModuleType]]:
     """Yield the recipes that have keys of their own, with the modules that define them."""
     yield from ((recipe, module) for recipe in names() if (module := module_of(recipe)) is not None)
+
+
+def switch_of(key: str) -> tuple[str, str] | None:
+    """Return the recipe and the switch of the technique that the key belongs to, or None."""
+    for recipe, module in extended():
+        for switch, pattern in getattr(module, "SWITCHES", {}).items():
+            if fnmatchcase(key, pattern) and key in convert.all_keys(module.SCHEMA):
+                return recipe, switch
+    return None
 
 
 def trainer_of(recipe: str) -> tuple[str | None, tuple[str, ...]]:

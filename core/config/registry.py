@@ -89,7 +89,7 @@ REWARD_MANAGERS = {  # reward_model.reward_manager
     "naive": ManagerEntry("core.rewards.managers:naive", in_process=True),
     "batch": ManagerEntry("core.rewards.managers:pool", batched=True),
     "prime": ManagerEntry("core.rewards.managers:pool"),
-    # The overlong penalty, the other half of verl's manager of this name, is the trainer's shape_reward.
+    # The length penalty, the other half of verl's manager of this name, is DAPO's shape_reward.
     "dapo": ManagerEntry("core.rewards.managers:pool"),
 }
 

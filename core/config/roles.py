@@ -59,20 +59,35 @@ def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "")
     versions' records of the same settings are equal.
     """
     problems: list[Problem] = []
-    config = resolve(validated(schema, _nested(values), problems), recipe)
-    complete, others = convert.as_json(config), _defaults()
+    config = resolve(validated(schema, without_others(_nested(values), schema), problems), recipe)
+    complete = convert.as_json(config)
     for problem in problems:
-        for key, value in _leaves(problem.key, problem.value, others):
-            if key not in others or others[key] != value:
-                complete[key] = value
+        complete |= dict(_leaves(problem.key, problem.value, _defaults()))
     return complete
 
 
+def without_others(values: Mapping[str, Any], schema: type[Config], prefix: str = "") -> dict[str, Any]:
+    """Return nested values without other recipes' keys that the schema lacks, where these have their defaults."""
+    kept, others = {}, _defaults()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if convert.known(key, schema) or key in others:
+            inner, others_default = value, not convert.known(key, schema) and others[key] == value
+        else:
+            inner = without_others(value, schema, f"{key}.") if isinstance(value, Mapping) else value
+            others_default = isinstance(value, Mapping) and value and not inner
+        if not others_default:
+            kept[name] = inner
+    return kept
+
+
 def schema_for(values: Mapping[str, Any]) -> type[Config]:
-    """Return the schema that lacks fewest of the sections of a nested or flat configuration."""
-    names = {key.partition(".")[0] for key in values}
+    """Return the schema that lacks fewest of the sections, then of the keys, of a nested or flat configuration."""
+    sections, others = {key.partition(".")[0] for key in values}, _defaults()
+    leaves = {name: leaf for key, value in values.items() for name, leaf in _leaves(key, value, others)}
+    names = {name for name, leaf in leaves.items() if name in others and leaf != others[name]}
     schemas = [Config, *(module.SCHEMA for _, module in recipes.extended())]
-    return min(schemas, key=lambda one: len(names - hints(one).keys()))
+    return min(schemas, key=lambda one: (len(sections - hints(one).keys()), len(names - convert.all_keys(one).keys())))
 
 
 @functools.cache

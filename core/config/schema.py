@@ -1,9 +1,9 @@
 """The configuration: its sections, of ``core/config/sections``, put together.
 
-Keys and defaults are those of verl v0.6.1 in the subset that does something here, with the DAPO recipe's filter and
-overlong keys; a default that differs is listed in ``core/config/README.md``. A default of None
-that stands for another key's value is filled in by :func:`core.config.derived_defaults.resolve`, so a resolved
-configuration holds None only where a comment here gives its meaning.
+Keys and defaults are those of verl v0.6.1 in the subset that does something here; a default that differs is listed in
+``core/config/README.md``. A default of None that stands for another key's value is filled in by
+:func:`core.config.derived_defaults.resolve`, so a resolved configuration holds None only where a comment here gives its
+meaning.
 
 Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
 sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory settings: they cannot change the
@@ -58,6 +58,11 @@ class Config(Section):
     def generates(self) -> bool:
         """Whether a step collects answers; a recipe that trains on what stands in files overrides it."""
         return True
+
+    @property
+    def drops_groups(self) -> bool:
+        """Whether a step leaves groups out, so that more prompts are drawn; a recipe that filters overrides it."""
+        return False
 
     @property
     def needs_engine(self) -> bool:

@@ -57,7 +57,8 @@ def unknown_key(key: str, value: Any, line: CommandLine) -> Problem:
     if reading and reading.rule:
         return Problem(key, value, reading.rule, reading.fix)
     for recipe, module in recipes.extended():
-        if key.partition(".")[0] in hints(module.SCHEMA).keys() - hints(line.schema).keys():
+        own_sections = hints(module.SCHEMA).keys() - hints(line.schema).keys()
+        if key in all_keys(module.SCHEMA) or key.partition(".")[0] in own_sections:
             fix = f"use the recipe that has it: python -m recipes.{recipe}.main_{recipe}"
             return Problem(key, value, f"belongs to {module.PAPER}, and this recipe has no such key", fix)
     near = nearest(key, all_keys(line.schema))

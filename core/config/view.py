@@ -31,11 +31,9 @@ SHORT = {
     "critic_model": "critic.model",
     "reward": "reward_model",
     "judge": "reward_model.judge",
-    "buffer": "reward_model.overlong_buffer",
     "custom": "custom_reward_function",
     "algorithm": "algorithm",
     "kl": "algorithm.kl_ctrl",
-    "filters": "algorithm.filter_groups",
     "correction": "algorithm.rollout_correction",
     "trainer": "trainer",
     "ray": "ray_kwargs",
@@ -160,7 +158,7 @@ class View:
     @property
     def open_length(self) -> bool:
         """Whether the number of training steps is known only as the run goes: filtering decides how many prompts."""
-        return self.filters.enable and self.trainer.total_training_steps is None
+        return self.config.drops_groups and self.trainer.total_training_steps is None
 
     # --- names ---
 

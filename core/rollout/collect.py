@@ -51,11 +51,17 @@ class CollectState:
 
 @dataclass(frozen=True)
 class CollectLimits:
-    """``wanted`` groups a step (P), ``in_flight`` prompts at once, at most ``drawn`` prompts for one step."""
+    """``wanted`` groups a step (P), ``in_flight`` prompts at once, at most ``drawn`` prompts for one step.
+
+    Where these have too few groups that pass, the step trains on what there is, or collecting ends with
+    :class:`Exhausted`. ``keys`` are the keys whose values could be raised then.
+    """
 
     wanted: int
     in_flight: int
     drawn: int
+    raise_on_exhausted: bool = True
+    keys: str = "data.gen_batch_size"
 
 
 @dataclass(frozen=True)
@@ -87,17 +93,15 @@ async def collect(
     limits: CollectLimits,
     *,
     score_groups: ScoreGroups | None = None,
-    raise_on_exhausted: bool = True,
     stop_requested: Callable[[], bool] = lambda: False,
     ahead: bool = False,
 ) -> Collected:
     """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
     Raises :class:`Exhausted` where ``limits.drawn`` prompts do not contain enough of them: always with
-    none, otherwise only if ``raise_on_exhausted``; the default of the loop above is to train on what
-    there is. With ``score_groups`` (see the module's head) ``roll_group`` returns groups without scores.
-    Raises :class:`StopRequested` when ``stop_requested()`` turns true. Samples still in
-    flight at the end are aborted; with ``ahead`` not those that :func:`collect_ahead` is to go on with.
+    none, otherwise only if ``limits.raise_on_exhausted``. With ``score_groups`` (see the module's head)
+    ``roll_group`` returns groups without scores. Raises :class:`StopRequested` when ``stop_requested()`` turns true.
+    Samples in flight at the end are aborted; with ``ahead`` not those that :func:`collect_ahead` is to go on with.
     """
     step, window = _Step(roll_group, keep_group, state, limits, score_groups), range(0)
     try:
@@ -110,7 +114,7 @@ async def collect(
         chosen = step.chosen()
         if len(chosen) < limits.wanted:
             message = step.exhausted_message(len(chosen))
-            if raise_on_exhausted or not chosen:
+            if limits.raise_on_exhausted or not chosen:
                 raise Exhausted(message)
             log.warning("%s; training on the %d groups there are", message, len(chosen))
         if ahead:
@@ -270,7 +274,7 @@ class _Step:
         return (
             f"{kept} of the {self.limits.wanted} groups a step needs passed keep_group after {self.drawn} prompts "
             f"({dropped} dropped): the data may be too easy or too hard for the policy; raise "
-            "algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or change the data"
+            f"{self.limits.keys}, or change the data"
         )
 
 

@@ -47,7 +47,7 @@ def make_repeatable(
         return
     data, barriers = config.data, []
     in_flight = data.gen_batch_size or data.train_batch_size
-    if config.algorithm.filter_groups.enable or in_flight < data.train_batch_size:
+    if config.drops_groups or in_flight < data.train_batch_size:
         barriers += reward.add_barriers()
     if episodes and config.actor_rollout_ref.rollout.multi_turn.repeatable:
         barriers.append(tool_calls.add_barrier())

@@ -264,9 +264,6 @@ class TraceRecorder(Recorder):
     def _why_dropped(self, group: ScoredGroup) -> str:
         """Return what can be said of a group that ``keep_group`` refused: it returns no reason."""
         alike = [name for name in group.scores[0].parts if len({s.parts.get(name) for s in group.scores}) == 1]
-        metric = self.config.algorithm.filter_groups.metric
-        if self.config.algorithm.filter_groups.enable and metric in alike:
-            return f"all {len(group)} answers have {metric} = {group.scores[0].parts[metric]:g}"
         return f"keep_group refused it; alike in all answers: {', '.join(alike) or 'nothing'}"
 
     def _texts(self, ids: Sequence[int]) -> list[str | dict[str, str]]:

@@ -58,8 +58,6 @@ class StepChecks(Recorder):
         self.turns.check(groups)
         use_checks.samples_are_independent(groups, greedy=not self._samples())
         use_checks.scores_are_of_their_answers(groups, self.grade_again)
-        if self.config.algorithm.filter_groups.enable:
-            use_checks.kept_groups_differ(groups, self.config.algorithm.filter_groups.metric)
         if self.check_episodes is None:
             use_checks.prompts_are_their_groups(groups, untouched=self.own_prompts)
         else:

@@ -1,11 +1,12 @@
 """DAPO (arXiv:2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping. See README.md.
 
-The core trainer has each technique behind its key; the recipe is their configuration.
-
 python -m recipes.dapo.main_dapo key=value ...    DRY_RUN=1 in the environment only checks the configuration
 """
 
 from core import launch
 
+TRAINER = "recipes.dapo.dapo_ray_trainer:RayDAPOTrainer"
+HOOKS = ("shape_reward", "keep_group")  # what RayDAPOTrainer overrides
+
 if __name__ == "__main__":
-    launch.main("dapo")
+    launch.main("dapo", trainer=TRAINER, hooks=HOOKS)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -14,14 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from core.algorithm.advantages import AdvantageInputs, grpo
-from core.config import compose, examine
+from core.config import compose, convert, examine
 from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches
-from core.ray_trainer import RayPPOTrainer
-from core.rewards.overlong import overlong_punishment
 from core.rollout.collect import Exhausted
 from core.types import ScoredGroup, Stop
 from recipes.dapo import main_dapo
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer, overlong_punishment
 from recipes.lab import report
 from recipes.lab.base_model import BaseRecipe, build
 from reward_scores.score import Score, ScoreStatus
@@ -71,6 +71,15 @@ def test_the_punishment_is_added_to_the_score_and_leaves_acc_alone(length, value
     assert not shaped.masked and "is_overlong" not in shaped.parts
     threefold = trainer("reward_model.overlong_buffer.penalty_factor=3.0").shape_reward(WRONG, trajectory(length))
     assert threefold.value == -1.0 + 3 * (value - 1.0) and threefold.acc == 0.0
+
+
+def test_the_prompt_is_no_part_of_the_length():
+    """Neither the penalty nor the mask counts its tokens, and an answer that ends at the limit was not cut off."""
+    both, long = trainer(FILTERING), dataclasses.replace(trajectory(16384), prompt_ids=[1] * 20480)
+    shaped = both.shape_reward(RIGHT, long)
+    assert shaped.parts["overlong"] == 0 and shaped.value == 1.0 and not shaped.masked
+    assert not both.shape_reward(RIGHT, trajectory(20480)).masked
+    assert both.shape_reward(RIGHT, trajectory(20480, stop=Stop.LENGTH)).masked
 
 
 def test_the_log_says_which_answers_reached_into_the_buffer():
@@ -150,6 +159,9 @@ def test_each_technique_has_a_switch_of_its_own():
         (["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"], "KL penalty"),
         (["algorithm.filter_groups.max_num_gen_batches=0"], "collecting for a step is bounded"),
         (["data.gen_batch_size=512"], "data.gen_batch_size=512: must be at least"),
+        (["reward_model.overlong_buffer.len=0"], "reward_model.overlong_buffer.len=0: "),
+        (["reward_model.overlong_buffer.penalty_factor=0"], "reward_model.overlong_buffer.penalty_factor=0.0: "),
+        (["algorithm.adv_estimator=maxrl"], "algorithm.adv_estimator=maxrl: "),
     ],
 )
 def test_bad_input_is_refused(overrides, says):
@@ -181,17 +193,48 @@ def test_a_truncated_answer_carries_no_loss_and_keeps_its_reward_in_the_group():
 # -- the recipe's folder --
 
 
-def test_each_part_alone_is_a_key_of_any_recipe():
-    """Under GRPO: the penalty without the filter, the filter without the penalty, and neither."""
-    buffer = ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100"]
-    buffer += ["reward_model.overlong_buffer.penalty_factor=1.0", "reward_model.reward_manager=dapo"]
-    punished = RayPPOTrainer(compose("grpo", buffer))
-    filtered = RayPPOTrainer(compose("grpo", ["algorithm.filter_groups.enable=True"]))
-    plain = RayPPOTrainer(compose("grpo"))
-    alike, long = group([RIGHT, RIGHT]), trajectory(462)
-    assert punished.shape_reward(RIGHT, long).value == 0.5 and punished.keep_group(alike)
-    assert filtered.shape_reward(RIGHT, long) is RIGHT and not filtered.keep_group(alike)
-    assert plain.shape_reward(RIGHT, long) is RIGHT and plain.keep_group(alike)
+OFF = (
+    *("algorithm.filter_groups.enable=False", "algorithm.filter_groups.metric=acc", NO_BUFFER),
+    *("reward_model.overlong_buffer.len=4096", "actor_rollout_ref.actor.overlong_filtering=False"),
+)
+
+
+def test_techniques_that_are_off_are_accepted_by_other_recipes():
+    composed = examine("grpo", OFF)
+    assert not composed.problems and composed.config == compose("grpo")
+    assert composed.unused.keys() == {text.partition("=")[0] for text in OFF}
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
+def test_techniques_that_are_on_are_refused_with_the_command_that_has_them(recipe):
+    """One line; its command composes what the recipe would, with DAPO's keys set, and nothing of dapo.yaml."""
+    plain = ["preset=lab", "data.gen_batch_size=1024", "trainer.seed=7", f"{ROLLOUT}.n=4"]
+    techniques = ["algorithm.filter_groups.enable=True", FILTERING, "data.overlong_buffer={enable: True, len: 4}"]
+    techniques += ["reward_model.overlong_buffer.penalty_factor=0.5"]
+    (problem,) = examine(recipe, [*plain, *techniques]).problems
+    assert problem.startswith("algorithm.filter_groups.enable=true: belongs to DAPO")
+    words = shlex.split(problem.partition("; run ")[2])
+    assert words[:3] == ["python", "-m", "recipes.dapo.main_dapo"]
+    found, alone = convert.flat(compose("dapo", words[3:])), convert.flat(compose(recipe, plain))
+    names = ("trainer.project_name", "trainer.default_local_dir")  # of the recipe
+    assert {key: found[key] for key in alone if key not in names} == {
+        key: value for key, value in alone.items() if key not in names
+    }
+    own = {key: found[key] for key in found.keys() - alone.keys()}
+    assert own["reward_model.overlong_buffer.len"] == 4 and own["reward_model.overlong_buffer.penalty_factor"] == 0.5
+    assert own["algorithm.filter_groups.enable"] and own["actor_rollout_ref.actor.overlong_filtering"]
+
+
+def test_a_recipe_with_keys_of_its_own_has_no_such_command():
+    (problem,) = examine("search_r1", ["algorithm.filter_groups.enable=True"]).problems
+    assert problem.endswith("; set algorithm.filter_groups.enable=False")
+
+
+def test_keys_of_a_technique_that_is_off_are_listed_as_unused():
+    off = examine("dapo", ["algorithm.filter_groups={enable: False, metric: format}", NO_BUFFER])
+    assert off.unused.keys() == {"algorithm.filter_groups.metric"} and not off.problems
+    assert {"reward_model.overlong_buffer.len", "reward_model.overlong_buffer.log"} <= off.without_effect
+    assert not {"algorithm.filter_groups.metric"} & examine("dapo", []).without_effect
 
 
 def test_the_presets_differ_where_paper_and_script_do():
@@ -235,18 +278,18 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayPPOTrainer:
+def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
     """A trainer that is ready to fit, with a dump of what it trains on."""
     common = [
         *(f"{ROLLOUT}.n=2", "reward_model.overlong_buffer.len=2", f"trainer.rollout_data_dir={run}-rollouts"),
         *("data.gen_batch_size=6", "trainer.test_freq=-1", "trainer.val_before_train=False"),
     ]
     arguments = command(files, "dapo", steps, *common, *overrides)(run)[3:]
-    return RayPPOTrainer(compose("dapo", arguments)).init_workers()
+    return RayDAPOTrainer(compose("dapo", arguments)).init_workers()
 
 
 def test_a_metric_that_the_scorer_does_not_give_ends_the_run_before_a_model_loads(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(RayPPOTrainer, "make_workers", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(RayDAPOTrainer, "make_workers", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(InputError, match=r"metric=format: the scorer of data_source=tests/letters gives no such part"):
         tiny(files, tmp_path / "run", 1, "algorithm.filter_groups.metric=format")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -58,7 +58,6 @@ class ActorConfig(Sharing, Section):
     kl_loss_coef: limits.NonNegative = 0.001  # coefficient of the KL in the loss
     kl_loss_type: KLKind = "low_var_kl"  # estimator of the KL in the loss
     grad_clip: limits.Positive = 1.0  # largest norm of the gradient of an update
-    overlong_filtering: bool = False  # truncated answers carry no loss
     state_masking: bool = True  # tokens that tools wrote carry no loss; False is Search-R1's ablation
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence; use_remove_padding is needed
     tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices; FSDP2 shards over the others

@@ -19,13 +19,6 @@ class KLCtrlConfig(Section):
     target_kl: float = 0.1  # the KL that the adaptive coefficient aims at
 
 
-class FilterGroupsConfig(Section):
-    enable: bool = False  # draw more prompts in place of those whose answers all score the same
-    metric: str | None = None  # part of the score that has to differ; None: acc
-    max_num_gen_batches: limits.Size = 10  # most prompts drawn for one step, in units of gen_batch_size
-    on_exhausted: Literal["train", "raise"] = "train"  # at that limit: train on the groups there are, or end the run
-
-
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimator = "gae"  # advantage estimator
     gamma: limits.Share = 1.0  # discount a token
@@ -34,46 +27,20 @@ class AlgorithmConfig(Section):
     use_kl_in_reward: bool = False  # take the KL to the reference policy off the reward
     kl_penalty: KLKind = "kl"  # estimator of the KL in the reward
     kl_ctrl: KLCtrlConfig = KLCtrlConfig()
-    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
-SHAPED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")  # metrics that hold the length penalty
 rules = RuleBook()
 
 
 @rules.problem
-def groups_and_their_filter(c: View) -> Broken:
+def answers_are_compared(c: View) -> Broken:
     if c.config.generates and c.rollout.n == 1 and c.estimator.groups:
         others = " or ".join(sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups))
         yield (
             "actor_rollout_ref.rollout.n",
             f"algorithm.adv_estimator={c.algorithm.adv_estimator} compares the answers to a prompt, so it needs "
             f"at least 2; set actor_rollout_ref.rollout.n=5, say, or use {others}",
-        )
-    if c.rollout.n == 1 and c.filters.enable and not c.estimator.groups:
-        yield (
-            "actor_rollout_ref.rollout.n",
-            "algorithm.filter_groups.enable=True drops groups of equal answers, and one answer equals itself; "
-            "set actor_rollout_ref.rollout.n=16, say, or algorithm.filter_groups.enable=False",
-        )
-    if c.filters.enable and c.data.gen_batch_size < c.data.train_batch_size:
-        yield (
-            "data.gen_batch_size",
-            f"must be at least data.train_batch_size={c.data.train_batch_size} where groups are filtered; raise "
-            "it (three times the training batch is usual), or leave it out",
-        )
-    if c.filters.enable and c.filters.max_num_gen_batches == 0:
-        yield (
-            "algorithm.filter_groups.max_num_gen_batches",
-            "must be at least 1: collecting for a step is bounded; set 10, say; at the bound the step trains on "
-            "the groups there are",
-        )
-    if c.filters.enable and c.filters.metric == "seq_final_reward" and c.algorithm.use_kl_in_reward:
-        yield (
-            "algorithm.filter_groups.metric",
-            "holds the KL penalty, which is known only after the groups are collected; use acc, score or "
-            "seq_reward, or algorithm.use_kl_in_reward=False",
         )
 
 
@@ -115,12 +82,11 @@ def the_estimator(c: View) -> Broken:
             f"{c.algorithm.adv_estimator} reads the learner's distributions, and bypass_mode makes no pass for "
             "them; set algorithm.rollout_correction.bypass_mode=False",
         )
-    if not c.estimator.penalties and (c.algorithm.use_kl_in_reward or c.buffer.enable):
+    if not c.estimator.penalties and c.algorithm.use_kl_in_reward:
         yield (
             "algorithm.adv_estimator",
             f"{c.algorithm.adv_estimator} divides by the group's mean reward, which a penalty in the reward makes "
-            "something else; switch algorithm.use_kl_in_reward and reward_model.overlong_buffer.enable off; "
-            "use_kl_loss has the KL in the loss",
+            "something else; set algorithm.use_kl_in_reward=False; use_kl_loss has the KL in the loss",
         )
 
 
@@ -143,16 +109,6 @@ def a_coefficient_stands_alone(c: View) -> Broken:
         )
 
 
-@rules.warning
-def the_filter_reads_lengths(c: View) -> Broken:
-    if c.filters.enable and c.buffer.enable and c.filters.metric in SHAPED:
-        yield (
-            "algorithm.filter_groups.metric",
-            "holds the length penalty: groups of equal answers are then kept for their lengths; acc is what the "
-            "scorer calls correct",
-        )
-
-
 @rules.unused
 def keys_of_other_objectives(c: View) -> Unused:
     if not c.algorithm.use_kl_in_reward:
@@ -170,12 +126,3 @@ def keys_of_other_objectives(c: View) -> Unused:
         )
     if c.correction.bypass_mode and not c.loss.has_ratio:
         yield (("algorithm.rollout_correction.bypass_mode",), f"{c.actor.policy_loss.loss_mode} has no ratio")
-    if not c.filters.enable:
-        yield (
-            (
-                "algorithm.filter_groups.metric",
-                "algorithm.filter_groups.max_num_gen_batches",
-                "algorithm.filter_groups.on_exhausted",
-            ),
-            "algorithm.filter_groups.enable is off",
-        )

@@ -12,13 +12,6 @@ from core.config.section import Open, Section
 from core.config.sections.judge import JudgeConfig, RewardModelModelConfig
 
 
-class OverlongBufferConfig(Section):
-    enable: bool = False  # take a penalty off the reward of answers near data.max_response_length
-    len: limits.Size = 0  # tokens before the limit in which the penalty grows
-    penalty_factor: limits.NonNegative = 0.0  # the penalty at the limit
-    log: bool = False  # record the penalty as a metric
-
-
 class RewardModuleConfig(Section):
     path: str | None = None  # file or module of a reward manager of your own (source=importlib)
     name: str | None = None  # class of that manager
@@ -61,7 +54,6 @@ class RewardModelConfig(Section):
     # what a function of yours gets as solution_str: what the policy wrote, or the whole response with what tools wrote
     solution_str: Literal["policy", "response"] = "policy"
     on_error: Literal["zero", "mask", "raise"] = "zero"  # what becomes of an answer whose scorer failed
-    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
     enable: bool = False  # a model scores the examples whose reward_model.style is "model"
@@ -138,17 +130,6 @@ def who_grades(c: View) -> Broken:
             "reward_model.memory_limit_mb",
             "is too little for a worker that has only started; at least 256; raise it, or null for no limit",
         )
-    if c.buffer.enable and (not 1 <= c.buffer.len <= c.data.max_response_length):
-        yield (
-            "reward_model.overlong_buffer.len",
-            f"must be between 1 and data.max_response_length={c.data.max_response_length}; shorten the buffer, or "
-            "lengthen the response",
-        )
-    if c.buffer.enable and c.buffer.penalty_factor == 0:
-        yield (
-            "reward_model.overlong_buffer.penalty_factor",
-            "penalises nothing; set 1.0, or reward_model.overlong_buffer.enable=False",
-        )
 
 
 @rules.warning
@@ -171,15 +152,6 @@ def what_a_function_reads(c: View) -> Broken:
 
 @rules.unused
 def parts_that_are_off(c: View) -> Unused:
-    if not c.buffer.enable:
-        yield (
-            (
-                "reward_model.overlong_buffer.len",
-                "reward_model.overlong_buffer.penalty_factor",
-                "reward_model.overlong_buffer.log",
-            ),
-            "reward_model.overlong_buffer.enable is off",
-        )
     if c.manager.in_process:
         yield (
             ("reward_model.num_workers", "reward_model.timeout_s", "reward_model.memory_limit_mb"),

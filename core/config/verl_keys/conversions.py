@@ -56,11 +56,11 @@ def token_level_loss(key: str, value: Any, line: CommandLine) -> Interpretation:
 
 
 def response_limit(key: str, value: Any, line: CommandLine) -> Interpretation:
-    """Read the length that the overlong penalty counts from, which here is the response's."""
+    """Read the length that the length penalty counts from, which here is the response's."""
     name = "data.max_response_length"
     if value == line.value(name):
-        return Interpretation(unused=f"the overlong penalty counts from {name}, which is the same")
-    rule = f"is another length than {name}={show(line.value(name))}, from which the overlong penalty counts"
+        return Interpretation(unused=f"the length penalty counts from {name}, which is the same")
+    rule = f"is another length than {name}={show(line.value(name))}, from which the length penalty counts"
     return Interpretation(rule=rule, fix="leave it out")
 
 

@@ -58,7 +58,7 @@ class Tables:
         for depth in range(len(parts) - 1, 0, -1):
             if there := self.same.get(".".join([*parts[:depth], "*"])):
                 target = ".".join([there.removesuffix(".*"), *parts[depth:]])
-                return target if convert.known(target, schema) else None
+                return target if convert.known(target, schema) or recipes.switch_of(target) else None
         return None
 
     def reason(self, key: str, schema: type[Config]) -> str | None:

@@ -138,7 +138,7 @@ class VerlRewardManager:
         self.lengths = (data.max_prompt_length, data.max_response_length)
         self.source_key = data.reward_fn_key
         given = {name: thaw(value) for name, value in self.reward.reward_kwargs.items() if name not in _scorers()}
-        offered = {"max_resp_len": data.max_response_length, "overlong_buffer_cfg": self.reward.overlong_buffer}
+        offered = {"max_resp_len": data.max_response_length}
         parameters = inspect.signature(self.kind).parameters
         offered = {name: value for name, value in offered.items() if name in parameters}
         self.manager = self.kind(

@@ -17,7 +17,7 @@ import torch
 from core.cluster.ray_workers import RayWorkers
 from core.cluster.restarts import train
 from core.config import compose
-from core.ray_trainer import RayPPOTrainer
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.ray_cluster import cluster_config, local_ray
 from tests.faults.tiny_run import command, prepare
 
@@ -80,7 +80,7 @@ def note_samples(process, folder: Path) -> None:
     process.engine.sample = noted
 
 
-class Trainer(RayPPOTrainer):
+class Trainer(RayDAPOTrainer):
     """Keeps what each step trained on; over Ray, what is drawn ahead is sent once the update has begun."""
 
     kill_in = 0  # the step whose update ends with a kill -9 of the learner, once

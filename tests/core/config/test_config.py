@@ -30,14 +30,14 @@ ACTOR = "actor_rollout_ref.actor"
 VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text())
 # keys that verl v0.6.1 and its DAPO recipe lack
 ADDED = {
-    *("data.dataset_weights", "data.curriculum", f"{ACTOR}.overlong_filtering", "reward_model.on_error"),
+    *("data.dataset_weights", "data.curriculum", "reward_model.on_error"),
     *("reward_model.weight", "trainer.resume_with_changes", "actor_rollout_ref.model.fp32_lm_head"),
     *(key for key in convert.all_keys(Config) if key.startswith("reward_model.judge.")),
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
     *(f"reward_model.sandbox_fusion.{name}" for name in ("give_up_s", "api_key_env")),
-    *("algorithm.filter_groups.on_exhausted", "trainer.backend", "trainer.cpu_threads", "trainer.seed"),
+    *("trainer.backend", "trainer.cpu_threads", "trainer.seed"),
     *("trainer.max_staleness", "trainer.health.reward_window", "trainer.reference"),
     *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
     *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
@@ -239,7 +239,7 @@ def test_nulls_follow_other_keys(monkeypatch):
     assert config.data.gen_batch_size == 1024 and config.data.seed is None
     assert (trainer.project_name, trainer.experiment_name) == ("rlrepro-ppo", "My-Model-seed3")
     assert trainer.default_local_dir == "outputs/ppo/My-Model-seed3"
-    assert config.actor_rollout_ref.rollout.name == "hf" and config.algorithm.filter_groups.metric == "acc"
+    assert config.actor_rollout_ref.rollout.name == "hf"
     assert compose("grpo").critic.enable is False
     assert resolve(config, "ppo") == config
     monkeypatch.setattr("core.config.derived_defaults.find_spec", lambda name: name == "vllm")

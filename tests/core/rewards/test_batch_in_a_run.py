@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardError
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.scripted_run import configured, prepare, scripted
 
 NO_BUFFER = "reward_model.overlong_buffer.enable=False"
@@ -70,7 +70,7 @@ def test_groups_that_are_dropped_are_made_up_for_in_whole_rounds(trained):
     found = []
     for timing in (0, 1):
         filters = ["algorithm.filter_groups.enable=True", NO_BUFFER, "data.gen_batch_size=8"]
-        run, calls, lines, index_of = trained(*filters, timing=timing, recipe="dapo", base=RayPPOTrainer, steps=3)
+        run, calls, lines, index_of = trained(*filters, timing=timing, recipe="dapo", base=RayDAPOTrainer, steps=3)
         assert len(calls) > 3  # some groups are equal: a step has more than one round
         drawn = [line["collect/prompts_drawn"] for line in lines if "collect/prompts_drawn" in line]
         assert sum(map(len, calls)) == 2 * sum(drawn) and all(len(call) % 2 == 0 for call in calls)
@@ -116,7 +116,7 @@ def test_a_validation_whose_every_answer_fails_is_not_reported(folder):
 def test_a_filter_that_drops_failing_groups_does_not_draw_for_ever(folder):
     filters = ["algorithm.filter_groups.enable=True", NO_BUFFER, "algorithm.filter_groups.max_num_gen_batches=1000"]
     config = configured(folder, "dead-dapo", *filters, recipe="dapo", steps=3)
-    run = scripted(RayPPOTrainer)(config, lambda request, _: "x").init_workers()
+    run = scripted(RayDAPOTrainer)(config, lambda request, _: "x").init_workers()
     with pytest.raises(RewardError, match="so far"):
         run.fit()
 
@@ -129,7 +129,7 @@ def test_the_rate_counts_dropped_groups_and_stands_in_the_steps_line(folder, cap
     def respond(request, version):
         return "x" if sum(request.prompt_ids) % 2 else str(request.seed % 5)
 
-    run = scripted(RayPPOTrainer)(config, respond).init_workers()
+    run = scripted(RayDAPOTrainer)(config, respond).init_workers()
     run.fit()
     lines = [json.loads(line) for line in (run.session.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(line["reward/crash_rate"] == 0.0 for line in lines) and any(line["reward/failed_rate"] for line in lines)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from core.config import examine
 from core.data.sampler import derive_seed, sampling_seed
 from core.engines import SampleRequest, SamplingParams
-from core.ray_trainer import RayPPOTrainer
 from core.rollout.background import Background
 from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from core.types import Dropped, Prompt, ScoredGroup
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run
 from reward_scores.score import Score
 from tests.core.rollout.test_collect import Rollouts, group
@@ -188,7 +188,7 @@ class Overlapping(ScriptedWorkers):
         return super().update_actor(batch, lr_multiplier)
 
 
-class Trainer(scripted(RayPPOTrainer)):
+class Trainer(scripted(RayDAPOTrainer)):
     overlapping = False
 
     def make_workers(self, device):

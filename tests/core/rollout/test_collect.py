@@ -55,8 +55,8 @@ def passes(share: float, seed: int = 0):
     return lambda g: random.Random(f"{seed}/{g.prompt.ordinal}").random() < share
 
 
-def run(rollouts, keep, state=None, wanted=5, in_flight=8, drawn=10_000, **kwargs):
-    limits = CollectLimits(wanted, in_flight, drawn)
+def run(rollouts, keep, state=None, wanted=5, in_flight=8, drawn=10_000, raise_on_exhausted=True, **kwargs):
+    limits = CollectLimits(wanted, in_flight, drawn, raise_on_exhausted)
     return asyncio.run(collect(rollouts, keep, state or CollectState(), limits, **kwargs))
 
 
@@ -177,7 +177,7 @@ def test_exhausted_trains_on_what_there_is_or_raises_with_counts():
     result = run(rollouts, keep, wanted=20, in_flight=10, drawn=30, raise_on_exhausted=False)
     assert ordinals(result) == [o for o in range(30) if keep(group(o))]
     assert result.state.next_ordinal == 30 and len(rollouts.begun) == 30
-    with pytest.raises(Exhausted, match=r"20 groups.*after 30 prompts.*max_num_gen_batches"):
+    with pytest.raises(Exhausted, match=r"20 groups.*after 30 prompts.*gen_batch_size"):
         run(Rollouts(0), keep, wanted=20, in_flight=10, drawn=30)
     with pytest.raises(Exhausted, match="0 of the 3"):
         run(Rollouts(0), lambda g: False, wanted=3, in_flight=10, drawn=12, raise_on_exhausted=False)

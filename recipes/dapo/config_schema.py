@@ -1,0 +1,66 @@
+"""The keys that only DAPO has: group filtering and what long answers cost. See ``core/config/recipes.py``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from core.config import limits
+from core.config.schema import ActorRolloutRefConfig, Config
+from core.config.section import Section
+from core.config.sections.actor import ActorConfig
+from core.config.sections.algorithm import AlgorithmConfig
+from core.config.sections.reward import RewardModelConfig
+
+PAPER = "DAPO"
+# A key that switches a technique on -> the keys that it needs. Off, other recipes' command lines may hold them
+SWITCHES = {
+    "algorithm.filter_groups.enable": "algorithm.filter_groups.*",
+    "reward_model.overlong_buffer.enable": "reward_model.overlong_buffer.*",
+    "actor_rollout_ref.actor.overlong_filtering": "actor_rollout_ref.actor.overlong_filtering",
+}
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = False  # draw more prompts in place of those whose answers all score the same
+    metric: str | None = "acc"  # part of the score that has to differ; None: acc
+    max_num_gen_batches: limits.Size = 10  # most prompts drawn for one step, in units of gen_batch_size
+    on_exhausted: Literal["train", "raise"] = "train"  # at that limit: train on the groups there are, or end the run
+
+
+class OverlongBufferConfig(Section):
+    enable: bool = False  # take a penalty off the reward of answers near data.max_response_length
+    len: limits.Size = 0  # tokens before the limit in which the penalty grows
+    penalty_factor: limits.NonNegative = 0.0  # the penalty at the limit
+    log: bool = False  # record the penalty as a metric
+
+
+class DAPOAlgorithmConfig(AlgorithmConfig):
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+
+
+class DAPORewardModelConfig(RewardModelConfig):
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+
+class DAPOActorConfig(ActorConfig):
+    overlong_filtering: bool = False  # truncated answers carry no loss
+
+
+class DAPOActorRolloutRefConfig(ActorRolloutRefConfig):
+    actor: DAPOActorConfig = DAPOActorConfig()
+
+
+class DAPOConfig(Config):
+    """The core's configuration with DAPO's keys."""
+
+    actor_rollout_ref: DAPOActorRolloutRefConfig = DAPOActorRolloutRefConfig()
+    reward_model: DAPORewardModelConfig = DAPORewardModelConfig()
+    algorithm: DAPOAlgorithmConfig = DAPOAlgorithmConfig()
+
+    @property
+    def drops_groups(self) -> bool:
+        """Whether a step leaves groups out."""
+        return self.algorithm.filter_groups.enable
+
+
+SCHEMA = DAPOConfig
