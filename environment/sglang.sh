@@ -5,7 +5,7 @@
 # With an NVIDIA driver it is what SGLang's package asks for. Without one there is no build of SGLang's kernels in the
 # package index. The environment then sees the packages of PYTHON's own (torch for a CPU, transformers), has SGLang
 # without its requirements, and a stand-in for the kernels, whose functions raise: with the arguments of
-# core/engines/sglang/sglang_engine.py none of them is called. SGLang does not support that; it is for tests and the laptop tasks.
+# core/engines/sglang.py none of them is called. SGLang does not support that; it is for tests and the laptop tasks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}" folder="${1:-.venv-sglang}" version=0.5.23

@@ -17,8 +17,7 @@ from core.checkpoint.run_state import save_tensors
 from core.config import registry
 from core.config.frozen import FrozenDict
 from core.data.vocabulary import known_ids
-from core.engines import NoEngine, RolloutEngine
-from core.engines.factory import make_engine
+from core.engines import NoEngine, RolloutEngine, make_engine
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
 from core.learner.lora import add_adapters, has_adapters, merged_weights, trained_weights

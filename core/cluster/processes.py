@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.engines import RolloutEngine, SampleRequest
-from core.engines.factory import make_engine
+from core.engines import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Packer, Proof, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
 from core.rewards.model_score import Answer, ModelScore
@@ -169,7 +168,6 @@ class LearnerProcess(Process):
         self.packer = None
         if self.learner.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.ipc_collect()
 
 
 class EngineProcess(Process):

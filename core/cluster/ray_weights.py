@@ -1,7 +1,7 @@
 """The weight sync of a cluster: from the learner ranks' shards to every engine, bucket by bucket, and the proof.
 
-The driver passes on where a bucket is, never its bytes. Ranks that share a GPU or a node with engines leave it in
-staging memory there; for engines with GPUs of their own (``hybrid_engine=False``) rank 0 broadcasts it.
+The driver passes on where a bucket is, never its bytes. A rank of each node leaves it in memory for the node's engines;
+for engines with GPUs of their own (``hybrid_engine=False``) rank 0 broadcasts it.
 """
 
 from __future__ import annotations
@@ -89,10 +89,8 @@ class WeightSync:
         return self.watch.call(PHASE, method, {rank_name(rank): one for rank, one in enumerate(each)})
 
     def _stages(self, rank: int) -> bool:
-        """Return whether the rank keeps buckets: for the engine on its GPU, for those of its node, or to broadcast."""
-        if self.broadcasts:
-            return rank == 0
-        return self.processes.device.type == "cuda" or rank % self.processes.per_node == 0
+        """Return whether the rank keeps buckets: for the engines of its node, or to broadcast."""
+        return rank == 0 if self.broadcasts else rank % self.processes.per_node == 0
 
     def _join(self) -> None:
         """Make a group of rank 0 and every device of the engines."""

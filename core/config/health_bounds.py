@@ -26,8 +26,7 @@ def exact(config: Config) -> bool:
     """Return whether engine and learner must agree to rounding: the same policy in float32, its whole distribution."""
     rollout = config.actor_rollout_ref.rollout
     whole = rollout.do_sample and rollout.top_p == 1 and rollout.top_k < 0
-    noise = (rollout.engine_kwargs.get("hf") or {}).get("logits_noise")
-    return bool(_full_precision(config) and whole and not noise and not config.trainer.max_staleness)
+    return bool(_full_precision(config) and whole and not config.trainer.max_staleness)
 
 
 def follows_rounding(config: Config) -> bool:

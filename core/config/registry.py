@@ -71,11 +71,11 @@ POLICY_LOSSES = {
 
 
 ENGINES = {  # actor_rollout_ref.rollout.name
-    "hf": EngineEntry("core.engines.factory:hf_engine"),
-    "vllm": EngineEntry("core.engines.factory:vllm_engine", package="vllm", reads=SERVING),
+    "hf": EngineEntry("core.engines.hf:make"),
+    "vllm": EngineEntry("core.engines.vllm:make", package="vllm", reads=SERVING),
     "sglang": EngineEntry(
-        "core.engines.sglang.sglang_engine:make",
-        problems="core.engines.sglang.sglang_server:problems",
+        "core.engines.sglang:make",
+        problems="core.engines.sglang_server:problems",
         seeded=False,
         top_p_within_top_k=False,
         reads_media=False,

@@ -1,22 +1,26 @@
 """The rollout engine contract: token ids in, token ids out, one request a sample, asynchronous.
 
 ``core/engines/hf.py`` (transformers, in process), ``tests/scripted_engine.py`` (tests) and
-``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. ``core/engines/sglang`` implements it
+``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. ``core/engines/sglang.py`` implements it
 except for the limitations in its docstring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from core.config import registry
+from core.config.plugins import load_object
+from core.errors import InputError
 from core.types import Media, Trajectory
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
     from core.config.schema import Config
     from core.config.sections.rollout import RolloutConfig, ValKwargs
@@ -135,3 +139,19 @@ def sampling_params(config: Config, section: RolloutConfig | ValKwargs) -> Sampl
         top_k=section.top_k if section.do_sample else -1,
         ignore_eos=config.actor_rollout_ref.rollout.ignore_eos,
     )
+
+
+def make_engine(
+    config: Config, model: Callable[[], nn.Module] | None, tokenizer: Any, device: torch.device
+) -> RolloutEngine:
+    """Make the engine that ``actor_rollout_ref.rollout.name`` names (:data:`core.config.registry.ENGINES`).
+
+    ``model`` gives the policy, which becomes the engine's own; vLLM and SGLang make their own and need the first
+    ``update_weights`` before they sample. Without ``model``, where nothing learns, the engine itself reads the weights
+    of ``actor_rollout_ref.model.path``, in its own number format, and may sample at once.
+    ``rollout.engine_kwargs.<name>.*`` are options beyond verl's. Raises InputError for an engine that cannot be had.
+    """
+    name = config.actor_rollout_ref.rollout.name
+    if name not in registry.ENGINES:
+        raise InputError(f"actor_rollout_ref.rollout.name={name}: there are {' and '.join(registry.ENGINES)}")
+    return load_object(registry.ENGINES[name].function)(config, model, tokenizer, device)

@@ -1,8 +1,10 @@
-"""What engines that compute step by step in the caller's process share: requests, their consumers, event loops.
+"""What this repository's engines share: the checks of requests and updates, and the loop of those that decode here.
 
-One task of the running event loop steps while requests are in flight and ends with the last of them. It yields
-between steps, so that what is finished is scored while the rest decodes. There are no threads and no timers: the
-requests' consumers alone decide the order of everything, and a replay repeats it to the bit.
+:class:`Engine` checks a request, replaces weights and closes. :class:`InProcessEngine` adds the loop of engines that
+compute step by step in the caller's process. One task of the running event loop steps while requests are in flight and
+ends with the last of them. It yields between steps, so that what is finished is scored while the rest decodes. There
+are no threads and no timers: the requests' consumers alone decide the order of everything, and a replay repeats it to
+the bit.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from core.algorithm import invariants
 from core.engines import SampleRequest
-from core.engines.sampling import StopRule
+from core.engines.stopping import StopRule
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.engines.weight_check import check_weights, held_weights
-from core.errors import BrokenInvariant
 from core.types import Segment, Stop, Trajectory
+
+SETTLED_TURNS = 32  # turns of the event loop after scores from elsewhere came: more than all their effects can take
+TURNS = 4  # turns after a sample ended: its consumer, and those that it wakes, may request more
 
 
 def one_turn(
@@ -41,18 +44,14 @@ def one_turn(
     )
 
 
-SETTLED_TURNS = 32  # turns of the event loop after scores from elsewhere came: more than all their effects can take
-TURNS = 4  # turns after a sample ended: its consumer, and those that it wakes, may request more
-
-
 @dataclass(eq=False)
 class Row:
     """A request in flight and what it has written so far."""
 
     request: SampleRequest
-    future: asyncio.Future
     rule: StopRule
     version: int
+    future: asyncio.Future | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
@@ -65,10 +64,8 @@ class Row:
         return self.stop is not None
 
 
-class InProcessEngine(ABC):
-    """:class:`core.engines.RolloutEngine` without the computing, which the abstract methods and ``probe`` do.
-
-    Rows are in ``_waiting``, then in :meth:`_running`.
+class Engine(ABC):
+    """The parts of :class:`core.engines.RolloutEngine` that do not depend on what computes.
 
     ``eos`` are the ids that end a response; prompts hold ids below ``vocab_size``; prompt and response together have
     at most ``max_length`` tokens, which ``length_key`` bounds.
@@ -80,28 +77,7 @@ class InProcessEngine(ABC):
         self.tokenizer, self.eos = tokenizer, eos
         self.vocab_size, self.max_length = vocab_size, max_length
         self.policy_version = 0
-        self._waiting: list[Row] = []
-        self._task: asyncio.Task | None = None
         self._closed = False
-        # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next
-        # step, and a replay stays exact. True: some of those answers came, and their receivers may request more.
-        self.before_step: Callable[[], Awaitable[bool]] | None = None
-
-    @abstractmethod
-    def _running(self) -> list[Row]:
-        """Return the rows that are being computed."""
-
-    @abstractmethod
-    def _admit(self) -> None:
-        """Admit from the front of ``_waiting`` what has room."""
-
-    @abstractmethod
-    def _advance(self) -> list[Row]:
-        """Take a step and return the rows that ended with it, which are not running any more."""
-
-    @abstractmethod
-    def _drop(self, rows: list[Row]) -> None:
-        """Stop computing these running rows."""
 
     @abstractmethod
     def _model(self) -> nn.Module:
@@ -116,25 +92,20 @@ class InProcessEngine(ABC):
         """Make the new weights those of all requests, and return a proof for each device."""
 
     @abstractmethod
+    def _in_flight(self) -> int:
+        """Return how many requests are in flight, after dropping those of event loops that are closed."""
+
+    @abstractmethod
+    def _cancel_all(self) -> None:
+        """Cancel all requests."""
+
+    @abstractmethod
     def _free(self) -> None:
         """Release model and cache; nothing is in flight."""
 
-    async def sample(self, request: SampleRequest) -> Trajectory:
-        """Sample a trajectory. Raises ValueError for a request that this model or cache cannot hold, RuntimeError
-        once the engine is closed, FloatingPointError where the weights give no finite logits."""
+    def _check(self, request: SampleRequest) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        self._check(request)
-        loop = asyncio.get_running_loop()
-        if self._task is None or self._task.get_loop() is not loop or self._task.done():
-            self._drop_all()  # what a former event loop left behind
-            self._task = loop.create_task(self._decode())
-        rule = StopRule(request.sampling, self.eos, self.tokenizer)
-        row = Row(request, loop.create_future(), rule, self.policy_version)
-        self._waiting.append(row)
-        return await row.future
-
-    def _check(self, request: SampleRequest) -> None:
         prompt, budget = request.prompt_ids, request.sampling.max_tokens
         if not prompt:
             raise ValueError("SampleRequest.prompt_ids is empty: a response needs at least one token to follow")
@@ -149,62 +120,11 @@ class InProcessEngine(ABC):
                 f"{self.max_length}: lower data.max_prompt_length or data.max_response_length"
             )
 
-    async def _decode(self) -> None:
-        task, turns = asyncio.current_task(), TURNS
-        try:
-            while True:
-                await self._let_consumers_act(turns)
-                self._waiting = _awaited(self._waiting)
-                if aborted := [row for row in self._running() if row.future.done()]:
-                    self._drop(aborted)
-                self._admit()
-                if not self._running():
-                    return
-                finished = self._advance()
-                self._deliver(finished)
-                turns = TURNS if finished else 1
-        except Exception as error:
-            waiting = self._in_flight()
-            for row in waiting:
-                row.future.set_exception(error)
-            if not waiting:  # nobody awaits an answer: the fault must not end here unseen
-                raise
-        finally:
-            if self._task is task:  # else another event loop has taken over
-                self._drop_all()
+    def _row(self, request: SampleRequest) -> Row:
+        return Row(request, StopRule(request.sampling, self.eos, self.tokenizer), self.policy_version)
 
-    async def _let_consumers_act(self, turns: int) -> None:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        while self.before_step is not None and await self.before_step():
-            for _ in range(SETTLED_TURNS):
-                await asyncio.sleep(0)
-
-    def _in_flight(self) -> list[Row]:
-        return _awaited(self._running() + self._waiting)
-
-    def _drop_all(self) -> None:
-        for row in self._in_flight():
-            if not row.future.get_loop().is_closed():
-                row.future.cancel()
-        self._waiting = []
-        self._drop(list(self._running()))
-        self._task = None
-
-    def _deliver(self, rows: list[Row]) -> None:
-        turns = [
-            (row, one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer))
-            for row in _awaited(rows)
-        ]
-        try:
-            ended = [(turn.response_ids, row.rule.eos) for row, turn in turns if turn.stop is Stop.EOS]
-            invariants.turns_end_as_reported(ended)
-        except BrokenInvariant as error:  # these rows are in flight no more: nobody else would tell their consumers
-            for row, _ in turns:
-                row.future.set_exception(error)
-            return
-        for row, turn in turns:
-            row.future.set_result(turn)
+    def _trajectory(self, row: Row) -> Trajectory:
+        return one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
         """Replace all weights. Each must come, under one of its names where it has several (tied embeddings); two
@@ -228,22 +148,113 @@ class InProcessEngine(ABC):
         self._refuse_in_flight("sleep")
 
     def _refuse_in_flight(self, what: str) -> None:
-        live = [row for row in self._in_flight() if not row.future.get_loop().is_closed()]
-        if live:
-            raise RuntimeError(f"{what} with {len(live)} requests in flight: await or cancel them first")
-        self._waiting = []
-        self._drop(list(self._running()))  # what a closed event loop left behind must not go on with other weights
+        if count := self._in_flight():
+            raise RuntimeError(f"{what} with {count} requests in flight: await or cancel them first")
 
     def close(self) -> None:
         """Cancel what is in flight and release model and cache. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._cancel_all()
+            self._free()
+
+
+class InProcessEngine(Engine):
+    """An engine that computes a step of all running rows at a time. Rows are in ``_waiting``, then in ``_running``."""
+
+    def __init__(self, tokenizer: Any, eos: frozenset[int], vocab_size: int, max_length: int | None):
+        super().__init__(tokenizer, eos, vocab_size, max_length)
+        self._waiting: list[Row] = []
+        self._task: asyncio.Task | None = None
+        # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next
+        # step, and a replay stays exact. True: some of those answers came, and their receivers may request more.
+        self.before_step: Callable[[], Awaitable[bool]] | None = None
+
+    @abstractmethod
+    def _running(self) -> list[Row]:
+        """Return the rows that are being computed."""
+
+    @abstractmethod
+    def _admit(self) -> None:
+        """Admit from the front of ``_waiting`` what has room."""
+
+    @abstractmethod
+    def _advance(self) -> list[Row]:
+        """Take a step and return the rows that ended with it, which are not running any more."""
+
+    @abstractmethod
+    def _drop(self, rows: list[Row]) -> None:
+        """Stop computing these running rows."""
+
+    async def sample(self, request: SampleRequest) -> Trajectory:
+        """Sample a trajectory. Raises ValueError for a request that this model or cache cannot hold, RuntimeError
+        once the engine is closed, FloatingPointError where the weights give no finite logits."""
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        if self._task is None or self._task.get_loop() is not loop or self._task.done():
+            self._drop_all()  # what a former event loop left behind
+            self._task = loop.create_task(self._decode())
+        row = self._row(request)
+        row.future = loop.create_future()
+        self._waiting.append(row)
+        return await row.future
+
+    async def _decode(self) -> None:
+        task, turns = asyncio.current_task(), TURNS
+        try:
+            while True:
+                await self._let_consumers_act(turns)
+                self._waiting = _awaited(self._waiting)
+                if aborted := [row for row in self._running() if row.future.done()]:
+                    self._drop(aborted)
+                self._admit()
+                if not self._running():
+                    return
+                finished = self._advance()
+                self._deliver(finished)
+                turns = TURNS if finished else 1
+        except Exception as error:
+            waiting = _awaited(self._running() + self._waiting)
+            for row in waiting:
+                row.future.set_exception(error)
+            if not waiting:  # nobody awaits an answer: the fault must not end here unseen
+                raise
+        finally:
+            if self._task is task:  # else another event loop has taken over
+                self._drop_all()
+
+    async def _let_consumers_act(self, turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        while self.before_step is not None and await self.before_step():
+            for _ in range(SETTLED_TURNS):
+                await asyncio.sleep(0)
+
+    def _deliver(self, rows: list[Row]) -> None:
+        for row in _awaited(rows):
+            row.future.set_result(self._trajectory(row))
+
+    def _in_flight(self) -> int:
+        rows = _awaited(self._running() + self._waiting)
+        live = sum(not row.future.get_loop().is_closed() for row in rows)
+        if not live:  # what a closed event loop left behind must not go on with other weights
+            self._waiting = []
+            self._drop(list(self._running()))
+        return live
+
+    def _drop_all(self) -> None:
+        for row in _awaited(self._running() + self._waiting):
+            if not row.future.get_loop().is_closed():
+                row.future.cancel()
+        self._waiting = []
+        self._drop(list(self._running()))
+        self._task = None
+
+    def _cancel_all(self) -> None:
         task = self._task
         self._drop_all()
         if task is not None and not task.get_loop().is_closed():
             task.cancel()
-        self._free()
 
 
 def _awaited(rows: list[Row]) -> list[Row]:

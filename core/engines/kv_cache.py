@@ -9,21 +9,19 @@ is what decoding spends its time on beside the matrix products.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 ATTENTION = "shared_prompts"  # the name under which transformers finds attend_to_stores
+Shapes = tuple[tuple[int, int], tuple[int, int]]  # (heads, dim) of keys and of values
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class Decode:
         self.columns = int(length_N.max()) + 1
         self.even = int(length_N.min()) + 1 == self.columns  # the new tokens share a column
         self.length = None if self.even else torch.from_numpy(length_N).to(device)
-        self.position_N = self.prefix_N + length_N
         self._masks: dict[int | None, Tensor | None] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
         # slot_N numbers the rows of a prompt, slots is the most of one prompt.
@@ -58,16 +55,6 @@ class Decode:
         self.slots, self.slot_N = int(count_P.max()), np.empty(self.rows, np.int64)
         in_order = np.arange(self.rows) - np.repeat(np.cumsum(count_P) - count_P, count_P)
         self.slot_N[np.argsort(prompt_N, kind="stable")] = in_order
-
-    def positions(self, ahead_P: np.ndarray) -> Tensor:
-        """Return the new tokens' positions, [1, 1] where all rows agree, otherwise [N, 1].
-
-        ``ahead_P``, [P], is added to the number of tokens before them.
-        """
-        position_N = self.position_N + ahead_P[self.prompt_N]
-        if (position_N == position_N[0]).all():
-            position_N = position_N[:1]
-        return torch.from_numpy(position_N).to(self.device)[:, None]
 
     def lines(self, heads: int) -> tuple[Tensor, Tensor]:
         """Return the map from row and head ``[N * heads]`` to prompt, head and slot ``[P * heads * slots]``, and back.
@@ -87,7 +74,8 @@ class Decode:
 
         ``window``: only so many of the last positions, the new token's own included.
         """
-        if window is not None and window > self.position_N.max():
+        position_N = self.prefix_N + self.length_N
+        if window is not None and window > position_N.max():
             window = None
         if window not in self._masks:
             prefix, column = np.arange(self.prefix_columns), np.arange(self.columns)
@@ -95,7 +83,7 @@ class Decode:
             if window is not None:
                 prefix = np.broadcast_to(prefix, (self.rows, self.prefix_columns))
                 position = np.concatenate([prefix, self.prefix_N[:, None] + column], 1)
-                seen &= position > self.position_N[:, None] - window
+                seen &= position > position_N[:, None] - window
             everything = bool(seen.all())
             self._masks[window] = None if everything else torch.from_numpy(seen).to(self.device)[:, None, None]
         return self._masks[window]
@@ -103,13 +91,13 @@ class Decode:
 
 class SharedPromptLayer(CacheLayerMixin):
     """The two stores of one layer, of keys and values each. ``plan`` is what the forward pass under way writes and
-    reads; ``shapes`` are (heads, dim) of the keys and of the values."""
+    reads. ``own_attention``: the model attends by :func:`attend_to_stores`."""
 
     is_sliding = False
 
-    def __init__(self, shapes: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype, device: torch.device):
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: torch.device, own_attention: bool):
         super().__init__()
-        self.shapes, self.dtype, self.device = shapes, dtype, device
+        self.shapes, self.dtype, self.device, self.own_attention = shapes, dtype, device, own_attention
         self.stores: dict[str, list[Tensor]] = {"prompts": [], "responses": []}
         self.plan: Prefill | Decode | None = None
         self.is_initialized = True
@@ -124,15 +112,15 @@ class SharedPromptLayer(CacheLayerMixin):
                 new[: entries.shape[0], :, : entries.shape[2]] = entries
             self.stores[kind].append(new)
 
-    def read(self, kind: str, places: int, columns: int) -> list[Tensor]:
-        return [tensor[:places, :, :columns] for tensor in self.stores[kind]]
+    def prompts(self) -> list[Tensor]:
+        return [tensor[: self.plan.prompts, :, : self.plan.prefix_columns] for tensor in self.stores["prompts"]]
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise RuntimeError("SharedPromptCache.reserve allocates")
+    def responses(self) -> list[Tensor]:
+        return [tensor[: self.plan.rows, :, : self.plan.columns] for tensor in self.stores["responses"]]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values. Return all of a decode step, [N, heads, columns, dim], for attention
-        functions that do not read the stores; the new ones for our own, which does, and for a prefill."""
+        """Store the new keys and values, and return them. For an attention function that does not read the stores
+        return all keys and values of a decode step, [N, heads, columns, dim]."""
         plan, new = self.plan, (key_states, value_states)
         if isinstance(plan, Prefill):
             count, _, width, _ = key_states.shape
@@ -144,12 +132,14 @@ class SharedPromptLayer(CacheLayerMixin):
                 tensor[: plan.rows, :, plan.columns - 1] = states[:, :, 0]
             else:
                 tensor[torch.arange(plan.rows, device=tensor.device), :, plan.length] = states[:, :, 0]
-        if _under_way.get() is not None:
+        if self.own_attention:
+            key_states.stores = self  # transformers hands an attention function no cache
             return new
         places = torch.from_numpy(plan.prompt_N).to(key_states.device)
-        prompts = self.read("prompts", plan.prompts, plan.prefix_columns)
-        responses = self.read("responses", plan.rows, plan.columns)
-        return tuple(torch.cat([p[places], r], 2) for p, r in zip(prompts, responses, strict=True))
+        return tuple(torch.cat([p[places], r], 2) for p, r in zip(self.prompts(), self.responses(), strict=True))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise RuntimeError("SharedPromptCache.reserve allocates")
 
     def get_seq_length(self) -> int:
         return self.plan.prefix_columns + self.plan.columns - 1 if isinstance(self.plan, Decode) else 0
@@ -164,16 +154,34 @@ class SharedPromptLayer(CacheLayerMixin):
 class SharedPromptCache(Cache):
     """The stores of all layers, as the ``past_key_values`` of a transformers model.
 
-    ``shapes`` are the (heads, dim) of keys and values, layer by layer. ``allocated`` has (places, columns) of the
-    stores ``prompts`` and ``responses``.
+    ``allocated`` has (places, columns) of the stores ``prompts`` and ``responses``. Raises ValueError for a model that
+    stores something other than keys and values of its tokens.
     """
 
-    def __init__(self, shapes: list[tuple[tuple[int, int], tuple[int, int]]], dtype: torch.dtype, device: torch.device):
-        super().__init__(layers=[SharedPromptLayer(pair, dtype, device) for pair in shapes])
-        numbers = sum(math.prod(shape) for pair in shapes for shape in pair)
-        self.bytes_per_token = numbers * torch.empty((), dtype=dtype).element_size()
-        self.device = device
+    def __init__(self, model: Any):
+        seen = DynamicCache(config=model.config)  # one token through the model shows what it stores
+        with torch.inference_mode():
+            one = torch.ones(1, 1, dtype=torch.long, device=model.device)
+            model.base_model(input_ids=one, attention_mask=one, past_key_values=seen, use_cache=True)
+        if any(getattr(layer, "keys", None) is None for layer in seen.layers):
+            kinds = sorted({type(layer).__name__ for layer in seen.layers})
+            raise ValueError(
+                f"rollout.name=hf cannot run {type(model).__name__}: its cache ({', '.join(kinds)}) is not plain keys "
+                "and values; use another engine"
+            )
+        options = (seen.layers[0].keys.dtype, model.device, model.config._attn_implementation == ATTENTION)
+        pairs = [(layer.keys, layer.values) for layer in seen.layers]
+        shapes = [tuple((tensor.shape[1], tensor.shape[3]) for tensor in pair) for pair in pairs]
+        super().__init__(layers=[SharedPromptLayer(pair, *options) for pair in shapes])
+        self.bytes_per_token = sum(tensor.nbytes for pair in pairs for tensor in pair)
+        self.device = model.device
         self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
+
+    def begin(self, plan: Prefill | Decode) -> SharedPromptCache:
+        """Set what the next forward pass writes and reads."""
+        for layer in self.layers:
+            layer.plan = plan
+        return self
 
     def reserve(self, kind: str, places: int, columns: int) -> None:
         """Allocate the store ``kind`` anew; layer after layer, so that only one is held twice."""
@@ -188,25 +196,10 @@ class SharedPromptCache(Cache):
             for tensor in layer.stores[kind]:
                 tensor[target, :, :columns] = tensor[source, :, :columns]
 
-    @contextmanager
-    def forward(self, plan: Prefill | Decode, *, own_attention: bool) -> Iterator[None]:
-        """Set, while the model runs, what the layers write and read, and whether our attention reads the stores."""
-        for layer in self.layers:
-            layer.plan = plan
-        token = _under_way.set(self if own_attention and isinstance(plan, Decode) else None)
-        try:
-            yield
-        finally:
-            _under_way.reset(token)
-
     def free(self) -> None:
         for layer in self.layers:
             layer.stores, layer.plan = {"prompts": [], "responses": []}, None
         self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
-
-
-# transformers hands an attention function no cache: the decode step under way names it here.
-_under_way: ContextVar[SharedPromptCache | None] = ContextVar("decode step under way", default=None)
 
 
 def attend_to_stores(
@@ -230,21 +223,20 @@ def attend_to_stores(
         query    [N, heads, 1, dim]
         returns  [N, 1, heads, dim]
     """
-    cache = _under_way.get()
-    if cache is None:
+    layer: SharedPromptLayer | None = getattr(key, "stores", None)
+    if layer is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    layer = cache.layers[module.layer_idx]
     plan = layer.plan
     rows, heads, _, dim = query.shape
     kv_heads = layer.shapes[0][0]
     scale = dim**-0.5 if scaling is None else scaling
     query = query.reshape(rows * kv_heads, heads // kv_heads, dim)
-    key, value = (store.flatten(0, 1) for store in layer.read("responses", rows, plan.columns))
+    key, value = (store.flatten(0, 1) for store in layer.responses())
     scores = _scores(query, key, scale)
     width = plan.prefix_columns
     if width:
         there, back = plan.lines(kv_heads)
-        key_P, value_P = (store.flatten(0, 1) for store in layer.read("prompts", plan.prompts, width))
+        key_P, value_P = (store.flatten(0, 1) for store in layer.prompts())
         grouped = query.index_select(0, there).view(len(key_P), -1, dim)
         prompt_scores = _scores(grouped, key_P, scale).view(len(there), -1, width).index_select(0, back)
         scores = torch.cat([prompt_scores, scores], -1)

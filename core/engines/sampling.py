@@ -1,4 +1,4 @@
-"""Drawing one token a row, seeded by a counter and indifferent to what else is in the batch; and what ends a response.
+"""Drawing one token a row, seeded by a counter and indifferent to what else is in the batch.
 
 A row's randomness is a hash of (its seed, the position in its response): no generator has a state, so
 a sample depends neither on its neighbours nor on the order in which rows are computed.
@@ -10,19 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from core.data.vocabulary import end_ids
 from core.engines import SamplingParams
-from core.types import Stop
 
 MAX_CELLS = 1 << 25  # rows are drawn in chunks of at most this many logits: bounds the memory of the sort and the sum
-
-UNFINISHED = "\ufffd"  # what a decoder writes for a character whose bytes are not complete yet
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
@@ -41,31 +36,6 @@ def uniforms(seed_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
     return (bits_N >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def perturbed(
-    logits_NV: Tensor, settings: RowSettings, seed_N: np.ndarray, position_N: np.ndarray, scale: float
-) -> Tensor:
-    """Return the logits with normal noise of standard deviation ``scale``; greedy rows stay as they are.
-
-    An engine with rounding of its own draws from such a distribution. The noise depends on seed, position and token
-    alone, so that a sample can be drawn again.
-
-    Shapes:
-        logits_NV   [N, V], any float type
-        seed_N      [N] uint64
-        position_N  [N] uint64
-        returns     [N, V] float32, or ``logits_NV`` itself where every row is greedy
-    """
-    if settings.all_greedy:
-        return logits_NV
-    row_N = _splitmix(_splitmix(_splitmix(seed_N) + position_N))  # once more than for the row's own draw
-    bits_NV = _splitmix(row_N[:, None] + np.arange(logits_NV.shape[1], dtype=np.uint64))
-    uniform_NV = torch.from_numpy(((bits_NV >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
-    noise_NV = torch.special.ndtri(uniform_NV).mul_(scale).to(logits_NV.device, torch.float32)
-    if settings.greedy_N is not None:
-        noise_NV = noise_NV.masked_fill(settings.greedy_N[:, None], 0.0)
-    return logits_NV.float() + noise_NV
-
-
 def _splitmix(x: np.ndarray) -> np.ndarray:
     x = (x + np.uint64(1)) * _GOLDEN  # wraps around, as it should
     for shift, factor in _MIX:
@@ -75,41 +45,31 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How each row is sampled, as tensors; None where no row needs a stage, so that it can be skipped.
+    """How each row is sampled, as tensors.
 
     Greedy rows have temperature 1 and no truncation here: their log-probs are those of the full distribution.
     """
 
-    temperature_N: Tensor | None  # None: 1 everywhere
-    top_k_N: Tensor | None  # None: off everywhere; the vocabulary's size where it is off
-    top_p_N: Tensor | None  # None: off everywhere; 1 where it is off
-    greedy_N: Tensor | None  # None: no row
-    all_greedy: bool
+    temperature_N: Tensor
+    top_k_N: Tensor  # the vocabulary's size where it is off
+    top_p_N: Tensor  # 1 where it is off
+    greedy_N: Tensor
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSettings:
         rows = len(params)
-        if all(p is params[0] for p in params):
-            params = params[:1]  # the usual case, and the reason for expand below
+        if len(set(map(id, params))) == 1:  # the usual case, and the reason for expand below
+            params = params[:1]
         greedy = [p.temperature == 0 for p in params]
         heat = [1.0 if p.temperature == 0 else p.temperature for p in params]
         top_k = [vocab_size if p.top_k < 0 or p.temperature == 0 else min(p.top_k, vocab_size) for p in params]
         top_p = [1.0 if p.temperature == 0 else p.top_p for p in params]
-
-        def column(values: list, needed: bool, dtype: torch.dtype) -> Tensor | None:
-            return torch.tensor(values, dtype=dtype, device=device).expand(rows) if needed else None
-
-        return cls(
-            column(heat, any(value != 1 for value in heat), torch.float32),
-            column(top_k, any(value < vocab_size for value in top_k), torch.int64),
-            column(top_p, any(value < 1 for value in top_p), torch.float64),
-            column(greedy, any(greedy), torch.bool),
-            all(greedy),
-        )
+        formats = (torch.float32, torch.int64, torch.float64, torch.bool)
+        columns = zip((heat, top_k, top_p, greedy), formats, strict=True)
+        return cls(*(torch.tensor(values, dtype=dtype, device=device).expand(rows) for values, dtype in columns))
 
     def rows(self, part: slice) -> RowSettings:
-        tensors = (self.temperature_N, self.top_k_N, self.top_p_N, self.greedy_N)
-        return RowSettings(*(t if t is None else t[part] for t in tensors), self.all_greedy)
+        return RowSettings(self.temperature_N[part], self.top_k_N[part], self.top_p_N[part], self.greedy_N[part])
 
 
 def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,35 +96,27 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
 def _draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     logits_NV = processed_logits(logits_NV, settings)
     prob_NV = logits_NV.softmax(-1)
-    if settings.all_greedy:
-        token_N = logits_NV.argmax(-1)
-    else:
-        token_N = _inverse(prob_NV, uniform_N)
-        if settings.greedy_N is not None:
-            token_N = torch.where(settings.greedy_N, logits_NV.argmax(-1), token_N)
+    token_N = _inverse(prob_NV, uniform_N)
+    if settings.greedy_N.any():
+        token_N = torch.where(settings.greedy_N, logits_NV.argmax(-1), token_N)
     return token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()
 
 
 def processed_logits(logits_NV: Tensor, settings: RowSettings) -> Tensor:
     """Return logits after temperature, top-k and top-p, -inf for what was cut off. [N, V] float32."""
     logits_NV = logits_NV.float()
-    if settings.temperature_N is not None:
+    if (settings.temperature_N != 1).any():
         logits_NV = logits_NV / settings.temperature_N[:, None]
-    if settings.top_k_N is not None:
-        logits_NV = _keep_top_k(logits_NV, settings.top_k_N)
-    if settings.top_p_N is not None:
-        logits_NV = _keep_top_p(logits_NV, settings.top_p_N)
-    return logits_NV
+    logits_NV = _keep_top_k(logits_NV, settings.top_k_N)
+    return _keep_top_p(logits_NV, settings.top_p_N)
 
 
 def _keep_top_k(logits_NV: Tensor, top_k_N: Tensor) -> Tensor:
     """Set what is below the k-th largest logit to -inf; ties with it stay."""
-    vocab_size = logits_NV.shape[1]
-    cut = (top_k_N < vocab_size).nonzero()[:, 0]
+    cut = (top_k_N < logits_NV.shape[1]).nonzero()[:, 0]
     if not len(cut):
         return logits_NV
-    logits_kept = logits_NV[cut]
-    k = top_k_N[cut]
+    logits_kept, k = logits_NV[cut], top_k_N[cut]
     largest = logits_kept.topk(int(k.max()), dim=-1).values
     logits_kept = logits_kept.masked_fill(logits_kept < largest.gather(-1, k[:, None] - 1), -torch.inf)
     return logits_NV.index_copy(0, cut, logits_kept)
@@ -210,59 +162,3 @@ def _search(mass_NS: Tensor, target_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]
     target_N1 = torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
     cell_N1 = torch.searchsorted(sum_NS, target_N1, right=True).clamp_(max=mass_NS.shape[1] - 1)
     return cell_N1, sum_NS.gather(1, cell_N1) - mass_NS.gather(1, cell_N1), target_N1
-
-
-# --- what ends a response ---
-
-
-class StopStrings:
-    """Whether the last token completed a stop string. Only the tail of the response is decoded each time.
-
-    Text is taken from the difference between two decodings that start at the same earlier token, because a
-    tokenizer may decode a token differently at the start of a text than in its middle.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str]):
-        self.tokenizer = tokenizer
-        self.stop = tuple(stop)
-        self.keep = max(len(text) for text in stop) - 1  # characters of earlier text that a match can reach back to
-        self.tail = ""
-        self.begin = self.read = 0  # ids[begin:read] are decoded already, their text is ``known``
-        self.known = ""
-
-    def completed(self, ids: Sequence[int]) -> bool:
-        """Call it after every token, with all ids of the response."""
-        text = self.tokenizer.decode(ids[self.begin :], skip_special_tokens=True)
-        window = self.tail + text[len(self.known) :]
-        if any(stop in window for stop in self.stop):
-            return True
-        if not text.endswith(UNFINISHED):
-            self.tail = window[-self.keep :] if self.keep else ""
-            self.begin, self.read = self.read, len(ids)
-            self.known = self.tokenizer.decode(ids[self.begin : self.read], skip_special_tokens=True)
-        return False
-
-
-class StopRule:
-    """What ends one response. It follows the response as it grows: one rule a request, applied after every token."""
-
-    def __init__(self, sampling: SamplingParams, eos: frozenset[int], tokenizer: Any):
-        self.eos = frozenset() if sampling.ignore_eos else eos
-        self.stop_ids = frozenset(sampling.stop_token_ids)
-        self.strings = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
-        self.max_tokens = sampling.max_tokens
-
-    def ended(self, ids: Sequence[int]) -> Stop | None:
-        """Return why ``ids``, all tokens of the response so far, are the whole response; None where they are not."""
-        if ids[-1] in self.eos:
-            return Stop.EOS
-        if ids[-1] in self.stop_ids:
-            return Stop.STOP_TOKEN
-        if self.strings is not None and self.strings.completed(ids):
-            return Stop.STOP_STRING
-        return Stop.LENGTH if len(ids) >= self.max_tokens else None
-
-
-def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
-    """Return the ids that end a response: :func:`core.data.vocabulary.end_ids` of the model's generation config."""
-    return end_ids(tokenizer, getattr(model, "generation_config", None))

@@ -3,7 +3,7 @@
 In the kernel only this file and :mod:`core.engines.vllm_receiver`, the other end of a weight update, import vllm.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
-``core.engines.in_process_engine`` decides what ended a response, as for every engine. Samples of a prompt share its
+``core.engines.stopping`` decides what ended a response, as for every engine. Samples of a prompt share its
 whole blocks by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this
 one.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -28,15 +28,14 @@ from core.data.sampler import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.in_process_engine import InProcessEngine, Row
-from core.engines.sampling import eos_ids
+from core.engines.stopping import eos_ids
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import InputError, WorkersLost
-from core.learner.models import resolve_path
+from core.learner.models import load_policy, resolve_path
 from core.modality import modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-    from core.config.sections.model import ModelConfig
     from core.types import Media
 
 # Read when vllm is imported: the engine core in this process, its log quiet, threads as the caller set them.
@@ -67,6 +66,7 @@ FIXED = {
 }
 UNKNOWN_IDS = f"{UnknownIds.__module__}:{UnknownIds.__qualname__}"
 KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+HIDDEN = "llvmlite.binding.ffi"
 ATTENTION_KEY = "attn_implementation"  # the learner's; vLLM has its own kernels
 LEAST_LENGTH = 64  # of prompt and response: the probe's text is a prompt too
 
@@ -94,7 +94,7 @@ class VLLMEngine(InProcessEngine):
         if len(unknown):
             options["logits_processors"] = [*options.get("logits_processors", ()), UNKNOWN_IDS]
             options["additional_config"] = {**options.get("additional_config", {}), UNKNOWN: unknown.tolist()}
-        with _process_kept(), hiding("llvmlite.binding.ffi"):
+        with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         model = self.llm.model_config
         if model.max_model_len < _positions(skeleton):
@@ -143,7 +143,7 @@ class VLLMEngine(InProcessEngine):
         with self._whole():
             return self._take(self.llm.step())
 
-    def _take(self, outputs: list[Any]) -> list[Row]:
+    def _take(self, outputs: Iterable[Any]) -> list[Row]:
         """Append what vLLM wrote to the rows; return those that ended, which have left."""
         ended = []
         for output in outputs:
@@ -213,13 +213,13 @@ class VLLMEngine(InProcessEngine):
         name = next(self._names)
         whole = RequestOutputKind.FINAL_ONLY
         self._submit(name, token_ids, None, max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
-        own: list[Any] = []
-        while not own:
+        while True:
             with self._whole():
-                outputs = self.llm.step()
-            own = [output for output in outputs if output.request_id == name]
-            self._deliver(self._take([output for output in outputs if output.request_id != name]))
-        return np.array(own[0].prompt_logprobs.logprobs, np.float32)
+                outputs = {output.request_id: output for output in self.llm.step()}
+            own = outputs.pop(name, None)
+            self._deliver(self._take(outputs.values()))
+            if own is not None:
+                return np.array(own.prompt_logprobs.logprobs, np.float32)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -258,11 +258,13 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     extra = {name: value for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items() if value is not None}
     for name in sorted(extra.keys() - {field.name for field in dataclasses.fields(EngineArgs)}):
         raise InputError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM has no such engine argument")
+    # Fields of the model's configuration that vLLM is to read otherwise than they stand in its folder
+    overrides = {name: value for name, value in thaw(model.override_config).items() if name != ATTENTION_KEY}
     longest = max(rollout.max_model_len or data.max_prompt_length + data.max_response_length, LEAST_LENGTH)
     arguments = {
         "model": resolve_path(model.path),
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": _overrides(model),
+        "hf_overrides": overrides | ({"head_dtype": "float32"} if model.fp32_lm_head else {}),
         "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
         "tensor_parallel_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
         "max_model_len": min(longest, _positions(skeleton)),
@@ -274,53 +276,42 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     return {**arguments, **{name: getattr(rollout, name) for name in same}, **extra}
 
 
-def _overrides(model: ModelConfig) -> dict[str, Any]:
-    """Return fields of the model's configuration that vLLM is to read otherwise than they stand in its folder."""
-    options = {key: value for key, value in thaw(model.override_config).items() if key != ATTENTION_KEY}
-    return {**options, "head_dtype": "float32"} if model.fp32_lm_head else options
-
-
 def _positions(skeleton: nn.Module) -> int:
     return getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 @contextmanager
 def _process_kept() -> Iterator[None]:
-    """Restore what vLLM's CPU worker changes: variables meant for its children, and torch.set_num_threads."""
+    """Restore what vLLM's CPU worker changes: variables meant for its children, and torch.set_num_threads.
+
+    While it starts llvmlite's library is hidden from it: it reads ``vars()`` of every attribute of every module
+    (``vllm/triton_utils/dispatcher.py`` of 0.32), and for a handle of a library any name is a function.
+    """
     variables = {name: os.environ.get(name) for name in KEPT_VARIABLES}
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    hidden = sys.modules.pop(HIDDEN, None)
     try:
         yield
     finally:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
+        if hidden is not None:
+            sys.modules[HIDDEN] = hidden
         for name, value in variables.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
 
-@contextmanager
-def hiding(name: str) -> Iterator[None]:
-    """Hide a loaded module from vLLM 0.32's CPU build while it starts.
-
-    It reads ``vars()`` of every attribute of every module in ``sys.modules`` (``vllm/triton_utils/dispatcher.py``), and
-    fails on llvmlite's handle of its library, for which any name is a function. A module that numba holds works on.
-    """
-    from vllm.triton_utils import dispatcher
-
-    rebind = dispatcher._rebind_kernels
-
-    def rebind_without(overrides: Any) -> None:
-        hidden = sys.modules.pop(name, None)
-        try:
-            rebind(overrides)
-        finally:
-            if hidden is not None:
-                sys.modules[name] = hidden
-
-    dispatcher._rebind_kernels = rebind_without
-    try:
-        yield
-    finally:
-        dispatcher._rebind_kernels = rebind
+def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> VLLMEngine:
+    """Make the engine; ``rollout.engine_kwargs.vllm.*`` are vLLM's engine arguments. Raises InputError."""
+    if device.type != DEVICE:
+        raise InputError(
+            f"actor_rollout_ref.rollout.name=vllm: the installed vLLM computes on {DEVICE}, the run is on "
+            f"{device.type}: set trainer.device={DEVICE}, install the other build, or use rollout.name=hf"
+        )
+    skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
+    arguments = engine_arguments(config, skeleton)
+    if model is None:  # and nothing else needs the GPU in its turn
+        arguments |= {"load_format": "auto", "enable_sleep_mode": False}
+    return VLLMEngine(tokenizer, skeleton, **arguments)

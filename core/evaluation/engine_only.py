@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.cluster.workers import ray_backend
 from core.config.plugins import load_object
-from core.engines.factory import make_engine
+from core.engines import make_engine
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import memory_phase
 from core.learner.models import check_lengths, load_tokenizer

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An hour on one GPU, part B: weight sync by CUDA IPC, engine and learner compared, decoding, a run that is killed.
+# An hour on one GPU, part B: weight sync by a file in memory, engine and learner compared, decoding, a run that is killed.
 # It needs vLLM and Ray. Each step takes at most 8 minutes and is not repeated once it is done at this commit.
 #
 #   bash tests/gpu/hour_b.sh [STEP ...]     all steps, or those that are named; --again repeats what is done

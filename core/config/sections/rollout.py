@@ -59,7 +59,7 @@ class RolloutConfig(Section):
     log_prob_max_token_len_per_gpu: limits.Count | None = None
 
 
-HF_OPTIONS = ("cache_gib", "logits_noise", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
+HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
 rules = RuleBook()
 
 

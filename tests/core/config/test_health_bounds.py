@@ -78,7 +78,6 @@ def test_engine_and_learner_compute_alike_by_default(overrides, engine, learner)
         ([*FULL, *HALF], False),
         ([*FULL, "trainer.max_staleness=1", WEIGHTED], False),
         ([*FULL, "actor_rollout_ref.rollout.top_p=0.9", WEIGHTED], False),
-        ([*FULL, "actor_rollout_ref.rollout.engine_kwargs.hf.logits_noise=0.1"], False),
     ],
 )
 def test_engine_and_learner_agree_exactly_where_nothing_but_rounding_parts_them(overrides, exact):

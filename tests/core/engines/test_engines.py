@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from core.engines import SampleRequest
-from core.engines.factory import make_engine
+from core.engines import SampleRequest, make_engine
 from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.learner.log_probs import FP32Head
@@ -376,26 +375,6 @@ def test_a_head_in_float32_decodes_with_logits_that_were_not_rounded():
     assert gaps[FP32Head] < 1e-5 and gaps[torch.nn.Linear] > 1e-3
 
 
-def test_noise_moves_what_is_drawn_and_the_log_probs_say_so():
-    """The reported log-probs are those of the distribution that was drawn from; greedy answers and probes have none."""
-    plain, noisy = (HFEngine(tiny_model(), tiny_tokenizer(), logits_noise=scale) for scale in (0.0, 0.1))
-    asked = [ask((4, 5), seed=seed, max_tokens=20, ignore_eos=True) for seed in range(20)]
-    answers = sample_all(noisy, asked)
-    gaps = np.concatenate(
-        [
-            one.logprobs - full_logprobs(plain.model, request, list(one.response_ids))
-            for request, one in zip(asked, answers, strict=True)
-        ]
-    )
-    assert 0.08 < gaps.std() < 0.12
-    assert [ids(one) for one in sample_all(noisy, asked[:3])] == [ids(one) for one in answers[:3]]
-    greedy = ask((4, 5), temperature=0, max_tokens=20, ignore_eos=True)
-    assert ids(sample_all(noisy, [greedy])[0]) == ids(sample_all(plain, [greedy])[0])
-    assert np.array_equal(noisy.probe((4, 5, 6)), plain.probe((4, 5, 6)))
-    with pytest.raises(ValueError, match="logits_noise=-1"):
-        HFEngine(tiny_model(), tiny_tokenizer(), logits_noise=-1)
-
-
 # -- make_engine
 
 
@@ -408,8 +387,8 @@ def made(**options):
 def test_make_engine_follows_the_configuration():
     engine = made(engine_kwargs={"hf": {"cache_gib": 0.5}})
     assert isinstance(engine, HFEngine)
-    assert engine.limits.rows == 9 and engine.limits.prefill_tokens == 512
-    assert engine.limits.cache_tokens == 0.5 * 2**30 / 256
+    assert engine.batch.max_rows == 9 and engine.batch.max_prefill_tokens == 512
+    assert engine.batch.cache_tokens == 0.5 * 2**30 / 256
     assert made(dtype="bfloat16").model.dtype == torch.bfloat16
     with pytest.raises(InputError, match="rollout.name=tgi"):
         made(name="tgi")

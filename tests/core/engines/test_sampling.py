@@ -11,7 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from core.engines import SamplingParams, sampling
-from core.engines.sampling import RowSettings, StopStrings, draw, eos_ids, perturbed, uniforms
+from core.engines.sampling import RowSettings, draw, uniforms
+from core.engines.stopping import StopStrings, eos_ids
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
@@ -43,36 +44,6 @@ def test_uniforms_are_uniform_and_unrelated_between_seeds_and_positions():
 def test_uniforms_take_seeds_of_64_bits():
     a, b = columns([2**64 - 1, 2**63], [0, 0])
     assert a != b and columns([2**64 - 1], [0])[0] == a
-
-
-def noise(seeds, positions, width: int, scale: float = 1.0) -> torch.Tensor:
-    rows = plain(len(seeds), width)
-    return perturbed(torch.zeros(len(seeds), width), rows, np.uint64(seeds), np.uint64(positions), scale)
-
-
-def test_noise_is_normal_and_unrelated_between_seeds_positions_and_tokens():
-    seeds, positions = np.meshgrid(np.arange(60), np.arange(60), indexing="ij")
-    table = noise(seeds.ravel(), positions.ravel(), 64).reshape(60, 60, 64).double()
-    assert abs(table.mean()) < 4 / table.numel() ** 0.5
-    assert abs(table.std() - 1) < 4 / (2 * table.numel()) ** 0.5
-    assert abs((table.abs() < 0.6745).double().mean() - 0.5) < 0.005
-    for one, other in ((table[1:], table[:-1]), (table[:, 1:], table[:, :-1]), (table[..., 1:], table[..., :-1])):
-        assert abs((one * other).mean()) < 4 / one.numel() ** 0.5
-    assert (
-        abs((table[..., 0] * torch.from_numpy(columns(seeds.ravel(), positions.ravel()) - 0.5).view(60, 60)).mean())
-        < 0.02
-    )
-    assert torch.equal(noise([7], [3], 64), table[7, 3].float()[None])  # whatever else is in the batch
-    assert torch.allclose(noise([7], [3], 64, 0.25), 0.25 * noise([7], [3], 64))
-
-
-def test_noise_leaves_greedy_rows_alone():
-    logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-    greedy, drawn = SamplingParams(1, temperature=0), SamplingParams(1)
-    for params, touched in (((greedy, drawn), [False, True]), ((greedy, greedy), [False, False])):
-        rows = settings(*params, vocab_size=8)
-        found = perturbed(logits, rows, np.uint64([1, 2]), np.uint64([0, 0]), 0.5)
-        assert [not torch.equal(a, b) for a, b in zip(found, logits, strict=True)] == touched
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 5, 64, 100, 1000, 4099])

@@ -1,7 +1,7 @@
 """SGLang behind the engine contract: a server beside this process, reached by its HTTP surface alone.
 
-Ids go in, ids and log-probs come out, and ``core.engines.in_process_engine`` decides what ended a response, as for
-every engine.
+Ids go in, ids and log-probs come out, and ``core.engines.stopping`` decides what ended a response, as for every engine.
+Requests are followed on the thread of the HTTP client.
 Weights travel by the server's update group: this process is its rank 0 and broadcasts over gloo, through host memory,
 what it received; the server's processes are the other ranks. The engine is tested with SGLang 0.5.23 on a CPU.
 
@@ -19,11 +19,14 @@ the configuration's rules read:
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import aclosing, suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -38,12 +41,13 @@ from core.config.frozen import thaw
 from core.config.limits import FULL_PRECISION
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
-from core.engines.in_process_engine import InProcessEngine, Row
-from core.engines.sampling import eos_ids
-from core.engines.sglang.sglang_server import KEY, OWN, ResponsePart, SGLangServer, launch, problems, python_of
-from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release
+from core.engines.in_process_engine import Engine, Row
+from core.engines.sglang_server import KEY, OWN, ResponsePart, SGLangServer, launch, problems, python_of
+from core.engines.stopping import eos_ids
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight
 from core.errors import InputError
-from core.learner.models import resolve_path
+from core.learner.models import load_policy, resolve_path
+from core.types import Trajectory
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -58,13 +62,12 @@ FIXED = {
 }
 SPARE = 8  # positions that SGLang keeps free behind prompt and response
 CPU_CACHE_TOKENS = 1 << 18  # the most that a CPU's cache holds; SGLang's own default is a share of the machine's memory
-WAIT_S = 0.005  # the caller's event loop stands still so long where no token has come
 NEVER = -1e9  # JSON has no infinity
 CLOSE_S = 10.0  # for a server that goes on to forget this engine
 JOIN_S = 300.0  # for the server to join the update group
 
 
-class SGLangEngine(InProcessEngine):
+class SGLangEngine(Engine):
     """Satisfies :class:`core.engines.RolloutEngine`, but for what the module's head names.
 
     ``skeleton`` is the model without weights (on the meta device). At most ``max_rows`` requests are with the server
@@ -84,7 +87,7 @@ class SGLangEngine(InProcessEngine):
         sleeps: bool = False,
     ):
         self.skeleton, self.server, self.device = skeleton, server, device
-        self.max_rows, self.sleeps, self.asleep = max_rows, sleeps, False
+        self.sleeps, self.asleep = sleeps, False
         config = skeleton.config.get_text_config()
         if max_length < _positions(skeleton):
             self.length_key = "actor_rollout_ref.rollout.max_model_len"
@@ -94,9 +97,10 @@ class SGLangEngine(InProcessEngine):
         self.ends = self.eos | eos_ids(config)  # what ends a response of the server's own accord
         self.name = uuid.uuid4().hex[:8]  # of this engine, among those that a server has met
         self._numbers = count()
-        self._rows: dict[str, Row] = {}
+        self._room = asyncio.Semaphore(max_rows)  # of the client's thread
+        self._sent: dict[str, tuple[Future, asyncio.AbstractEventLoop]] = {}
         self._group: dist.ProcessGroupGloo | None = None
-        self.served = server.send("/model_info", None).result()["weight_version"]  # the server's name of its weights
+        self.served = server.get("/model_info")["weight_version"]  # the server's name of its weights
 
     def _check(self, request: SampleRequest) -> None:
         super()._check(request)
@@ -105,16 +109,32 @@ class SGLangEngine(InProcessEngine):
         if self.asleep:
             raise RuntimeError("the engine is asleep and without weights: update_weights wakes it")
 
-    def _running(self) -> list[Row]:
-        return list(self._rows.values())
+    async def sample(self, request: SampleRequest) -> Trajectory:
+        """Sample a trajectory. Raises ValueError for a request that this model cannot hold, RuntimeError once the
+        engine is closed, FloatingPointError where the weights give no finite logits, WorkersLost without a server."""
+        self._check(request)
+        row, name = self._row(request), f"{self.name}-{next(self._numbers)}"
+        future = self.server.loop.submit(self._follow(name, row))
+        self._sent[name] = future, asyncio.get_running_loop()
+        try:
+            await asyncio.wrap_future(future)
+        finally:
+            self._sent.pop(name, None)
+        return self._trajectory(row)
 
-    def _admit(self) -> None:
-        room = self.max_rows - len(self._rows)
-        joining, self._waiting = self._waiting[:room], self._waiting[room:]
-        for row in joining:
-            name = f"{self.name}-{next(self._numbers)}"
-            self._rows[name] = row
-            self.server.sample(name, self._body(name, row))
+    async def _follow(self, name: str, row: Row) -> None:
+        """Write what the server samples to the row until it ends, and abort the request unless the server ended it."""
+        async with self._room:
+            ended = False
+            try:
+                async with aclosing(self.server.generate(self._body(name, row))) as parts:
+                    async for part in parts:
+                        ended = part.ended is not None
+                        if self._write(row, part):
+                            return
+            finally:
+                if not ended:
+                    self.server.send("/abort_request", {"rid": name})
 
     def _watches(self, row: Row) -> bool:
         """Return whether each token is examined here: stop strings may end it, or the server's own ids must not."""
@@ -137,20 +157,7 @@ class SGLangEngine(InProcessEngine):
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         return {**body, "sampling_params": params}
 
-    def _advance(self) -> list[Row]:
-        ended = []
-        for name, part in self.server.arrived(WAIT_S):
-            row = self._rows.get(name)
-            if row is None:  # it was aborted
-                continue
-            if isinstance(part, Exception):
-                raise part
-            if self._take(row, part):
-                ended.append(self._rows.pop(name))
-                self.server.abort([name])
-        return ended
-
-    def _take(self, row: Row, part: ResponsePart) -> bool:
+    def _write(self, row: Row, part: ResponsePart) -> bool:
         """Append what the server wrote to the row; return whether it ended."""
         if part.version != self.served:
             problem = f"the weights of SGLang's server are {part.version}, this engine's are {self.served}"
@@ -166,12 +173,16 @@ class SGLangEngine(InProcessEngine):
             raise RuntimeError(f"SGLang ended a response {left} tokens after {len(row.ids)} with {part.ended}")
         return done
 
-    def _drop(self, rows: list[Row]) -> None:
-        gone = set(map(id, rows))
-        names = [name for name, row in self._rows.items() if id(row) in gone]
-        for name in names:
-            del self._rows[name]
-        self.server.abort(names)
+    def _in_flight(self) -> int:
+        for name, (future, loop) in list(self._sent.items()):
+            if loop.is_closed():
+                future.cancel()
+                del self._sent[name]
+        return len(self._sent)
+
+    def _cancel_all(self) -> None:
+        for future, _ in self._sent.values():
+            future.cancel()
 
     def _model(self) -> nn.Module:
         return self.skeleton
@@ -189,8 +200,13 @@ class SGLangEngine(InProcessEngine):
 
     def _joined(self) -> dist.ProcessGroupGloo:
         """Return a group of this process and the server's, which torch there makes as ``init_process_group`` does."""
-        host, timeout = _own_address(self.server.url), timedelta(seconds=min(JOIN_S, self.server.timeout_s))
-        ranks = 1 + self.server.send("/server_info", None).result()["tp_size"]
+        timeout = timedelta(seconds=min(JOIN_S, self.server.timeout_s))
+        with socket.socket(
+            socket.AF_INET, socket.SOCK_DGRAM
+        ) as probe:  # the address of this machine towards the server
+            probe.connect((urlsplit(self.server.url).hostname, 9))  # sends nothing
+            host = probe.getsockname()[0]
+        ranks = 1 + self.server.get("/server_info")["tp_size"]
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         where = {"master_address": host, "master_port": store.port, "group_name": self.name}
         reply = self.server.send(
@@ -225,15 +241,13 @@ class SGLangEngine(InProcessEngine):
         GROUP.join(address, first_rank, size, self.device, timeout_s)
 
     def _finish(self) -> list[Proof]:
-        release()
         self.server.post("/end_weight_update", {})
         if self.asleep:
             self.server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
             self.asleep = False
         self.server.post("/flush_cache", {})
-        ranks = self.server.post("/weights_checker", {"action": "checksum"})["ranks"]
         self.server.post("/continue_generation", {})
-        return [Proof(tuple(self._received), (int(rank["per_gpu_checksum"], 16),)) for rank in ranks]
+        return [Proof(tuple(self._received))]
 
     def end_update(self, version: int) -> list[Proof]:
         proofs = super().end_update(version)
@@ -269,44 +283,6 @@ def _positions(skeleton: nn.Module) -> int:
     return getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-def _own_address(url: str) -> str:
-    """Return the address of this machine that the server reaches."""
-    import socket
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((urlsplit(url).hostname, 9))  # sends nothing
-        return probe.getsockname()[0]
-
-
-def engine_of(
-    config: Config, skeleton: nn.Module, tokenizer: Any, device: torch.device, *, reads_weights: bool
-) -> SGLangEngine:
-    """Return an engine on the server that a configuration names, or on one that is started for it.
-
-    With ``reads_weights`` the server has the weights of the model's folder, because no update brings any. Raises
-    InputError for a server that cannot be had, or has another model.
-    """
-    rollout, timeout_s = config.actor_rollout_ref.rollout, float(config.trainer.phase_timeout_s)
-    options = thaw(rollout.engine_kwargs.get("sglang") or {})
-    if missing := problems(config):
-        raise InputError(missing)
-    arguments = server_arguments(config, skeleton, device, reads_weights=reads_weights)
-    if options.get("url"):
-        server = SGLangServer(options["url"], timeout_s)
-        try:
-            check_server(server, arguments)
-        except BaseException:
-            server.close()
-            raise
-    else:
-        server = launch(python_of(options), arguments, timeout_s, on_cpu=device.type == "cpu")
-    length = arguments["context_length"] - SPARE
-    sleeps = bool(arguments["enable_memory_saver"])
-    return SGLangEngine(
-        tokenizer, skeleton, server, device=device, max_length=length, max_rows=rollout.max_num_seqs, sleeps=sleeps
-    )
-
-
 def check_server(server: SGLangServer, arguments: dict[str, Any]) -> None:
     """Check that a server which others started can stand for one with these arguments.
 
@@ -314,7 +290,7 @@ def check_server(server: SGLangServer, arguments: dict[str, Any]) -> None:
     InputError with what differs in model, number format or room, or that nothing answers there.
     """
     try:
-        facts = {**server.send("/model_info", None).result(), **server.send("/server_info", None).result()}
+        facts = {**server.get("/model_info"), **server.get("/server_info")}
     except RuntimeError as error:
         raise InputError(f"{KEY}.url={server.url}: {error}; start a server there, or leave the key out") from error
     wrong = []
@@ -365,8 +341,33 @@ def server_arguments(
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SGLangEngine:
-    """Make the engine. ``rollout.engine_kwargs.sglang.*`` are the arguments of its server, ``python`` and ``url``."""
-    from core.learner.models import load_policy
+    """Make an engine on the server that a configuration names, or on one that is started for it.
 
+    ``rollout.engine_kwargs.sglang.*`` are the arguments of its server, ``python`` and ``url``. Without ``model`` the
+    server has the weights of the model's folder, because no update brings any. Raises InputError for a server that
+    cannot be had, or has another model.
+    """
+    rollout, timeout_s = config.actor_rollout_ref.rollout, float(config.trainer.phase_timeout_s)
+    options = thaw(rollout.engine_kwargs.get("sglang") or {})
+    if missing := problems(config):
+        raise InputError(missing)
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
-    return engine_of(config, skeleton, tokenizer, device, reads_weights=model is None)
+    arguments = server_arguments(config, skeleton, device, reads_weights=model is None)
+    if options.get("url"):
+        server = SGLangServer(options["url"], timeout_s)
+        try:
+            check_server(server, arguments)
+        except BaseException:
+            server.close()
+            raise
+    else:
+        server = launch(python_of(options), arguments, timeout_s, on_cpu=device.type == "cpu")
+    return SGLangEngine(
+        tokenizer,
+        skeleton,
+        server,
+        device=device,
+        max_length=arguments["context_length"] - SPARE,
+        max_rows=rollout.max_num_seqs,
+        sleeps=bool(arguments["enable_memory_saver"]),
+    )

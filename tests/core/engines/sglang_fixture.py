@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.engines.sglang.sglang_engine import FIXED, ON_CPU, SPARE, SGLangEngine
-from core.engines.sglang.sglang_server import SGLangServer, launch, python_of
+from core.engines.sglang import FIXED, ON_CPU, SPARE, SGLangEngine
+from core.engines.sglang_server import SGLangServer, launch, python_of
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 START_S = 1000.0

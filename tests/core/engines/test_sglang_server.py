@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from core.config import compose
-from core.engines.factory import make_engine
-from core.engines.sglang import sglang_server
-from core.engines.sglang.sglang_engine import SGLangEngine, server_arguments
-from core.engines.sglang.sglang_server import SGLangServer, flags, launch, problems
+from core.engines import make_engine, sglang_server
+from core.engines.sglang import SGLangEngine, server_arguments
+from core.engines.sglang_server import SGLangServer, flags, launch, problems
 from core.errors import InputError, WorkersLost
 from core.types import Stop
 from tests.core.engine_contract import HELLO, ask, ids, run, sample_all
@@ -309,7 +308,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path):
         HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
         """,
     )
-    code = "from core.engines.sglang.sglang_server import launch; "
+    code = "from core.engines.sglang_server import launch; "
     code += f"launch({answers!r}, {{}}, 20.0, on_cpu=True); input()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     deadline = time.monotonic() + 60

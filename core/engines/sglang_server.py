@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import InputError, WorkersLost
-from core.requirements_check import ROOT
 from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFailed
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.sglang"
 OWN = ("python", "url")  # options that are this repository's; the others are arguments of the server
-ENVIRONMENT = Path(ROOT, ".venv-sglang")
+ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-sglang"
 CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
 SHOWN = 15  # last lines of the log, in a message
 # A process between this one and the server: it ends all of the server's when this one ends, however it does
@@ -63,77 +61,55 @@ class ResponsePart:
 class SGLangServer:
     """A server that answers at ``url``; ``process`` and ``log`` where it is this process's own.
 
-    Requests raise RuntimeError with the server's words where it refuses one, and WorkersLost where it is gone or gives
-    no answer within ``timeout_s``.
+    Coroutines run on the thread of ``loop``. Requests raise RuntimeError with the server's words where it refuses one,
+    and WorkersLost where it is gone or gives no answer within ``timeout_s``.
     """
 
     def __init__(self, url: str, timeout_s: float, process: subprocess.Popen | None = None, log: Any = None):
         self.url, self.timeout_s, self.process, self.log = url.rstrip("/"), timeout_s, process, log
-        self.parts: queue.SimpleQueue[tuple[str, ResponsePart | Exception]] = queue.SimpleQueue()
-        self._tasks: dict[str, Future] = {}
         # No connection is kept: the server ends idle ones, at times under a request that just took one. A proxy of the
         # environment is for what is elsewhere.
         options = HttpOptions(timeout_s, connections=CONNECTIONS, keep_alive=False, trust_env=False)
         self._http = HttpClient("SGLang client", options)
+        self.loop = self._http.loop
+
+    def send(self, path: str, body: Mapping[str, Any] | None = None) -> Future:
+        """Send a request, a GET without ``body``; return the future of its reply."""
+        return self.loop.submit(self._reply(path, body))
+
+    def get(self, path: str) -> Any:
+        return self.send(path).result()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return the reply to a request."""
         return self.send(path, body).result()
 
-    def send(self, path: str, body: Mapping[str, Any] | None) -> Future:
-        """Send a request, a GET without ``body``; return the future of its reply."""
-        return self._http.loop.submit(self._reply(path, body))
-
-    def sample(self, name: str, body: Mapping[str, Any]) -> None:
-        """Request a response, whose parts come as ``(name, part)`` to ``parts``, or an exception in their place."""
-        self._tasks[name] = self._http.loop.submit(self._sample(name, body))
-
-    def abort(self, names: Iterable[str]) -> None:
-        """End requests; what has come of them stays in ``parts``. Returns at once."""
-        for name in names:
-            if (task := self._tasks.pop(name, None)) is not None:
-                task.cancel()  # the connection too: a request that arrives after its abortion ends by that
-                self.send("/abort_request", {"rid": name})
-
-    def arrived(self, wait_s: float) -> list[tuple[str, ResponsePart | Exception]]:
-        """Return the parts that have come; where there are none, wait for the first."""
-        messages = []
-        with suppress(queue.Empty):
-            messages.append(self.parts.get(timeout=wait_s))
-            while True:
-                messages.append(self.parts.get_nowait())
-        for name, part in messages:
-            if isinstance(part, Exception) or part.ended is not None:
-                self._tasks.pop(name, None)
-        return messages
-
     def close(self) -> None:
-        """End requests, and the server where it is this process's own."""
+        """End requests, and the server and the processes that it started where it is this process's own."""
         self._http.close()
-        kill(self.process)
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     # -- on the thread ---------------------------------------------------------------------------
 
-    async def _sample(self, name: str, body: Mapping[str, Any]) -> None:
-        try:
-            known = 0
-            async for reply in self._replies(body):
-                meta = reply["meta_info"]
-                # A stream has all tokens each time, or with --incremental-streaming-output the new ones.
-                known, new = meta["completion_tokens"], meta["completion_tokens"] - known
-                pairs = meta["output_token_logprobs"] if new else []
-                # Those of the truncated distribution, which is what was sampled from, are apart.
-                logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
-                ids, logprobs = (values[len(values) - new :] for values in (reply["output_ids"], logprobs))
-                ended = (meta["finish_reason"] or {}).get("type")
-                self.parts.put((name, ResponsePart(ids, logprobs, ended, meta["weight_version"])))
-        except Exception as error:
-            self.parts.put((name, error))
+    async def generate(self, body: Mapping[str, Any]) -> AsyncIterator[ResponsePart]:
+        """Yield a response in one part, or part by part where ``body`` has it streamed."""
+        known = 0
+        async for reply in self._stream(body) if body["stream"] else self._whole(body):
+            meta = reply["meta_info"]
+            # A stream has all tokens each time, or with --incremental-streaming-output the new ones.
+            known, new = meta["completion_tokens"], meta["completion_tokens"] - known
+            pairs = meta["output_token_logprobs"] if new else []
+            # Those of the truncated distribution, which is what was sampled from, are apart.
+            logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
+            ids, logprobs = (values[len(values) - new :] for values in (reply["output_ids"], logprobs))
+            yield ResponsePart(ids, logprobs, (meta["finish_reason"] or {}).get("type"), meta["weight_version"])
 
-    async def _replies(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        if not body["stream"]:
-            yield await self._reply("/generate", body)
-            return
+    async def _whole(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        yield await self._reply("/generate", body)
+
+    async def _stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         try:
             async for line in self._http.lines("POST", f"{self.url}/generate", body):
                 if line.startswith("data: {"):
@@ -238,7 +214,7 @@ def launch(python: str, arguments: Mapping[str, Any], timeout_s: float, *, on_cp
 
 def _healthy(server: SGLangServer) -> bool:
     with suppress(WorkersLost, RuntimeError):
-        server.send("/health", None).result()
+        server.get("/health")
         return True
     return False
 
@@ -255,14 +231,6 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
         elif value is not True:
             words += map(str, value if isinstance(value, (list, tuple)) else [value])
     return words
-
-
-def kill(process: subprocess.Popen | None) -> None:
-    """End a server and the processes that it started."""
-    if process is not None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def log_end(log: Any) -> str:
