@@ -15,8 +15,7 @@ import hashlib
 import itertools
 import json
 import random
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,9 +127,7 @@ def row(question: Question, base: KnowledgeBase, split: str, index: int) -> dict
     return make_row(base.source(question), question.prompt, gold, "lookup", split=split, index=index, question=asked)
 
 
-def write(
-    folder: Path, seed: int, train: int = 800, test: int = 400, draw: Callable[[int], KnowledgeBase] = draw
-) -> None:
+def write(folder: Path, seed: int, train: int = 800, test: int = 400) -> None:
     """Write ``corpus.jsonl``, ``train.parquet`` and ``test.parquet`` of a seed, each all or nothing."""
     base = draw(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,12 +156,6 @@ def searching(question: Question, base: KnowledgeBase, blocks: Sequence[str]) ->
     asked = zip(queries(question, base), blocks, strict=True)
     episode = [stretch for query, block in asked for stretch in ((f"<search> {query}</search>", True), (block, False))]
     return [*episode, (f"<answer> {base.answer(question)}</answer>", True)]
-
-
-def hasty(question: Question, base: KnowledgeBase, blocks: Sequence[str]) -> list[Stretch]:
-    """Return an episode that answers with the fact that its last search shows first, whatever contradicts it."""
-    first = re.search(r"( \w+)\.", blocks[-1])
-    return [*searching(question, base, blocks)[:-1], (f"<answer>{first.group(1)}</answer>", True)]
 
 
 def guessing(rng: random.Random) -> list[Stretch]:

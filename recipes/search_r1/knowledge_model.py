@@ -3,8 +3,7 @@
     python -m recipes.search_r1.knowledge_model --seed 1
 
 Writes ``outputs/lab/knowledge/seed-<n>/`` (corpus, BM25 index, questions) and ``outputs/lab/knowledge/base/<hash>/``,
-to which ``base/current`` points. The model learns from knowledge bases of its own; none is that of a run. A second one
-(:data:`VARIED`, ``outputs/lab/knowledge/varied/``) has read one, three or five passages, the right one first.
+to which ``base/current`` points. The model learns from knowledge bases of its own; none is that of a run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from recipes.search_r1 import knowledge
 from recipes.search_r1.search_loop import information
 
 FOLDER = Path("outputs/lab/knowledge")
-Draw = Callable[[int | str], knowledge.KnowledgeBase]
 
 
 @dataclass(frozen=True)
@@ -34,15 +32,10 @@ class KnowledgeRecipe(WarmStart):
     """Settings of the warm start, with its episodes."""
 
     search_share: float = 0.3  # of the mixture
-    ramble_share: float = 0.05  # of the mixture
-    hasty_share: float = 0.0  # of the mixture; the rest guess
+    ramble_share: float = 0.05  # of the mixture; the rest guess
     bases: int = 24  # knowledge bases of the warm start
     questions_each: int = 1200
-    shown: tuple[int, ...] = (3,)  # passages of a search, one of these numbers an episode
-
-
-# For studies of how many passages to show.
-VARIED = KnowledgeRecipe(shown=(1, 3, 5))
+    topk: int = 3  # passages of a search
 
 
 def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Callable[[list[str]], list[list[Any]]]:
@@ -60,46 +53,38 @@ def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Call
 
 
 def questions(
-    recipe: KnowledgeRecipe, tokenizer: Any, draw: Draw
+    recipe: KnowledgeRecipe, tokenizer: Any
 ) -> Iterator[tuple[knowledge.KnowledgeBase, knowledge.Question, list[str]]]:
     """Yield questions of the warm start with the blocks of their searches, one knowledge base after another."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    rng = random.Random(f"shown {recipe.seed}")
-
-    def block(passages: list[Any], count: int) -> str:
-        return information(passages[:count], 10**6, encode)
-
     for number in range(recipe.bases):
-        base = draw(f"warm start {recipe.seed} {number}")
+        base = knowledge.draw(f"warm start {recipe.seed} {number}")
         chosen = knowledge.splits(base, number, recipe.questions_each, 0)["train"]
         asked = [knowledge.queries(question, base) for question in chosen]
         flat = sorted({query for queries in asked for query in queries})
         with tempfile.TemporaryDirectory() as folder:
-            found = dict(zip(flat, searcher(base, Path(folder) / "kb", max(recipe.shown))(flat), strict=True))
+            found = dict(zip(flat, searcher(base, Path(folder) / "kb", recipe.topk)(flat), strict=True))
         for question, queries in zip(chosen, asked, strict=True):
-            count = rng.choice(recipe.shown)
-            yield base, question, [block(found[query], count) for query in queries]
+            yield base, question, [information(found[query], 10**6, encode) for query in queries]
 
 
-def rows(recipe: KnowledgeRecipe, tokenizer: Any, draw: Draw = knowledge.draw) -> tuple[list[Row], list[Row]]:
+def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
     """Return searching episodes, and the mixture. No end-of-sequence token follows: the closing tag ends a turn."""
     rng = random.Random(recipe.seed)
-    found = list(questions(recipe, tokenizer, draw))
+    found = list(questions(recipe, tokenizer))
     rng.shuffle(found)
     searching = [as_row(q.prompt, knowledge.searching(q, base, blocks), tokenizer) for base, q, blocks in found]
     mixture = []
-    for (base, question, blocks), full in zip(found, searching, strict=True):
+    for (_, question, _), full in zip(found, searching, strict=True):
         kind = rng.random()
         if kind < recipe.search_share:
             mixture.append(full)
             continue
         if kind < recipe.search_share + recipe.ramble_share:
             episode = knowledge.rambling(rng)
-        elif kind < recipe.search_share + recipe.ramble_share + recipe.hasty_share:
-            episode = knowledge.hasty(question, base, blocks)
         else:
             episode = knowledge.guessing(rng)
         mixture.append(as_row(question.prompt, episode, tokenizer))
@@ -124,22 +109,18 @@ def write_with_index(folder: Path, seed: int, **options: Any) -> None:
             build_index(corpus, index)
 
 
-def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None, models: str = "base") -> Path:
-    """Make what is missing: knowledge and index of a seed, and the base model in ``models``. Returns its folder."""
+def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None) -> Path:
+    """Make what is missing: knowledge and index of a seed, and the base model. Return the model's folder."""
     recipe = recipe or KnowledgeRecipe()
     write_with_index(folder / f"seed-{seed}", seed)
     tokenizer = build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
     here = Path(__file__).parent
     code = [here / "knowledge.py", here / "knowledge_model.py", here.parent / "lab" / "tokenizer.py"]
-    return build(folder / models, recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
+    return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.knowledge_model", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="The seed of the knowledge (default %(default)s).")
-    parser.add_argument(
-        "--varied", action="store_true", help="Make the second base model, which has read one, three or five passages."
-    )
     asked = parser.parse_args()
-    made = prepare(asked.seed, recipe=VARIED, models="varied") if asked.varied else prepare(asked.seed)
-    print(f"base model: {made}", flush=True)
+    print(f"base model: {prepare(asked.seed)}", flush=True)

@@ -5,8 +5,8 @@
 ``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers in the published format,
 ``{"result": [[{"document": {"id", "contents"}, "score"}]]}``; without scores the documents stand alone. ``GET /health``
 reports corpus, index and load. Requests that wait are searched together; when too many do, the answer is 503 with
-``Retry-After``. It listens on the loopback unless ``--host`` names another address; it has no passwords. Half-sent
-requests time out, and the number of connections is bounded (:mod:`recipes.search_r1.connections`).
+``Retry-After``. It listens on the loopback unless ``--host`` names another address; it has no passwords. Beyond
+``--max-connections`` the answer is 503.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from core.command_line import is_dry_run
 from core.rewards.request_batcher import QueueFull, RequestBatcher
-from recipes.search_r1.connections import IDLE_S, bounded_protocol, most_connections
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, Passage, RetrievalError, Retriever, RetrieverOptions
 from recipes.search_r1.wire import IDENTITY, to_wire
@@ -166,15 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     port = listening.getsockname()[1]
     log.info("%s over %d passages, http://%s:%d/retrieve", retriever.backend, len(retriever), args.host, port)
     print(port, flush=True)
-    most = most_connections(args.max_connections)
-    if most < args.max_connections:
-        log.warning("at most %d connections: the limit of open files (ulimit -n) allows no more", most)
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(most),
+        limit_concurrency=args.max_connections,
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=int(IDLE_S),
+        timeout_keep_alive=60,
         backlog=2048,
     )
     uvicorn.Server(config).run(sockets=[listening])
@@ -241,8 +237,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nprobe", type=int, help="The lists that a query searches in IVF (default 32).")
     add("--rerank", metavar="MODEL", help="A cross-encoder that orders the first passages anew.")
     add("--rerank-from", type=int, help="The passages that it orders (default 10).")
-    add("--noise", type=float, help="For studies: how likely a passage falls behind the next, again and again.")
-    add("--noise-seed", type=int, help="The seed of the noise (default 1).")
     add("--max-batch", type=int, default=256, help="The most queries searched together (default %(default)s).")
     add(
         "--max-waiting",
@@ -250,7 +244,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=4096,
         help="The queries in the queue before the answer is 503 (default %(default)s).",
     )
-    add("--max-connections", type=int, default=1024, help="The most connections at a time (default %(default)s).")
+    add(
+        "--max-connections",
+        type=int,
+        default=1024,
+        help="The connections beyond which the answer is 503 (default %(default)s).",
+    )
     add("--no-mmap", action="store_true", help="Read the index into memory.")
     add("--no-check", action="store_true", help="Leave out the comparison of encoder and index at start.")
     return parser.parse_args(argv)

@@ -45,8 +45,8 @@ fi
 front=() rest=()
 while (($#)); do
     case "$1" in
-        --host=* | --port=* | --topk=* | --max-*=* | --rerank*=* | --noise*=*) front+=("$1"); shift ;;
-        --host | --port | --topk | --max-* | --rerank* | --noise*) front+=("$1" "${2:?$1 needs a value}"); shift 2 ;;
+        --host=* | --port=* | --topk=* | --max-*=* | --rerank*=*) front+=("$1"); shift ;;
+        --host | --port | --topk | --max-* | --rerank*) front+=("$1" "${2:?$1 needs a value}"); shift 2 ;;
         *) rest+=("$1"); shift ;;
     esac
 done

@@ -136,25 +136,6 @@ def question_p(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> 
     return paired_p(differences)
 
 
-def letters(different: Iterable[tuple[str, str]], names: Sequence[str]) -> dict[str, str]:
-    """Return the compact letter display: two names share a letter exactly where they are not ``different``.
-
-    By insertion and absorption (Piepho, An algorithm for a letter-based representation of all-pairwise comparisons,
-    J. Comput. Graph. Stat. 13, 2004). The letters are in the order of ``names``.
-    """
-    columns = [frozenset(names)]
-    for a, b in different:
-        split = [column - {one} for column in columns if {a, b} <= column for one in (a, b)]
-        columns = list(dict.fromkeys([*(column for column in columns if not {a, b} <= column), *split]))
-        columns = [column for column in columns if not any(column < other for other in columns)]
-    columns.sort(key=lambda column: [name not in column for name in names])
-    return {name: "".join(_letter(i) for i, column in enumerate(columns) if name in column) for name in names}
-
-
-def _letter(index: int) -> str:
-    return chr(ord("a") + index % 26) + (str(index // 26) if index >= 26 else "")
-
-
 def holm(p_by_claim: Mapping[str, float]) -> dict[str, float]:
     """Return p after Holm's step-down adjustment (1979), which bounds the chance of any false confirmation."""
     adjusted, least = {}, 0.0

@@ -17,10 +17,8 @@ from results.reporting.answers import Flip, Row, answers, flips
 from results.reporting.comparison import (
     Paired,
     holm,
-    letters,
     paired_comparison,
     question_p,
-    seed_interval,
     welch_interval,
     welch_p,
 )
@@ -181,7 +179,6 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
         "McNemar's exact test, or a randomization test where few questions differ."
     )
     yield from _cautions(groups)
-    yield from told_apart(by_source, groups)
     for each in found:
         yield from flipped(each)
 
@@ -210,35 +207,6 @@ def _cautions(groups: Sequence[Group]) -> Iterator[Block]:
 def _validation_files(group: Group) -> frozenset[str]:
     names = {str(path) for run in group for path in run.config.get("data.val_files") or ()}
     return frozenset(d["sha256"] for run in group for d in run.manifest.get("data", ()) if d["path"] in names)
-
-
-def told_apart(by_source: Mapping[str, Sequence[Side]], groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield letters for three or more experiments: those that share one cannot be told apart.
-
-    All pairs of a data source are tested, over seeds where every experiment has several, and corrected by Holm.
-    """
-    rows, tests = [], set()
-    for source, same in by_source.items():
-        over_seeds = all(len(side.seeds) > 1 for side in same)
-        same = [side for side in same if over_seeds or side.questions]
-        if len(same) < 3:
-            continue
-        tests.add("over seeds" if over_seeds else "by question, for these policies")
-        same = sorted(same, key=lambda side: -statistics.fmean(side.seeds))
-        names = [str(i) for i in range(len(same))]
-        pairs = [(x, y, Comparison(source, same[int(x)], same[int(y)])) for x, y in itertools.combinations(names, 2)]
-        p = {(x, y): each.seed_p if over_seeds else each.question_p for x, y, each in pairs}
-        adjusted = holm({pair: value for pair, value in p.items() if value is not None})
-        letter = letters([pair for pair, value in adjusted.items() if value < LEVEL], names)
-        for name, side in zip(names, same, strict=True):
-            rows.append([name_of(side.group), source, percent(seed_interval(side.seeds)), letter[name]])
-    if rows:
-        yield Heading("Which rows can be told apart", 3)
-        yield Table(["experiment", "evaluated on", "accuracy", "letters"], rows)
-        yield Text(
-            f"Two rows of a data source differ ({' and '.join(sorted(tests))}; p < {LEVEL} after Holm's correction "
-            "over all pairs) exactly where they share no letter."
-        )
 
 
 # --- questions ---

@@ -119,38 +119,11 @@ def test_controls_find_something_else_or_nothing(built):
     assert one == again != other and len(set(ids(one))) == 5
 
 
-def test_noise_moves_the_first_passage_alone_and_how_far_is_the_querys(built):
-    queries = [contents(n) for n in range(ROWS)]
-    exact = opened(built, "flat").retrieve(queries, 10)
-    noisy = opened(built, "flat", noise=0.5)
-    fallen, ranks = noisy.retrieve(queries, 10), []
-    for before, after in zip(exact, fallen, strict=True):
-        ranks.append(ids(after).index(before[0].id))
-        assert [p for p in after if p != before[0]] == before[1:]
-    for cut in (1, 3, 5):  # the shares are 1 - noise^cut; three standard errors of 200 queries
-        share = sum(rank < cut for rank in ranks) / ROWS
-        assert share == pytest.approx(1 - 0.5**cut, abs=3 * (0.5**cut * (1 - 0.5**cut) / ROWS) ** 0.5)
-    assert [p[:3] for p in fallen] == noisy.retrieve(queries, 3)  # what is shown is cut, not drawn anew
-    assert noisy.retrieve(queries[::-1], 10)[::-1] == fallen == opened(built, "flat", noise=0.5).retrieve(queries, 10)
-    assert opened(built, "flat", noise=0.5, noise_seed=2).retrieve(queries, 10) != fallen
-
-
-def test_noise_leaves_what_is_too_short_to_fall_and_is_a_probability(built):
-    assert opened(built, "empty", noise=0.9).retrieve(["a"], 3) == [[]]
-    assert len(opened(built, "bm25", noise=0.9).retrieve([contents(3)], 1)[0]) == 1
-    assert opened(built, "bm25", noise=0.0).backend == "bm25"
-    for noise in (-0.1, 1.0):
-        with pytest.raises(RetrievalError, match="at least 0 and below 1"):
-            opened(built, "bm25", noise=noise)
-
-
 def test_fingerprints_tell_answers_apart(built):
     prints = {opened(built, backend).fingerprint for backend in BACKENDS}
     assert len(prints) == len(BACKENDS)
     assert opened(built, "hnsw", ef_search=16).fingerprint != opened(built, "hnsw").fingerprint
     assert opened(built, "hnsw").fingerprint == opened(built, "hnsw").fingerprint
-    noisy = [{"noise": 0.5}, {"noise": 0.4}, {"noise": 0.5, "noise_seed": 2}]
-    assert len(prints | {opened(built, "bm25", **options).fingerprint for options in noisy}) == len(prints) + 3
 
 
 @pytest.mark.parametrize(

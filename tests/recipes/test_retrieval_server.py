@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import resource
 import socket
 import threading
-import time
-import urllib.request
 from contextlib import asynccontextmanager
 
 import httpx
@@ -14,11 +11,10 @@ import pytest
 import uvicorn
 
 from recipes.search_r1 import retrieval_server
-from recipes.search_r1.connections import OTHER_FILES, bounded_protocol, most_connections
 from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import Passage, RetrieverOptions
-from recipes.search_r1.retrieval_server import LARGEST_BODY, MOST_QUERIES, _listen, make_app
+from recipes.search_r1.retrieval_server import LARGEST_BODY, MOST_QUERIES, make_app
 from recipes.search_r1.wire import IDENTITY
 from tests.search import contents, until, write_corpus
 
@@ -241,7 +237,6 @@ def test_a_search_that_fails_is_a_500_for_its_batch_alone(bad, said):
 
 
 def test_it_listens_on_the_loopback_unless_told_otherwise(index, monkeypatch, caplog):
-    import uvicorn
 
     bound = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: bound.append(sockets[0].getsockname()[0]))
@@ -280,108 +275,3 @@ def test_waiting_requests_are_all_gone_in_the_end():
     app = make_app(retriever)
     asyncio.run(ask_while_held(app, retriever, [{"queries": ["a"]}] * 5))
     until(lambda: len(retriever.batches) == 2)
-
-
-# --- connections ---
-
-
-@pytest.fixture
-def running(index):
-    """Yields a function that serves with these bounds in a thread and returns the port."""
-    servers = []
-
-    def serve(most=50, request_s=0.3, idle_s=60.0, retriever=None):
-        app = make_app(retriever or make_retriever(RetrieverOptions(index)))
-        config = uvicorn.Config(app, http=bounded_protocol(most, request_s, idle_s), log_level="critical")
-        server, listening = uvicorn.Server(config), _listen("127.0.0.1", 0)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        servers.append((server, thread))
-        return listening.getsockname()[1]
-
-    yield serve
-    for server, thread in servers:
-        server.should_exit = True
-        thread.join()
-
-
-HALF = {
-    "nothing": b"",
-    "half a line": b"POST /retr",
-    "half a head": b"POST /retrieve HTTP/1.1\r\nHost: x\r\n",
-    "half a body": b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"que',
-    "no body": b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n",
-}
-
-
-def connected(port):
-    until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-    return socket.create_connection(("127.0.0.1", port), timeout=10)
-
-
-def is_ended(client):
-    """Whether the server closes the connection before the timeout, whatever it replies before."""
-    try:
-        while client.recv(4096):
-            pass
-    except ConnectionResetError:
-        pass
-    except TimeoutError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("sent", HALF)
-def test_half_a_request_times_out(running, sent):
-    client = connected(running())
-    client.sendall(HALF[sent])
-    begun = time.monotonic()
-    assert is_ended(client) and time.monotonic() - begun < 5
-
-
-def test_a_request_that_trickles_in_times_out(running):
-    client = connected(running())
-    with pytest.raises((ConnectionResetError, BrokenPipeError)):
-        for _ in range(60):
-            client.sendall(b"a")
-            time.sleep(0.05)
-
-
-def test_an_idle_connection_ends_and_a_slow_search_does_not(running, index):
-    class Slow:
-        corpus_hash = fingerprint = backend = "slow"
-
-        def __len__(self):
-            return 1
-
-        def retrieve(self, queries, topk):
-            time.sleep(1.0)
-            return [[] for _ in queries]
-
-    body = b'{"queries": ["a"]}'
-    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 18\r\n\r\n"
-    client = connected(running(idle_s=0.3, retriever=Slow()))
-    client.sendall(head + body)
-    assert b"200 OK" in client.recv(4096)
-    begun = time.monotonic()
-    assert is_ended(client) and time.monotonic() - begun < 5
-
-
-def test_clients_that_send_half_requests_lock_nobody_out(running):
-    port = running(most=50, request_s=60.0)
-    hostile = [connected(port) for _ in range(200)]
-    for client in hostile[:100]:
-        client.sendall(HALF["half a head"])
-    answer = urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
-    assert answer.status == 200
-    for client in hostile:
-        client.close()
-
-
-def test_the_limit_of_open_files_bounds_the_connections(monkeypatch):
-    limits = [(1024, 1024)]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    assert most_connections(1024) == 1024 - OTHER_FILES
-    limits.append((1024, 4096))
-    assert most_connections(1024) == 1024 and limits[-1] == (1024 + OTHER_FILES, 4096)

@@ -10,7 +10,6 @@ from typing import Any
 
 from recipes.search_r1.index.controls import EmptyRetriever, RandomRetriever
 from recipes.search_r1.index.corpus import Corpus, read_json, scan
-from recipes.search_r1.index.noise import NoisyRetriever
 from recipes.search_r1.index.passages import BACKENDS, DENSE, RetrievalError, Retriever, RetrieverOptions
 from recipes.search_r1.index.shards import ShardedRetriever, Slice
 
@@ -18,7 +17,7 @@ BUILT = "index.json"  # {"backends": {name: settings}, "encoder": settings or nu
 
 
 def make_retriever(options: RetrieverOptions) -> Retriever:
-    """Open an index folder or a faiss file, with the cross-encoder and the noise that the options name."""
+    """Open an index folder or a faiss file, with the cross-encoder that the options name."""
     if options.backend is not None and options.backend not in BACKENDS:
         raise RetrievalError(f"backend={options.backend!r}: must be one of {', '.join(BACKENDS)}")
     path = Path(options.index).expanduser()
@@ -31,7 +30,7 @@ def make_retriever(options: RetrieverOptions) -> Retriever:
 
         rate = cross_encoder(options.rerank, options.device)
         retriever = RerankingRetriever(retriever, rate, options.rerank, options.rerank_from)
-    return NoisyRetriever(retriever, options.noise, options.noise_seed) if options.noise else retriever
+    return retriever
 
 
 def _of_folder(folder: Path, options: RetrieverOptions) -> Retriever:

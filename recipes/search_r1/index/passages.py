@@ -77,8 +77,6 @@ class RetrieverOptions:
         gpu: search a flat index on the GPUs that faiss finds, in half precision and split over them.
         shard: ``I/N`` searches the I-th of N slices of a flat index, for a front that merges them; I counts from 1.
         shards: addresses of the N servers that hold the slices; with it ``index`` is not used.
-        noise: probability with which the first passage falls behind the next one, again and again, as a function of
-            ``noise_seed`` and query; for studies.
         check_encoder: encode a few passages at start and compare them with the index.
     """
 
@@ -100,8 +98,6 @@ class RetrieverOptions:
     shards: tuple[str, ...] = ()
     rerank: str | None = None
     rerank_from: int = 10
-    noise: float = 0.0
-    noise_seed: int = 1
     check_encoder: bool = True
 
 
