@@ -38,7 +38,7 @@ LAYERS = (
     ("cluster", "rollout"),
     ("engines", "rewards"),
     ("learner", "tracking"),
-    ("algorithm", "checkpoint", "data", "modality"),
+    ("algorithm", "checkpoint", "data", "modality", "model_shapes"),
     ("config",),
     ("types", "errors", "safe_text", "files", "requirements_check", "__init__"),
 )
