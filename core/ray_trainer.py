@@ -52,12 +52,12 @@ from core.rollout.collect import (
 from core.rollout.group_rollout import GroupRollout, TrajectorySampler
 from core.rollout.repeatable_decoding import make_repeatable
 from core.session import LoopState, Session, prepare_torch
-from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED
 from core.tracking.metrics import data_metrics, progress_metrics, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.recorders import Moment, RecordedRun, Recorders
+from core.tracking.samples import generation_rows, print_examples
 from core.tracking.step_checks import StepChecks
 from core.tracking.step_time import BusyClock
 from core.tracking.validation import ValRecord, validation_metrics

@@ -39,8 +39,9 @@ from core.learner.saving import planned_fingerprints
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import BoundViolation, Health, Repeats, UnhealthyRun
+from core.tracking.records import intact_rows
 from core.tracking.run_manifest import RunFacts
-from core.tracking.tracker import Tracker, mend_run_folder, rows_with_steps
+from core.tracking.tracker import Tracker, mend_run_folder
 from core.types import StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class Session:
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder)
         if not self.config.trainer.max_staleness:  # else the step's line has what was judged ahead
-            lines, _ = rows_with_steps(self.run_dir / "metrics.jsonl")
+            lines, _ = intact_rows(self.run_dir / "metrics.jsonl", of_steps=True)
             recorded = [one.get("collect/next_ordinal") for one in lines if one["step"] == saved.step]
             invariants.resume_goes_on(recorded[-1] if recorded else None, saved.next_ordinal, saved.step)
             self.trained = int(recorded[-1] or 0) if recorded else 0

@@ -20,7 +20,7 @@ import numpy as np
 from core.errors import InputError
 from core.files.durable_files import fsync, write_atomic
 from core.tracking import run_manifest
-from core.tracking.tracker import json_line
+from core.tracking.records import json_line
 from core.types import Prompt, Segment, Stop, Trajectory
 
 FORMAT = 1

@@ -24,7 +24,7 @@ from core.files.durable_files import write_atomic
 from core.rewards import RewardError, RewardLayer
 from core.tracking import run_manifest
 from core.tracking.progress import progress
-from core.tracking.tracker import json_line
+from core.tracking.records import json_line
 from core.tracking.validation import ValRecord
 from core.types import ScoredGroup
 from reward_scores import SCORERS, UnknownDataSource, scorer_for

@@ -17,7 +17,7 @@ from core.errors import InputError
 from core.evaluation.answer_file import read_manifest
 from core.files.durable_files import write_atomic
 from core.tracking.confidence_intervals import Estimate
-from core.tracking.tracker import read_jsonl
+from core.tracking.records import read_jsonl
 from core.tracking.validation import (
     ValRecord,
     are_shares,

@@ -1,40 +1,48 @@
-"""The loggers of ``trainer.logger``, which show a run's numbers elsewhere while it goes on: TensorBoard, wandb, MLflow.
+"""The loggers of ``trainer.logger``, which show a run's numbers while it goes on: console, TensorBoard, wandb, MLflow.
 
 ``metrics.jsonl`` is not among them: the tracker always writes it, and first. A logger that cannot begin ends a new run
-before it trains. Later a failing logger costs nothing but its own numbers: see :class:`Guarded`. A class of your own is
+before it trains. Later a failing logger costs nothing but its own numbers: see :class:`Loggers`. A class of your own is
 named ``module:Class``; it is made with a :class:`LoggedRun` and has the methods of :class:`Logger`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core.config import convert
+from tqdm import tqdm
+
+from core.config import convert, registry
+from core.config.plugins import load_object
+from core.errors import InputError
+from core.safe_text.printable import printable
+from core.tracking.records import Row, json_line
 
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-Row = Mapping[str, Any]
+PATIENCE = 3  # failures in a row after which a logger is switched off: a service may be away for a step or two
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoggedRun:
-    """The run whose numbers a logger shows."""
+    """The run whose numbers a logger shows. ``sessions`` are its manifest's; ``total`` is set once the loop begins."""
 
     config: Config
     run_dir: Path
     run_id: str
     resume_step: int | None
     recipe: str = ""
-    preset: str = ""
+    sessions: Sequence[Mapping[str, Any]] = ()
+    total: int | None = None  # steps
 
     @property
     def group(self) -> str:
@@ -45,8 +53,11 @@ class LoggedRun:
     @property
     def tags(self) -> dict[str, str]:
         """Recipe, preset and the model's name, those that are known."""
+        words = shlex.split(self.sessions[0]["command"]) if self.sessions else []
+        presets = [word.removeprefix("preset=") for word in words if word.startswith("preset=")]
         model = self.config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
-        return {k: v for k, v in (("recipe", self.recipe), ("preset", self.preset), ("model", model)) if v}
+        named = {"recipe": self.recipe, "preset": presets[-1] if presets else "", "model": model}
+        return {name: value for name, value in named.items() if value}
 
 
 class Logger(Protocol):
@@ -55,45 +66,143 @@ class Logger(Protocol):
     def close(self, failed: bool) -> None: ...
 
 
-PATIENCE = 3  # failures in a row after which a logger is switched off: a service may be away for a step or two
+class Loggers:
+    """The loggers of a run. Exceptions of one end neither the run nor the step: they are printed, and ``note`` is told.
 
+    After PATIENCE failures in a row a logger is switched off until the run is resumed. metrics.jsonl has what it
+    missed.
 
-class Guarded:
-    """A logger whose exceptions end neither the run nor the step: they are printed and counted.
-
-    After PATIENCE failures in a row the logger is switched off until the run is resumed. ``note`` is told so, for the
-    manifest. What was missed is in metrics.jsonl.
+    Raises:
+        ImportError: the package of a logger is not installed.
+        InputError: a logger of a new run could not begin, or its class is not where ``trainer.logger`` says.
     """
 
-    def __init__(self, name: str, logger: Logger, note: Callable[[str, str], None]) -> None:
-        self.name, self.logger, self._note, self._failures = name, logger, note, 0
+    def __init__(self, run: LoggedRun, note: Callable[[str, str], None]) -> None:
+        self._note, self._failures = note, Counter[str]()  # failures in a row
+        self._each: dict[str, Logger] = {}
+        for name in dict.fromkeys(run.config.trainer.logger):
+            function = registry.logger(name).function
+            try:
+                if name == "console":
+                    self._each[name] = ConsoleLogger(run)
+                elif function:  # jsonl has none: the tracker writes it
+                    self._each[name] = load_object(function, "trainer.logger")(run)
+            except (ImportError, InputError):  # wrong whenever it is tried, unlike a service that is away
+                raise
+            except Exception as error:
+                self._without(name, error, run.resume_step is not None)
+
+    def _without(self, name: str, error: Exception, resumed: bool) -> None:
+        """Refuse to begin without a logger that was requested; a run that is resumed goes on without it."""
+        reason = f"could not begin ({type(error).__name__}: {error})"
+        if not resumed:
+            fix = "mend its login or address, or leave it out: metrics.jsonl is written anyway"
+            raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
+        print(f"warning: trainer.logger={name}: {reason}; the resumed run goes on without it", file=sys.stderr)
+        self._note(name, reason)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._try(f"step {step}", lambda: self.logger.log(step, values))
+        for name, logger in self._each.items():
+            self._try(name, f"step {step}", logger.log, step, values)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        self._try(f"the samples of step {step}", lambda: self.logger.samples(step, rows))
+        for name, logger in self._each.items():
+            self._try(name, f"the samples of step {step}", logger.samples, step, rows)
 
     def close(self, failed: bool) -> None:
-        self._failures = min(self._failures, PATIENCE - 1)  # also one that is off lets go of what it holds
-        self._try("its end", lambda: self.logger.close(failed))
+        for name, logger in self._each.items():
+            self._failures[name] = 0  # also one that is off lets go of what it holds
+            self._try(name, "its end", logger.close, failed)
 
-    def _try(self, what: str, call: Callable[[], None]) -> None:
-        if self._failures >= PATIENCE:
+    def _try(self, name: str, what: str, call: Callable[..., None], *arguments: Any) -> None:
+        if self._failures[name] >= PATIENCE:
             return
         try:
-            call()
+            call(*arguments)
         except Exception as error:
-            self._failures += 1
-            off = "; it is switched off until the run is resumed" if self._failures == PATIENCE else ""
+            self._failures[name] += 1
+            off = "; it is switched off until the run is resumed" if self._failures[name] == PATIENCE else ""
             reason = f"{type(error).__name__}: {error}"
             print(
-                f"warning: trainer.logger={self.name}: {what} was not logged ({reason}){off}; metrics.jsonl has it all",
+                f"warning: trainer.logger={name}: {what} was not logged ({reason}){off}; metrics.jsonl has it all",
                 file=sys.stderr,
             )
-            self._note(self.name, f"{what}: {reason}")
+            self._note(name, f"{what}: {reason}")
         else:
-            self._failures = 0
+            self._failures[name] = 0
+
+
+# --- the console ---
+
+ACC = "reward/acc/mean"
+# label on the console, names of the metric (the first that the step has), format
+_HEADLINE = (
+    ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
+    ("acc", (ACC,), ".3f"),
+    ("length", ("response_length/mean",), ".1f"),
+    ("nll", ("actor/nll",), ".3f"),
+    ("entropy", ("actor/entropy",), ".3f"),
+    ("kl", ("actor/ppo_kl", "actor/kl_loss"), ".2e"),
+    ("time", ("timing_s/step",), ".1f"),
+)
+_FAILED = {  # metric -> its label, shown where it is not 0
+    "reward/failed_rate": "scorer failed on",
+    "reward/val_failed_rate": "scorer failed in validation on",
+}
+
+
+class ConsoleLogger:
+    """One line a step, above the progress bar where there is one."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self.run = run
+
+    def _write(self, line: str) -> None:
+        tqdm.write(printable(line))
+        sys.stdout.flush()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        shown = [f"{label} {value:{form}}" for label, value, form in headline(values)]
+        shown += [f"{words} {values[name]:.1%}" for name, words in _FAILED.items() if values.get(name)]
+        for name in filter(is_validated, values):
+            source = name.removeprefix("val-core/")
+            label = source if validated_share(values, name) else source.replace("/acc/", "/score/")
+            shown.append(f"{label} {values[name]:.3f}")
+        total = f"/{self.run.total}" if self.run.total else ""
+        self._write(f"step {step}{total} | " + " | ".join(shown))
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._write(f"step {step} sample, score {row['score']}, expected {row['gts']!r}")
+            self._write(f"    {str(row['input'])[-200:]!r} -> {str(row['output'])[:400]!r}")
+
+    def close(self, failed: bool) -> None:
+        pass
+
+
+def headline(values: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
+    """Yield label, value and format of the few numbers that a person follows, where the step has them."""
+    a_score = values.get(ACC) == values.get("critic/score/mean") and not (
+        values.get("critic/score/min", 0) >= 0 and values.get("critic/score/max", 1) <= 1
+    )
+    for label, names, form in _HEADLINE:
+        value = next((values[name] for name in names if name in values), None)
+        if value is not None and not (label == "acc" and a_score):  # the reward again, of a function that gives scores
+            yield label, value, form
+
+
+def is_validated(name: str) -> bool:
+    """Return whether a metric is a validation's mean of ``acc`` on a data source."""
+    return name.startswith("val-core/") and "/acc/mean@" in name
+
+
+def validated_share(values: Mapping[str, float], name: str) -> bool:
+    """Return whether such a metric is an accuracy: no answer's value was outside of 0 to 1."""
+    source = name.removeprefix("val-core/").partition("/acc/mean@")[0]
+    return f"val-aux/{source}/acc/min" not in values
+
+
+# --- files and services ---
 
 
 class TensorboardLogger:
@@ -187,8 +296,7 @@ class MlflowLogger:
             self._client.log_batch(self._id, metrics=metrics[first : first + self.VALUES])
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        self._client.log_text(self._id, text, f"generations/{step}.jsonl")
+        self._client.log_text(self._id, "".join(map(json_line, rows)), f"generations/{step}.jsonl")
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import platform
-import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -45,6 +45,35 @@ def now() -> str:
 # --- the file ---
 
 
+def begun(
+    path: Path, config: Config, recipe: str, resume_step: int | None, last_step: int, facts: RunFacts | None
+) -> dict[str, Any]:
+    """Return the manifest of a run that starts, or goes on after ``resume_step``, with an entry for this process.
+
+    ``last_step`` is that of the last line of metrics.
+    """
+    facts, values = facts or RunFacts(), convert.flat(config).items()
+    manifest = {"run": path.parent.resolve().name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
+    if path.exists():
+        manifest = read(path)
+    elif resume_step is not None:
+        manifest["rebuilt"] = f"{now()}: manifest.json was damaged or missing; earlier sessions are not recorded"
+    manifest.pop("stopped_because", None)
+    manifest |= {
+        "status": "running",
+        "seeds": {key: value for key, value in values if key in ("trainer.seed", "data.seed")},
+        "changed_from_defaults": changed_keys(config, manifest["recipe"]),
+        "data": data_of(config),
+        "models": facts.bases(),
+    }
+    manifest["sessions"].append(session(resume_step, facts.changes))
+    if resume_step and last_step < resume_step:
+        gap = f"resumed after step {resume_step}, but metrics.jsonl ends at step {max(0, last_step)}"
+        manifest["sessions"][-1]["gap"] = gap
+        print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
+    return manifest
+
+
 def read(path: Path) -> dict[str, Any]:
     """Return a run's manifest.
 
@@ -65,24 +94,14 @@ def read(path: Path) -> dict[str, Any]:
 
 def mend(path: Path) -> None:
     """Set a damaged manifest aside, with a warning. Raises OSError."""
-    if not path.exists():
-        return
-    try:
-        read(path)
-    except ValueError as error:
-        aside = path.with_name(f"{path.name}.damaged")
-        os.replace(path, aside)
-        text = "%s is damaged (%s) and set aside as %s; it is written anew, without what earlier sessions recorded"
-        log.warning(text, path, error, aside.name)
-
-
-def rebuilt(path: Path) -> dict[str, Any]:
-    """Return what a new manifest says of one that was lost. The run's id is read from what is left of that, if it can
-    be: under it a logger's service knows the run."""
-    aside = path.with_name(f"{path.name}.damaged")
-    known = re.search(rb'"run_id": "([0-9a-f]{8})"', aside.read_bytes()) if aside.exists() else None
-    about = {"rebuilt": f"{now()}: manifest.json was damaged or missing; earlier sessions are not recorded"}
-    return {**about, "run_id": known[1].decode()} if known else about
+    if path.exists():
+        try:
+            read(path)
+        except ValueError as error:
+            aside = path.with_name(f"{path.name}.damaged")
+            os.replace(path, aside)
+            text = "%s is damaged (%s) and set aside as %s; it is written anew, without what earlier sessions recorded"
+            log.warning(text, path, error, aside.name)
 
 
 def put_status(path: Path, status: str) -> None:
@@ -167,30 +186,15 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
     return {"commit": commit.decode().strip(), "dirty": dirty, "diff_sha256": digest.hexdigest() if dirty else None}
 
 
-def cpu_information() -> dict[str, str]:
-    """Return what ``/proc/cpuinfo`` has of the last processor; nothing where there is none, as outside Linux."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def cpu_kind() -> str:
-    """Return what decides how a CPU rounds: its model, and the instructions that torch has chosen for it."""
-    import torch
-
-    values = cpu_information()
-    model = values.get("model name") or platform.processor() or platform.machine()
-    numbers = [f"{name} {values[name]}" for name in ("cpu family", "model") if name in values]
-    return ", ".join([model, *numbers, torch.backends.cpu.get_cpu_capability()])
-
-
 def hardware() -> dict[str, Any]:
     """Return CPU model, its vector instructions, usable cores, memory and GPUs, without the host's name."""
     import torch
 
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or b""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return {
-        "cpu": cpu_information().get("model name") or platform.processor(),
+        "cpu": models[-1] if models else platform.processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

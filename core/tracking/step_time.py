@@ -68,17 +68,14 @@ class BusyClock:
 def parts(row: Mapping[str, float]) -> dict[str, float]:
     """Return a step's seconds by part, in the order of :data:`PARTS` with the rest last; they sum to the whole.
 
-    A line without ``timing_s/whole`` (an older run) is taken for its ``timing_s/step`` alone, and one without
-    ``timing_s/decode`` has its scoring in ``decode``. A part that never began is left out.
+    A part that never began is left out; a line without ``timing_s/whole`` (the validation before the first step) has
+    none.
     """
-    if f"{PREFIX}step" not in row:
+    if (whole := row.get(f"{PREFIX}whole")) is None:
         return {}
-    row = {f"{PREFIX}decode": row.get(f"{PREFIX}gen", 0.0), **row}
-    outside = () if f"{PREFIX}whole" in row else ("validation", "checkpoint")
     seconds = {
         name: sum(row.get(PREFIX + timer, 0.0) for timer in timers)
         for name, timers in PARTS.items()
-        if name not in outside and any(PREFIX + timer in row for timer in timers)
+        if any(PREFIX + timer in row for timer in timers)
     }
-    whole = row.get(f"{PREFIX}whole", row[f"{PREFIX}step"])
     return {**seconds, REST: whole - sum(seconds.values())}

@@ -7,8 +7,7 @@ validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` t
 **Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
 files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
 logged before its checkpoint is complete. TensorBoard purges what follows k as well; wandb cannot take steps back and
-keeps the first values it was sent, MLflow keeps both. A logger that fails is a warning and an entry
-``logger_failures`` of the session in ``manifest.json``; the step's line was on disk before.
+keeps the first values it was sent, MLflow keeps both.
 
 **Metric names** are verl's: ``critic/{score,rewards,advantages,returns,values}/{mean,max,min}``, ``critic/vf_*``,
 ``actor/{entropy,pg_loss,kl_loss,ppo_kl,pg_clipfrac,pg_clipfrac_lower,grad_norm,lr}``,
@@ -19,155 +18,32 @@ the validation names of :mod:`core.tracking.validation`. Not verl's: ``reward/<p
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import os
-import secrets
-import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from core.config import Config, convert, registry, to_yaml
+from core.config import Config, to_yaml
 from core.config.locations import is_url, write_remote_text
-from core.config.plugins import load_object
-from core.errors import InputError, writing
+from core.errors import writing
 from core.files.durable_files import write_atomic
-from core.tracking import recorders, run_manifest
-from core.tracking.console import ConsoleLogger, headline
-from core.tracking.loggers import Guarded, LoggedRun, Logger, Row
-from core.tracking.records import Records
+from core.tracking import recorders, records, run_manifest
+from core.tracking.loggers import LoggedRun, Loggers, headline
+from core.tracking.records import Records, Row, intact_rows, json_line, read_jsonl
 from core.tracking.run_manifest import RunFacts
+from core.tracking.samples import of_each_source, spread_out
 from core.tracking.validation import ValRecord
 from core.types import Prompt, StepMetrics
 
-log = logging.getLogger(__name__)
-
 ENDINGS = ("finished", "stopped", "failed")
+METRICS, SAMPLES, MANIFEST = "metrics.jsonl", "samples.jsonl", "manifest.json"
 PICTURES = "pictures.json"  # data_source -> uid -> thumbnails of the questions in samples.jsonl
-RUN_FILES = (
-    "config.yaml",
-    "manifest.json",
-    "metrics.jsonl",
-    "samples.jsonl",
-    PICTURES,
-    "validation",
-    "tensorboard",
-    "trace",
-)
-STALE = "stays as it is"  # what a manifest does that cannot be written
+RUN_FILES = ("config.yaml", MANIFEST, METRICS, SAMPLES, PICTURES, "validation", "tensorboard", "trace")
 KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
-
-
-# --- files ---
-
-
-def json_line(row: Row) -> str:
-    """Return a row as a line. Half a surrogate pair, which no file can hold, is written as an escape."""
-    line = json.dumps(row, ensure_ascii=False, default=str) + "\n"
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        line = json.dumps(row, default=str) + "\n"
-    return line
-
-
-@dataclass(frozen=True)
-class BadLine:
-    """A line that is no row: its number from 1, its bytes, and why."""
-
-    number: int
-    line: bytes
-    why: str
-
-
-def split_jsonl(path: Path, needs: Callable[[Any], Any] = lambda row: row) -> tuple[list[Any], list[BadLine]]:
-    """Return the rows of a file and the lines that are damaged. No file has neither.
-
-    An incomplete last line, of a process killed in writing it, is neither. ``needs`` raises KeyError, TypeError or
-    ValueError for a row that is none.
-    """
-    # Not splitlines: it also splits at U+2028 and the like, which JSON leaves as they are inside an answer.
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows, damaged = [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line:
-                row = json.loads(line.decode())
-                needs(row)
-                rows.append(row)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            if number < len(lines):
-                damaged.append(BadLine(number, line, f"{type(error).__name__}: {error}"))
-    return rows, damaged
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file; an incomplete last line, of a process killed in writing it, is left out.
-
-    Raises:
-        ValueError: a line before the last one is damaged.
-    """
-    rows, damaged = split_jsonl(path)
-    if damaged:
-        raise ValueError(f"{path}, line {damaged[0].number}: not JSON ({damaged[0].why})")
-    return rows
-
-
-def rows_with_steps(path: Path) -> tuple[list[dict[str, Any]], list[BadLine]]:
-    """Return the rows of metrics.jsonl or samples.jsonl, and its damaged lines: those that are no row of a step."""
-
-    def needs(row: Any) -> None:
-        if type(row) is not dict or type(row["step"]) is not int:
-            raise ValueError("no mapping with the number of a step")
-
-    return split_jsonl(path, needs)
-
-
-def mend_run_folder(run_dir: Path) -> None:
-    """Set what is damaged of the run's records aside, with a warning: a run resumes from its checkpoint, not from them.
-
-    Call it before models load. Raises OSError.
-    """
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        rows, damaged = rows_with_steps(run_dir / name)
-        if damaged:
-            aside = run_dir / f"{name}.damaged"
-            with open(aside, "ab") as file:
-                file.writelines(bad.line + b"\n" for bad in damaged)
-            write_atomic(run_dir / name, "".join(map(json_line, rows)))
-            numbers = ", ".join(str(bad.number) for bad in damaged[:5]) + ", ..." * (len(damaged) > 5)
-            text = "%s: %d damaged lines (line %s; %s) are set aside in %s; the run resumes without them"
-            log.warning(text, run_dir / name, len(damaged), numbers, damaged[0].why, aside.name)
-    run_manifest.mend(run_dir / "manifest.json")
-
-
-def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "folder") -> None:
-    """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir.
-
-    Raises InputError, which names ``key``, where the folder is a URL that cannot be written in three tries.
-    """
-    name, text = f"{step}.jsonl", "".join(map(json_line, rows))
-    if is_url(folder):
-        return write_remote_text(str(folder), key, name, text)
-    path = Path(folder) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)
-
-
-def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
-    """Return ``count`` rows at even distances: the same questions at every validation, from all data sources."""
-    count = min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
-
-
-# --- the tracker ---
 
 
 class Tracker:
@@ -177,8 +53,7 @@ class Tracker:
     ``resume_step=k`` goes on after step k. Create it once threads are set and data files are known: both are recorded.
     ``recipe`` is by default the name of the folder that holds the run's.
 
-    What is damaged of a run to resume is set aside. Later a record that cannot be written is dropped with a warning; a
-    line of metrics waits for the next step.
+    A record that cannot be written is dropped with a warning; a line of metrics waits for the next step.
 
     Raises:
         WriteFailed: the folder cannot be written.
@@ -194,8 +69,7 @@ class Tracker:
         recipe: str | None = None,
         facts: RunFacts | None = None,
     ) -> None:
-        self.facts = facts or RunFacts()
-        self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
+        self.run_dir, self.config = Path(run_dir), config
         self.records = Records()
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
         with writing(self.run_dir, "the run folder"):
@@ -203,78 +77,33 @@ class Tracker:
             if resume_step is None:
                 _set_aside(self.run_dir)
             else:
+                mend_run_folder(self.run_dir)
                 _drop_after(self.run_dir, resume_step)
-            self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")), default=-1)
-            self._open_manifest(recipe or self.run_dir.resolve().parent.name)
+            self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1)
+            recipe = recipe or self.run_dir.resolve().parent.name
+            path = self.run_dir / MANIFEST
+            self.manifest = run_manifest.begun(path, config, recipe, resume_step, self._last_step, facts)
+            self._write_manifest()
             write_atomic(self.run_dir / "config.yaml", to_yaml(config))
-            (self.run_dir / "metrics.jsonl").touch()  # a run that ends before its first step has one too
-        self._console = ConsoleLogger() if "console" in config.trainer.logger else None
-        self._loggers: list[Logger] = [self._console] if self._console else []
+            (self.run_dir / METRICS).touch()  # a run that ends before its first step has one too
         self._bar: Any = None
-        self._open_loggers()
-
-    def _open_loggers(self) -> None:
-        preset = [word for word in shlex.split(self.manifest["sessions"][0]["command"]) if word.startswith("preset=")]
-        facts = LoggedRun(
-            self.config,
-            self.run_dir,
-            self.manifest["run_id"],
-            self.resume_step,
-            recipe=self.manifest["recipe"],
-            preset=preset[-1].removeprefix("preset=") if preset else "",
-        )
-        for name in dict.fromkeys(self.config.trainer.logger):
-            function = registry.logger(name).function
-            if function is None:
-                continue
-            try:
-                self._loggers.append(Guarded(name, load_object(function, "trainer.logger")(facts), self._note_logger))
-            except (ImportError, InputError):  # wrong whenever it is tried, unlike a service that is away
-                raise
-            except Exception as error:
-                self._without_logger(name, error)
-
-    def _without_logger(self, name: str, error: Exception) -> None:
-        """Refuse to begin without a logger that was requested; a run that is resumed goes on without it."""
-        reason = f"could not begin ({type(error).__name__}: {error})"
-        if self.resume_step is None:
-            self.close("failed")
-            fix = "mend its login or address, or leave it out: metrics.jsonl is written anyway"
-            raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
-        print(f"warning: trainer.logger={name}: {reason}; the resumed run goes on without it", file=sys.stderr)
-        self._note_logger(name, reason)
+        run_id, sessions = self.manifest["run_id"], self.manifest["sessions"]
+        self._run = LoggedRun(config, self.run_dir, run_id, resume_step, self.manifest["recipe"], sessions)
+        try:
+            self._loggers = Loggers(self._run, self._note_logger)
+        except BaseException:
+            self._end("failed")
+            raise
 
     def _note_logger(self, name: str, reason: str) -> None:
         self.manifest["sessions"][-1].setdefault("logger_failures", {})[name] = reason
         self._keep_manifest()
 
-    def _open_manifest(self, recipe: str) -> None:
-        path, name = self.run_dir / "manifest.json", self.run_dir.resolve().name
-        manifest = {"run": name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
-        if path.exists():
-            manifest = run_manifest.read(path)
-        elif self.resume_step is not None:
-            manifest |= run_manifest.rebuilt(path)
-        values = convert.flat(self.config).items()
-        manifest["status"] = "running"
-        manifest.pop("stopped_because", None)
-        manifest["seeds"] = {key: value for key, value in values if key in ("trainer.seed", "data.seed")}
-        manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
-        manifest["data"] = run_manifest.data_of(self.config)
-        manifest["models"] = self.facts.bases()
-        manifest["sessions"].append(run_manifest.session(self.resume_step, self.facts.changes))
-        if self.resume_step and self._last_step < self.resume_step:
-            gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {max(0, self._last_step)}"
-            manifest["sessions"][-1]["gap"] = gap
-            print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
-        self.manifest = manifest
-        self._write_manifest()
-
     def _write_manifest(self) -> None:
-        write_atomic(self.run_dir / "manifest.json", json.dumps(self.manifest, indent=1) + "\n")
+        write_atomic(self.run_dir / MANIFEST, json.dumps(self.manifest, indent=1) + "\n")
 
     def _keep_manifest(self) -> bool:
-        return self.records.attempt("manifest.json", self.run_dir / "manifest.json", self._write_manifest, STALE)
+        return self.records.attempt(MANIFEST, self.run_dir / MANIFEST, self._write_manifest, "stays as it is")
 
     def note(self, name: str, value: Any) -> None:
         """Add a fact about the run to its manifest, which is written when the run ends."""
@@ -287,30 +116,34 @@ class Tracker:
         """
         self.manifest["total_steps"] = total
         self._keep_manifest()
-        if self._console:
-            self._console.total = total
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=self.resume_step or 0, unit="step", dynamic_ncols=True)
+        self._run.total = total
+        if sys.stderr.isatty():  # a log has the console's line for each step
+            self._bar = tqdm(total=total, initial=max(0, self._last_step), unit="step", dynamic_ncols=True)
 
     def log(self, metrics: StepMetrics) -> None:
-        """Write the step's line to disk, then pass it to the loggers. Steps must rise."""
+        """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps do not rise.
+
+        A line that a full disk does not take waits for the next step.
+        """
         if metrics.step <= self._last_step:
-            raise ValueError(f"step {metrics.step} logged after {self._last_step}: a step is logged once, in order")
-        path = self.run_dir / "metrics.jsonl"
-        self._unwritten.append({"step": metrics.step, **metrics.values})
-        if self.records.attempt(path.name, path, lambda: _append(path, self._unwritten), "waits for the next step"):
-            self._unwritten.clear()
+            raise ValueError(f"step {metrics.step} logged after {self._last_step}: each step is logged once, in order")
         self._last_step = metrics.step
-        for logger in self._loggers:
-            logger.log(metrics.step, metrics.values)
+        self._unwritten.append({"step": metrics.step, **metrics.values})
+        self._append_metrics("waits for the next step")
+        self._loggers.log(metrics.step, metrics.values)
         if self._bar is not None:
             shown = {label: f"{value:{form}}" for label, value, form in headline(metrics.values)}
             self._bar.set_postfix({k: v for k, v in shown.items() if k in ("reward", "length")}, refresh=False)
             self._bar.update(metrics.step - self._bar.n)
 
-    def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
+    def _append_metrics(self, lost: str) -> None:
+        path = self.run_dir / METRICS
+        if self.records.attempt(METRICS, path, lambda: records.append(path, self._unwritten), lost):
+            self._unwritten.clear()
+
+    def log_validation(self, step: int, rows: Iterable[ValRecord]) -> None:
         """Keep each question's scores, for intervals and paired comparisons. A repeated step is replaced."""
-        self.dump(self.run_dir / "validation", step, [record.to_json() for record in records])
+        self.dump(self.run_dir / "validation", step, [row.to_json() for row in rows])
 
     def dump(self, folder: str | Path, step: int, rows: Sequence[Row], key: str = "folder") -> None:
         """Write the rows with :func:`dump_jsonl`, where that is possible."""
@@ -320,61 +153,69 @@ class Tracker:
     def log_samples(self, step: int, rows: Sequence[Row], prompts: Iterable[Prompt] = ()) -> None:
         """Keep a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
 
-        ``rows`` are those of :func:`core.tracking.generations.generation_rows`, ``prompts`` the questions, of whose
-        media the report shows thumbnails.
+        ``rows`` are those of :func:`core.tracking.samples.generation_rows`, ``prompts`` the questions, of whose media
+        the report shows thumbnails.
         """
         count = self.config.trainer.log_val_generations
-        by_source: dict[Any, list[Row]] = {}
-        for row in rows:
-            by_source.setdefault(row.get("data_source"), []).append(row)
-        samples = [row for same in by_source.values() for row in spread_out(same, max(count, KEPT_SAMPLES))]
-        path, rows_kept = self.run_dir / "samples.jsonl", [{**row, "step": step} for row in samples]
-        self.records.attempt(path.name, path, lambda: _append(path, rows_kept))
+        kept = [{**row, "step": step} for row in of_each_source(rows, max(count, KEPT_SAMPLES))]
+        path = self.run_dir / SAMPLES
+        self.records.attempt(SAMPLES, path, lambda: records.append(path, kept))
         media = {(prompt.data_source, prompt.uid): prompt.media for prompt in prompts if prompt.media}
-        of_kept = ((row.get("data_source"), row.get("uid")) for row in samples)
+        of_kept = ((row.get("data_source"), row.get("uid")) for row in kept)
         if shown := {question: media[question] for question in of_kept if question in media}:
             from core.vision.thumbnails import keep_thumbnails
 
             file = self.run_dir / PICTURES
             self.records.attempt(PICTURES, file, lambda: keep_thumbnails(file, shown))
         if count:
-            for logger in self._loggers:
-                logger.samples(step, spread_out(rows, count))
+            self._loggers.samples(step, spread_out(rows, count))
 
     def close(self, status: str) -> None:
         """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
         if status not in ENDINGS:
             raise ValueError(f"status {status!r}: must be one of {', '.join(ENDINGS)}")
-        if self.manifest["status"] != "running":
-            return
+        if self.manifest["status"] == "running":
+            self._end(status)
+            if self._bar is not None:
+                self._bar.close()
+            self._loggers.close(status == "failed")
+
+    def _end(self, status: str) -> None:
+        """Write what is left, and the status, which needs no room on a full disk."""
         self.manifest["status"] = status
         self.manifest["sessions"][-1]["ended"] = run_manifest.now()
         if self._unwritten:  # a last try
-            path = self.run_dir / "metrics.jsonl"
-            self.records.attempt(path.name, path, lambda: _append(path, self._unwritten), "is lost")
+            self._append_metrics("is lost")
         if self.records.dropped:
             self.manifest["sessions"][-1]["records_dropped"] = dict(self.records.dropped)
         if not self._keep_manifest():
-            run_manifest.put_status(self.run_dir / "manifest.json", status)
-        if self._bar is not None:
-            self._bar.close()
-        for logger in self._loggers:
-            logger.close(status == "failed")
+            run_manifest.put_status(self.run_dir / MANIFEST, status)
 
 
-def _append(path: Path, rows: Iterable[Row]) -> None:
-    """Add the rows to the file, on disk when this returns. Raises OSError, and leaves no part of a line then."""
-    data = memoryview("".join(map(json_line, rows)).encode())
-    with open(path, "ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            while data:
-                data = data[file.write(data) :]
-            os.fsync(file.fileno())
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(size)
-            raise
+def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "folder") -> None:
+    """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir.
+
+    Raises InputError, which names ``key``, where the folder is a URL that cannot be written in three tries.
+    """
+    name, text = f"{step}.jsonl", "".join(map(json_line, rows))
+    if is_url(folder):
+        return write_remote_text(str(folder), key, name, text)
+    path = Path(folder) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text)
+
+
+# --- resuming ---
+
+
+def mend_run_folder(run_dir: Path) -> None:
+    """Set what is damaged of the run's records aside, with a warning: a run resumes from its checkpoint, not from them.
+
+    Call it before models load. Raises OSError.
+    """
+    records.mend(run_dir / METRICS)
+    records.mend(run_dir / SAMPLES)
+    run_manifest.mend(run_dir / MANIFEST)
 
 
 def _set_aside(run_dir: Path) -> None:
@@ -390,11 +231,10 @@ def _set_aside(run_dir: Path) -> None:
 
 def _drop_after(run_dir: Path, step: int) -> None:
     """Remove what later steps wrote before the run went back to its checkpoint of ``step``."""
-    mend_run_folder(run_dir)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        if (run_dir / name).exists():
-            rows = [json_line(row) for row in read_jsonl(run_dir / name) if row["step"] <= step]
-            write_atomic(run_dir / name, "".join(rows))
+    for path in (run_dir / METRICS, run_dir / SAMPLES):
+        if path.exists():
+            rows, _ = intact_rows(path, of_steps=True)
+            write_atomic(path, "".join(json_line(row) for row in rows if row["step"] <= step))
     for path in (run_dir / "validation").glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > step:
             path.unlink()

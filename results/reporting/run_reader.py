@@ -28,8 +28,9 @@ from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking import run_manifest
 from core.tracking.confidence_intervals import Estimate
+from core.tracking.records import intact_rows, read_jsonl
 from core.tracking.run_manifest import ROOT, flatten
-from core.tracking.tracker import PICTURES, read_jsonl, rows_with_steps
+from core.tracking.tracker import PICTURES
 from core.tracking.validation import ValRecord
 from results.reporting.comparison import Paired, accuracy_by_question, paired_comparison
 
@@ -258,9 +259,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
-    rows, damaged = rows_with_steps(path)
-    for bad in damaged:
-        raise ValueError(f"line {bad.number} is no row of metrics: {bad.why}")
+    rows, damaged = intact_rows(path, of_steps=True)
+    if damaged:
+        raise ValueError(f"no row of metrics: {damaged[0]}")
     for row in rows:
         _check_numbers(row.items(), f"step {row['step']}")
     return rows

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.tracking import step_time
-from core.tracking.tracker import spread_out
+from core.tracking.samples import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
 from results.reporting.curves import Group, curves, panels
 from results.reporting.pages import (

@@ -54,6 +54,7 @@ def step_metrics(step: int, seed: int, *, rate: float = 0.2, critic: bool = Fals
             "timing_s/old_log_prob": 0.1,
             "timing_s/update_actor": 0.4,
             "timing_s/step": 1.15 + 0.05 * noise[7],
+            "timing_s/whole": 1.15 + 0.05 * noise[7],
         }
     )
     if critic:

@@ -16,7 +16,7 @@ from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer
 from core.rewards.grading import ScoreError, as_score
-from core.tracking.generations import generation_rows
+from core.tracking.samples import generation_rows
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from tests.tiny import tiny_tokenizer
 

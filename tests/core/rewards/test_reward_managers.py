@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +17,8 @@ from core.rewards import RewardError, RewardLayer
 from core.rewards.barrier import Barrier
 from core.rewards.grading import Job
 from core.rollout.collect import CollectLimits, CollectState, collect
-from core.tracking.console import ConsoleLogger
-from core.tracking.generations import print_examples
+from core.tracking.loggers import ConsoleLogger
+from core.tracking.samples import print_examples
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -349,6 +350,7 @@ def test_no_answer_acts_on_the_terminal(field, capsys):
     text = capsys.readouterr().out
     assert all(c.isprintable() or c in "\n\t" for c in text)
     assert "two\nlines\t\\x1b]52;c;aGk=\\x07\\x1b[2J\\u202egnp\\u2066\\rover" in text and "\\ud800é中" in text
-    ConsoleLogger().samples(1, [row])
-    ConsoleLogger().log(1, {f"val-core/{evil}/acc/mean@1": 1.0})
+    console = ConsoleLogger(SimpleNamespace(total=None))
+    console.samples(1, [row])
+    console.log(1, {f"val-core/{evil}/acc/mean@1": 1.0})
     assert all(c.isprintable() or c in "\n\t" for c in capsys.readouterr().out)

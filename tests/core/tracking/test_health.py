@@ -176,7 +176,7 @@ def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
     config = configured(folder, "command", *overrides("entropy", "stop"))
     low = lambda config: scripted()(config, answers(), report=flatten({"actor/entropy": 0.01}))  # noqa: E731
     with pytest.raises(SystemExit) as ended:
-        train(low, config, 0, lambda *_: None)
+        train(low, config)
     assert ended.value.code == 1 and "trainer.health.entropy.bound=0.05" in capsys.readouterr().err
 
 

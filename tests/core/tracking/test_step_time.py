@@ -80,8 +80,6 @@ def test_a_line_adds_up_to_its_whole():
     found = parts(row)
     assert found == {"decode": 3.0, "score": 0.5, "update": 3.0, "validation": 1.5, REST: 2.0}
     assert list(found) == [name for name in (*PARTS, REST) if name in found]
-    old = parts({"timing_s/step": 8.0, "timing_s/gen": 4.0, "timing_s/testing": 9.0, "timing_s/adv": 1.0})
-    assert old == {"decode": 4.0, "advantages": 1.0, REST: 3.0}
     assert parts({"timing_s/testing": 1.0}) == {}  # the validation before the first step
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from core.tracking.generations import generation_rows
-from core.tracking.tracker import Tracker, read_jsonl
+from core.tracking.records import read_jsonl
+from core.tracking.samples import generation_rows
+from core.tracking.tracker import Tracker
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from core.vision.images import SHOWN, thumbnail
 from reward_scores.score import Score

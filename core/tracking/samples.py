@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from core.safe_text.printable import printable
-from core.types import ScoredGroup
+from core.tracking.records import Row
+
+if TYPE_CHECKING:
+    from core.types import ScoredGroup
 
 
 def generation_rows(step: int, groups: Sequence[ScoredGroup], tokenizer: Any) -> list[dict[str, Any]]:
@@ -40,3 +43,17 @@ def print_examples(rows: Iterable[Mapping[str, Any]], count: int) -> None:
             tqdm.write(printable(shown))  # above the bar of the run, where it has one
             tqdm.write(f"[score] {row['score']:g}")
             sys.stdout.flush()
+
+
+def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
+    """Return ``count`` rows at even distances: the same questions at every validation."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def of_each_source(rows: Iterable[Row], count: int) -> list[Row]:
+    """Return at most ``count`` rows of each data source."""
+    by_source: dict[Any, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_source[row.get("data_source")].append(row)
+    return [row for same in by_source.values() for row in spread_out(same, count)]
