@@ -15,7 +15,7 @@ from pathlib import Path
 
 from core.config.locations import written_here
 from core.errors import InputError
-from core.learner.hf_export import export
+from core.export import export
 from results.reporting.model_card import model_card
 from results.reporting.run_reader import load_run, run_copy
 

@@ -18,7 +18,8 @@ from core.config import convert, recipes
 from core.config.locations import is_url, name_of
 from core.config.paths import is_local
 from core.errors import InputError
-from core.learner.hf_export import ADAPTERS, export, find_checkpoint
+from core.export import export, find_checkpoint
+from core.learner.hf_export import ADAPTERS
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 PATH = "actor_rollout_ref.model.path"

@@ -15,8 +15,8 @@ import torch
 from core.checkpoint import manifest
 from core.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_index, verify
 from core.errors import InputError
+from core.export import export
 from core.files.file_names import inside, plain_name
-from core.learner.hf_export import export
 from core.learner.saving import DESCRIPTION, PlainPlanner, PlainReader
 from tests.checkpoints import CheckpointStore, write
 

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from core.checkpoint.run_state import save_tensors
 from core.checkpoint.store import CheckpointStore
 from core.errors import InputError
+from core.export import export, find_checkpoint, main
 from core.learner import hf_export
-from core.learner.hf_export import export, export_hf, find_checkpoint, load_weights, main
+from core.learner.hf_export import export_hf, load_weights
 from core.learner.saving import OwnFiles, host_copy
 from tests.checkpoints import ROOT, flip_bit
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer

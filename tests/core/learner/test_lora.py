@@ -13,7 +13,7 @@ from core.checkpoint.provenance import Base, base_of
 from core.cluster.local_workers import LocalWorkers
 from core.config import compose
 from core.errors import InputError
-from core.learner.hf_export import main as export
+from core.export import main as export
 from core.learner.learner import BasePolicy
 from core.learner.lora import add_adapters, base_only, layers, merged_weights, trained_weights
 from core.learner.models import load_critic, load_policy

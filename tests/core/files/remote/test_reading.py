@@ -16,8 +16,8 @@ from core.config.sections.model import ModelConfig
 from core.data.parquet import ExampleFile, sha256_of
 from core.errors import InputError
 from core.evaluation.model_source import of_model, of_run
+from core.export import main as export
 from core.files.remote import urls
-from core.learner.hf_export import main as export
 from core.learner.models import load_policy, load_tokenizer, located, resolve_path
 from core.tracking import run_manifest
 from recipes.sft import demonstrations
