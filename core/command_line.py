@@ -15,10 +15,11 @@ import io
 import os
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from core.cluster.address import address_problem
-from core.config import Composed, Config, diff, examine, extensions, paths, plugins, recipes, registry
+from core.config import Composed, Config, code_by_path, diff, examine, paths, recipes, registry
 from core.config.derived_defaults import resolve
 from core.config.problem import show
 from core.errors import InputError
@@ -80,10 +81,13 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
 
 
 def _before_start(config: Config) -> list[str]:
-    """Return the problems with the files that episodes read, and with what users' classes import."""
-    lines = [line for check in extensions.functions("problems_before_start", config) for line in check(config)]
+    """Return the problems with users' files and with those that episodes read."""
+    files = ((key, Path(path).expanduser()) for key, path in paths.named(config) if path.endswith(".py"))
+    lines = [
+        f"{key}={path}: {line}" for key, path in files if path.is_file() for line in code_by_path.verl_imports(path)
+    ]
     if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
-        from core.rollout.tools.template_check import problems_before_start
+        from core.rollout.template_check import problems_before_start
 
         lines += problems_before_start(config)
     return lines
@@ -98,7 +102,7 @@ def _missing_for_run(config: Config) -> list[str]:
     engine = registry.ENGINES[config.actor_rollout_ref.rollout.name]
     lines = missing_for_run(config, engine.package if config.needs_engine else None)
     if config.needs_engine and engine.problems:
-        lines += plugins.load_object(engine.problems)(config)
+        lines += code_by_path.load_object(engine.problems)(config)
     return lines
 
 

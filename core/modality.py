@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core.config import plugins, registry
+from core.config import code_by_path, registry
 from core.types import Media
 
 if TYPE_CHECKING:
@@ -91,4 +91,4 @@ TEXT = Modality()
 def modality_of(config: Any) -> Modality:
     """Return the modality of models with this configuration of transformers."""
     path = registry.MODALITIES.get(getattr(config, "model_type", None))
-    return plugins.load_object(path)() if path else TEXT
+    return code_by_path.load_object(path)() if path else TEXT

@@ -28,7 +28,7 @@ from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config.schema import Config
 from core.data.parquet import Example
-from core.data.stream import PromptStream, agent_names, data_of_run, load_val_prompts
+from core.data.stream import PromptStream, agent_names, load_val_prompts
 from core.data.vocabulary import known_ids
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
@@ -37,8 +37,8 @@ from core.learner.batching import make_batch
 from core.learner.learner import multiplier
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
 from core.learner.step_needs import StepNeeds
-from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
+from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import AgentLoop, Limits, ToolCalls, check_examples, make_agent_loop
 from core.rollout.background import Background
 from core.rollout.collect import (
@@ -160,7 +160,7 @@ class RayPPOTrainer:
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         modality = load_modality(config.actor_rollout_ref.model, self.tokenizer)
         self.known = known_ids(self.tokenizer)
-        data = data_of_run(config, self.tokenizer)
+        data = config.data
         self.agent_loop = make_agent_loop(config, self.tokenizer, agent_names(data))
         word = self.agent_loop and self.agent_loop.worded  # lengths count the tools that a prompt tells of
         self.stream = PromptStream(data, self.tokenizer, config.trainer.seed, modality=modality, word=word)

@@ -18,7 +18,7 @@ PACKAGES = {  # name in an import -> name of the distribution: those of pyprojec
     **{name: name for name in ("matplotlib", "jinja2", "tqdm", "jsonschema", "sympy", "bm25s", "fastapi", "uvicorn")},
     **{name: name for name in ("httpx", "peft", "vllm", "pytest", "hypothesis", "omegaconf", "tenacity")},
     **{name: name for name in ("rich", "playwright", "fsspec", "s3fs", "regex", "moto", "flask", "pydantic")},
-    **{name: name for name in ("verifiers", "nbclient", "ipykernel", "gguf")},
+    **{name: name for name in ("nbclient", "ipykernel", "gguf")},
     **{"hydra": "hydra-core", "yaml": "pyyaml", "math_verify": "math-verify", "Stemmer": "PyStemmer"},
     **{
         "PIL": "pillow",
@@ -65,11 +65,7 @@ def explanation(error):
         return str(error)
     if not isinstance(error, ModuleNotFoundError):
         return None
-    parts = (error.name or "").split(".")
-    if parts[:2] == ["core", "extensions"] and not os.path.isdir(os.path.join(ROOT, *parts[:3])):
-        folder = "/".join(parts[:3])
-        return f"{command()}: needs the extension {folder}, which is not there; restore it: git checkout -- {folder}"
-    package = parts[0]
+    package = (error.name or "").split(".")[0]
     if package not in PACKAGES:
         return None
     if package in sys.modules or find_spec(package) is not None:

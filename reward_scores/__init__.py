@@ -10,7 +10,6 @@ from types import ModuleType
 
 from reward_scores import (
     countdown,
-    environment,
     geo3k,
     gsm8k,
     hops,
@@ -92,7 +91,6 @@ SCORERS: dict[str, Scorer] = {
     "qa_em_format": _scorer(qa_em_format),
     "countdown": _scorer(countdown),
     "multiply": _scorer(multiply),
-    "verifiers/*": _scorer(environment),
 }
 
 

@@ -113,7 +113,7 @@ def unit_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-KERNEL = [module for module in MODULES if package_of(module) == "core" and unit_of(module) != "extensions"]
+KERNEL = [module for module in MODULES if package_of(module) == "core"]
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
@@ -165,17 +165,6 @@ def test_no_circle_of_packages_in_the_kernel():
 
 def test_no_circle_of_files_in_the_kernel():
     assert not circle({module: kernel_imports(module, typing=False) for module in KERNEL})
-
-
-def test_the_kernel_imports_no_extension():
-    upwards = [
-        f"{module} imports {one}"
-        for module in KERNEL
-        if unit_of(module) not in COMMANDS
-        for one in sorted(imported_modules(MODULES[module]))
-        if one.startswith("core.extensions.")
-    ]
-    assert not upwards
 
 
 def circle(graph: dict[str, set[str]]) -> str:

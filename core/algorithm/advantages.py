@@ -22,7 +22,7 @@ from core.algorithm.masked import masked_whiten
 from core.algorithm.padded import is_padded, pads_estimator
 from core.algorithm.sequences import discounted_sums, spread_over_tokens, sum_by_sequence
 from core.config import registry
-from core.config.plugins import chosen
+from core.config.code_by_path import chosen
 
 if TYPE_CHECKING:
     from core.config.sections.algorithm import AlgorithmConfig

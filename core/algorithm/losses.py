@@ -26,7 +26,7 @@ from torch import Tensor
 from core.algorithm.padded import is_padded, pads_loss
 from core.algorithm.sequences import spread_over_tokens, sum_by_sequence
 from core.config import registry
-from core.config.plugins import chosen
+from core.config.code_by_path import chosen
 
 if TYPE_CHECKING:
     from core.config.sections.actor import ActorConfig

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from core.config import plugins, registry
+from core.config import code_by_path, registry
 from core.data.sampler import derive_seed
 from core.errors import InputError
 from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
@@ -165,7 +165,7 @@ _AS_TEXT = {
 def _dataclass(name: str) -> type | None:
     """Return the dataclass of this name that a checkpoint may hold, one of an extension's included."""
     path = registry.CARRIED.get(name)
-    return plugins.load_object(path) if path else _DATACLASSES.get(name)
+    return code_by_path.load_object(path) if path else _DATACLASSES.get(name)
 
 
 class StateEncoder:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.config import convert, extensions, recipes, roles
+from core.config import convert, recipes, roles
 from core.config.checked import examine
 from core.config.frozen import thaw
 from core.config.problem import show
@@ -38,7 +38,7 @@ NAMES_CODE: Mapping[str, Callable[[str, Any], bool]] = {
 @functools.cache
 def table() -> dict[str, str]:
     """Return key -> kind, of the core's keys and those of recipes."""
-    tables = [read_table(Path(__file__).with_name(FILE)), *extensions.tables(FILE)]
+    tables = [read_table(Path(__file__).with_name(FILE))]
     tables += [entries for recipe, _ in recipes.extended() if (entries := recipes.table(recipe, FILE)) is not None]
     return {key: kind for one in tables for key, kind in roles.entries(one)}
 

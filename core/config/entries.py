@@ -1,4 +1,4 @@
-"""Classes of the entries of the tables in ``core/config/registry.py``; extensions declare theirs with them too."""
+"""Classes of the entries of the tables in ``core/config/registry.py``."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config import chat_template, convert, extensions, registry
+from core.config import chat_template, convert, registry
 from core.config.limits import is_plugin
 from core.config.locations import is_url, url_problem
 from core.config.problem import Problem
@@ -57,8 +57,6 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     manager = (config.reward_model.module.path or "").removeprefix("file://")
     if _own_manager(config) and manager.endswith(".py"):
         yield "reward_model.module.path", manager
-    for extension in extensions.found():
-        yield from extension.files(config)
     reward, scoring = config.reward_model, config.reward_model.model.path
     if reward.loads_model and (is_local(scoring) or is_url(scoring)):
         yield "reward_model.model.path", scoring

@@ -2,7 +2,7 @@
 
 Adding an estimator, a policy loss, an engine, a reward manager, a logger or an agent loop touches two files: a function
 in a module of its own, and an entry here. The schema takes its names from these tables, the rules, the unused keys and
-the plan read the facts, and :mod:`core.config.plugins` imports the function when a run first uses it. This module
+the plan read the facts, and :mod:`core.config.code_by_path` imports the function when a run first uses it. This module
 imports nothing heavy. A user's own function, named by its path, needs no entry.
 
 ``function`` is always ``module:name``. ``reads`` lists the keys of the entry's section that not every other entry
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.config import extensions
 from core.config.entries import (
     CLIP,
     SERVING,
@@ -108,7 +107,7 @@ LOGGERS = {  # trainer.logger
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"  # verl's names
 AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_name of the data
     SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
-    TOOL_AGENT: AgentLoopEntry("core.rollout.tools.tool_agent:ToolAgentLoop"),
+    TOOL_AGENT: AgentLoopEntry("core.rollout.tool_agent:ToolAgentLoop"),
 }
 VISION = "core.vision"
 MODALITIES = dict.fromkeys(  # model_type -> "module:class" of core.modality.Modality, of models that read media
@@ -136,9 +135,6 @@ LOSS_AGG_MODES = (
     *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     "prompt-mean-token-mean",  # not in verl
 )
-
-
-AGENT_LOOPS.update(extensions.entries("agent_loops"))
 
 
 def estimator(name: str) -> EstimatorEntry:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.config import convert, extensions, recipes
+from core.config import convert, recipes
 from core.config.derived_defaults import resolve
 from core.config.problem import Problem
 from core.config.schema import Config
@@ -36,7 +36,7 @@ def entries(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 @functools.cache
 def table() -> dict[str, str]:
     """Return key -> role, of the core's keys and those of recipes."""
-    tables = [read_table(Path(__file__).with_name(FILE)), *extensions.tables(FILE)]
+    tables = [read_table(Path(__file__).with_name(FILE))]
     tables += [added for recipe, _ in recipes.extended() if (added := recipes.table(recipe, FILE)) is not None]
     return {key: role for one in tables for key, role in entries(one)}
 

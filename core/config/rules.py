@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from core.config import extensions, recipes, registry, rulebook
+from core.config import recipes, registry, rulebook
 from core.config.problem import Problem
 from core.config.rulebook import RuleBook, Unused
 from core.config.sections import (
@@ -45,8 +45,7 @@ def settings_of_other_engines(c: View) -> Unused:
 def books(recipe: str) -> list[RuleBook]:
     """Return the books of a recipe's rules, in the order of reports."""
     own = recipes.rules_of(recipe)
-    added = (extension.rules for extension in extensions.found())
-    return [engines, *(section.rules for section in _SECTIONS), *added, *([own] if own else [])]
+    return [engines, *(section.rules for section in _SECTIONS), *([own] if own else [])]
 
 
 def problems(view: View, bad: Collection[str] = ()) -> list[Problem]:

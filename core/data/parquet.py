@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from core.config import plugins, registry
+from core.config import code_by_path, registry
 from core.config.locations import is_url, local_path
 from core.config.sections.data import DataConfig
 from core.errors import InputError
@@ -149,7 +149,7 @@ class ExampleFile:
         stat = here.stat() if here.is_file() else None  # before it is read: one that changes meanwhile is another file
         self._table = _read_table(self.path, here, prompt_key, reward_fn_key, media)
         self._media = {  # column -> what reads an entry of its lists
-            column: plugins.load_object(registry.MEDIA_COLUMNS[key])
+            column: code_by_path.load_object(registry.MEDIA_COLUMNS[key])
             for column, key in media.items()
             if column in self._table.column_names
         }
@@ -284,7 +284,7 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, med
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
     for column in MEDIA_NAMES - media.keys():
         if column in names and _holds_anything(file.read(columns=[column])[column]):
-            fix = "leave the column out, or restore the extension that reads it (core/extensions)"
+            fix = "leave the column out"
             raise InputError([f"{where}: column {column!r} holds media, which nothing here reads; {fix}"])
     for column in media.keys() & set(optional):
         kind = table[column].type

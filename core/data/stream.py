@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from core.config import extensions
 from core.data.dataset import Choose, PromptFiles, Word
 from core.data.parquet import named_loops
 from core.data.sampler import Order, Stage, apportion, permutation
@@ -131,21 +130,6 @@ def load_val_prompts(config: Any, tokenizer: Any, modality: Modality = TEXT, wor
     if config.validation_shuffle:
         return [prompts[index] for index in permutation(len(prompts), seed, VALIDATION)]
     return prompts
-
-
-def data_class(data: Any) -> str | None:
-    """Return the path of a data set class of the user's, or None; the key is an extension's."""
-    return getattr(getattr(data, "custom_cls", None), "path", None)
-
-
-def data_of_run(config: Any, tokenizer: Any) -> Any:
-    """Return the section ``data``, with the files that a data set class of the user's makes of its own, if any.
-
-    ``config`` is the whole configuration. Raises InputError.
-    """
-    if data_class(config.data) is None:
-        return config.data
-    return extensions.function("converted_data")(config, tokenizer)
 
 
 def agent_names(config: Any, *, training: bool = True) -> set[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from core.config import registry
-from core.config.plugins import load_object
+from core.config.code_by_path import load_object
 from core.errors import InputError
 from core.types import Media, Trajectory
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from core.cluster.workers import ray_backend
-from core.config.plugins import load_object
+from core.config.code_by_path import load_object
 from core.engines import make_engine
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import memory_phase

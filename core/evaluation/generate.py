@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.config import Config, code_keys, convert, examine, recipes, registry
 from core.config.problem import show
-from core.data.stream import agent_names, data_of_run, load_val_prompts
+from core.data.stream import agent_names, load_val_prompts
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, AnswerFile, answer_line
 from core.evaluation.model_source import PATH, TOKENIZER_PATH, ModelSource, of_model, of_run
@@ -118,7 +118,7 @@ def generate(asked: GenerateCall) -> bool:
 
     config, model = asked.config, asked.config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
-    data = data_of_run(config, tokenizer)
+    data = config.data
     loop = make_agent_loop(config, tokenizer, agent_names(data, training=False))
     prompts = load_val_prompts(data, tokenizer, load_modality(model, tokenizer), word=loop and loop.worded)
     check_examples(loop, prompts)

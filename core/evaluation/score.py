@@ -21,7 +21,8 @@ from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, prompt_of, trajectory_of
 from core.evaluation.summary import refuse_unscored
 from core.files.durable_files import write_atomic
-from core.rewards import RewardError, RewardLayer
+from core.rewards.failures import RewardError
+from core.rewards.layer import RewardLayer
 from core.tracking import run_manifest
 from core.tracking.progress import progress
 from core.tracking.records import json_line

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.algorithm import invariants, use_checks
 from core.algorithm.losses import loss_weights
-from core.config import plugins, registry
+from core.config import code_by_path, registry
 from core.data.sampler import permutation
 from core.types import ScoredGroup, TrainBatch
 from reward_scores.score import ScoreStatus
@@ -85,7 +85,7 @@ def mini_batching(
     """
     entry = registry.policy_loss(loss_mode)
     mode = entry.aggregation or part.loss_agg_mode
-    select = plugins.load_object(entry.selects) if entry.selects else None
+    select = code_by_path.load_object(entry.selects) if entry.selects else None
 
     def split(batch: TrainBatch) -> Iterator[TrainBatch]:
         old, sequences = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs", 0

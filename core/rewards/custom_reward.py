@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from core.config.plugins import absent, load_module, load_object
+from core.config.code_by_path import absent, load_module, load_object
 from core.errors import InputError
 from reward_scores.score import Scorer, any_ground_truth
 
@@ -35,8 +35,7 @@ FOREIGN = {  # argument that a function of another project requires -> what to d
     "reward_input": f"EasyR1 calls it with a dictionary, verl with an answer's parts; {SIGNATURE}",
     "completions": f"TRL calls it with lists of completions and columns; {SIGNATURE} for one answer",
     "queries": f"OpenRLHF calls it with lists of whole texts; {SIGNATURE} for one answer",
-    "data": "it reads a batch of verl as reward managers do; write a class on AbstractRewardManager and name it by "
-    "reward_model.source=importlib and reward_model.module",
+    "data": f"it reads a batch as verl's reward managers do; {SIGNATURE} for one answer",
     "reward_router_address": "it asks a reward model behind verl's router; set reward_model.judge.url instead, or give "
     f"the address in {KEY}.reward_kwargs and ask it yourself",
     "tokenizer": f"verl passes a tokenizer to reward managers alone; load it in the function, or {SIGNATURE}",

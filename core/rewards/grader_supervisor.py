@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.config.plugins import load_object
+from core.config.code_by_path import load_object
 from core.rewards import grader_process
 
 DRIVER_IN, DRIVER_OUT = 0, 1

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import numbers
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -37,17 +37,6 @@ class Job:
     response: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class TokenJob(Job):
-    """An answer to grade with its tokens, for a manager of a user's that reads them; it stays in this process."""
-
-    prompt_ids: Sequence[int] = ()
-    response_ids: Sequence[int] = ()
-    response_mask: Sequence[bool] = ()
-    uid: str = ""
-    messages: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from core.rewards.check import (
     option_problems,
     trial_answers,
 )
-from core.rewards.custom_reward import CustomFunction, users_code
+from core.rewards.custom_reward import CustomFunction
 from core.rewards.failures import Failures, RewardError, described
-from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers, TokenJob, as_score
+from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers, as_score
 from core.rewards.managers import make_manager
 from core.rewards.model_score import Answer, ModelScore, RewardModelCall
 from core.rewards.request_batcher import RequestBatcher
@@ -68,10 +68,6 @@ class RewardLayer:
         self._reward_model: RequestBatcher | None = None
         self.scorers = Scorers(scorer_options(reward), function)
         self.manager: RewardManager = make_manager(reward, self.scorers)
-        self.reads_tokens = hasattr(self.manager, "attach")  # a manager that was written for verl
-        if self.reads_tokens:
-            with users_code(f"reward_model.reward_manager={reward.reward_manager}", "making it"):
-                self.manager.attach(config)
         self.judge: Any = None
         if reward.judged:
             from core.rewards.judge.judge import Judge
@@ -80,7 +76,7 @@ class RewardLayer:
         self.judging: Any = self.judge  # the judge, or a barrier before it
         self.custom = function is not None or own
         # It takes the answers of a step in one call
-        self.batched = self.reads_tokens or (function is not None and function.batched)
+        self.batched = function is not None and function.batched
         self.failures = Failures(reward.on_error)
         self._known: dict[str, tuple[str, Score]] = {}  # data source -> an answer that was graded at start
 
@@ -97,7 +93,7 @@ class RewardLayer:
         For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
         ``reward_model.weight`` times the model's number is added where that is not 0.
         """
-        return await self._score(prompt, trajectory, self._sent(prompt, trajectory), self.manager.run)
+        return await self._score(prompt, trajectory, self.job(prompt, trajectory), self.manager.run)
 
     async def score_all(
         self, answers: Sequence[tuple[Prompt, Trajectory]], scored: Callable[[], Any] = lambda: None
@@ -106,7 +102,7 @@ class RewardLayer:
 
         ``scored`` is called after each.
         """
-        jobs, grade = [self._sent(*answer) for answer in answers], self.manager.run
+        jobs, grade = [self.job(*answer) for answer in answers], self.manager.run
         if self.batched:
             ruled = [job for (prompt, _), job in zip(answers, jobs, strict=True) if not self._by_model(prompt)]
             results = await self.manager.run_together(ruled) if ruled else []
@@ -129,14 +125,6 @@ class RewardLayer:
         opened = prompt.opened_tag if isinstance(prompt, Prompt) else None
         extra_info = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory, opened)}
         return Job(prompt.data_source, text, prompt.ground_truth, extra_info)
-
-    def _sent(self, prompt: Prompt, trajectory: Trajectory) -> Job:
-        """Return the job of an answer of the run, with its tokens where the manager reads them."""
-        job = self.job(prompt, trajectory)
-        if not self.reads_tokens:
-            return job
-        ids = {name: getattr(trajectory, name).tolist() for name in ("prompt_ids", "response_ids", "response_mask")}
-        return TokenJob(**vars(job), **ids, uid=prompt.uid, messages=prompt.messages)
 
     def _by_model(self, prompt: Prompt) -> bool:
         return self.uses_model and prompt.style == MODEL_STYLE

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from core.config import extensions, plugins, registry
-from core.config.plugins import load_module, load_object
+from core.config import code_by_path, registry
+from core.config.code_by_path import load_module, load_object
 from core.errors import InputError
 from core.rewards.custom_reward import users_code, without_scheme
 from core.rewards.grader_pool import Pool
@@ -52,7 +52,7 @@ def register(name: str) -> Callable[[Any], Any]:
 
     Raises InputError for a name that is taken.
     """
-    return plugins.registering(KEY, registry.REWARD_MANAGERS, name)
+    return code_by_path.registering(KEY, registry.REWARD_MANAGERS, name)
 
 
 def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
@@ -73,16 +73,14 @@ def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
             maker = load_object(f"{where}:{reward.module.name or ''}", MODULE)
         else:
             load_module(where, f"{MODULE}={where}")
-            names = plugins.registered(KEY)
+            names = code_by_path.registered(KEY)
             if name not in names:
                 has = f"it has {', '.join(names)}" if names else "it has no name"
                 raise InputError(
                     f'{key}: {where} registers no such name, {has}; write @register("{name}") over the class'
                 )
             maker = names[name]
-        for adapt in extensions.functions("foreign_manager"):
-            maker = adapt(maker) or maker
         manager = maker(reward, scorers)
     if lacks := [name for name in ("run", "close") if not callable(getattr(manager, name, None))]:
         raise InputError(f"{key}: has no {' and no '.join(lacks)}()")
-    return manager if getattr(manager, "batched", False) else UsersOwn(manager)
+    return UsersOwn(manager)

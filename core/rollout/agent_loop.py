@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.config import plugins, registry
-from core.config.plugins import chosen
+from core.config import code_by_path, registry
+from core.config.code_by_path import chosen
 from core.data.dataset import Worded
 from core.data.parquet import Example, Problems
 from core.data.sampler import sampling_seed
@@ -85,7 +85,7 @@ class AgentLoop:
 
 def register(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
     """Return a decorator that names a loop. Raises InputError for a name that is taken."""
-    return plugins.registering(KEY, registry.AGENT_LOOPS, name)
+    return code_by_path.registering(KEY, registry.AGENT_LOOPS, name)
 
 
 class SingleTurn(AgentLoop):
@@ -141,7 +141,7 @@ def make_agent_loop(
     if spec is None and not names:
         return None
     made = {spec: _made(spec or registry.SINGLE_TURN, config, tokenizer)}
-    known = {**registry.AGENT_LOOPS, **plugins.registered(KEY)}  # those that making the first one registered, too
+    known = {**registry.AGENT_LOOPS, **code_by_path.registered(KEY)}  # those that making the first one registered, too
     for name in sorted(set(names) & known.keys() - made.keys()):
         same = [loop for loop in made.values() if type(loop) is chosen(name, registry.AGENT_LOOPS, KEY)]
         made[name] = same[0] if same else _made(name, config, tokenizer)
@@ -158,7 +158,7 @@ def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt])
         trouble = loop.check(example)
         where = example.where if isinstance(example, Example) else f"uid {example.uid}"
         if trouble is NO_LOOP:
-            known = ", ".join({**registry.AGENT_LOOPS, **plugins.registered(KEY)})
+            known = ", ".join({**registry.AGENT_LOOPS, **code_by_path.registered(KEY)})
             fix = f"correct the column agent_name, or name the loop's module: {KEY}=path/file.py:name"
             rule = f"names an agent loop that is not among {known}"
             problems.add("agent_name", rule, fix, where, repr(example.agent_name))

@@ -15,7 +15,7 @@ from typing import Any
 
 from core.data.sampler import sampling_seed
 from core.engines import SampleRequest, SamplingParams
-from core.rewards import RewardLayer
+from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls
 from core.rollout.collect import ScoreGroups
 from core.tracking.step_time import BusyClock

@@ -15,7 +15,7 @@ from core.rewards.barrier import Barrier
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.engines import RolloutEngine
-    from core.rewards import RewardLayer
+    from core.rewards.layer import RewardLayer
 
 
 class ToolCalls:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.rollout.tools.interactions import Interaction, UserTurn
+from core.rollout.users import BaseInteraction
 from data_preprocess.schema import make_row, write_rows
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import Row, Stretch, WarmStart, as_row, build
@@ -47,19 +47,21 @@ class Riddle:
         return LATER if guess < self.secret else EARLIER
 
 
-class Thinker(Interaction):
+class Thinker(BaseInteraction):
     """The user who thinks of the letter ``secret`` of an episode's facts, and leaves after the last guess."""
 
     runs_apart = False
 
-    async def generate_response(self, state: Any, messages: Sequence[Mapping[str, Any]]) -> UserTurn:
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Mapping[str, Any]], *, secret: str, **facts: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
         guess = messages[-1]["content"].strip().removeprefix("#")
         made = sum(one["role"] == "assistant" for one in messages)
-        if guess == state["secret"]:
-            return UserTurn(True, score=1.0)
+        if guess == secret:
+            return True, "", 1.0, {}
         if len(guess) != 1 or guess not in LETTERS:
-            return UserTurn(made == GUESSES, PUZZLED)
-        return UserTurn(made == GUESSES, LATER if guess < state["secret"] else EARLIER)
+            return made == GUESSES, PUZZLED, 0.0, {}
+        return made == GUESSES, LATER if guess < secret else EARLIER, 0.0, {}
 
 
 def splits(test: int = 200) -> dict[str, list[Riddle]]:

@@ -8,11 +8,10 @@ only where a validation needs them.
 from __future__ import annotations
 
 from core.checkpoint.kill_points import kill_point
-from core.data.stream import PromptStream, agent_names, data_class, load_val_prompts
-from core.errors import InputError
+from core.data.stream import PromptStream, agent_names, load_val_prompts
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
-from core.rewards import RewardLayer
+from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import check_examples, make_agent_loop
 from core.rollout.collect import CollectState, StopRequested
 from core.session import LoopState
@@ -28,8 +27,6 @@ class SFTTrainer(RayPPOTrainer):
     def load_data(self) -> None:
         """Load tokenizer, demonstrations, questions and scorers, and check them. Raises InputError."""
         model, data = self.config.actor_rollout_ref.model, self.config.data
-        if path := data_class(data):
-            raise InputError(f"data.custom_cls.path={path}: it makes questions and no demonstrations; leave it out")
         self.tokenizer = load_tokenizer(model)
         files = DemonstrationFiles(data, self.tokenizer, end_ids(self.tokenizer, model))
         self.stream = PromptStream(data, self.tokenizer, self.config.trainer.seed, files)

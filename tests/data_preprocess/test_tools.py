@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from core.data.parquet import ExampleFile
-from core.rollout.tools.tools import chosen, load_tools
+from core.rollout.tools import chosen, load_tools
 from data_preprocess import gsm8k, gsm8k_multiturn_w_tool
 from data_preprocess.cli import run
 

@@ -27,8 +27,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 CALLS = '''
 from core.rollout.call_formats.call_formats import parse_hermes
-from core.rollout.tools.tool_agent import ToolAgentLoop
-from core.rollout.tools.tools import chosen
+from core.rollout.tool_agent import ToolAgentLoop
+from core.rollout.tools import chosen
 
 CALL = """<tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call>"""
 

@@ -12,8 +12,8 @@ from core.config import compose
 from core.data.parquet import ExampleFile
 from core.engines import SamplingParams
 from core.rollout.agent_loop import Episode, Limits
-from core.rollout.tools.tool_agent import ToolAgentLoop
-from core.rollout.tools.tools import load_tools
+from core.rollout.tool_agent import ToolAgentLoop
+from core.rollout.tools import load_tools
 from core.types import Prompt
 from recipes.lab import guesses, sums, warm_start
 from recipes.lab.tokenizer import build_tokenizer
@@ -125,7 +125,7 @@ def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
     tool = load_tools(ROOT / "recipes" / "lab" / "tools.yaml")["calculator"]
     arguments = json.loads(call.removeprefix("<tool_call>").split("</tool_call>")[0])["arguments"]
     assert tool.problem(arguments) is None
-    assert said == f"<tool_response>{asyncio.run(tool.tool.call(arguments, {}))}</tool_response>" and not by_policy
+    assert said == f"<tool_response>{asyncio.run(tool.tool.execute('0', arguments))}</tool_response>" and not by_policy
     assert answer == f"#### {one.value}{words.eos_token}"
     ids, _ = as_row(one.prompt, sums.calling(one, words.eos_token), words)
     assert words.decode(ids) == one.prompt + call + said + answer
@@ -182,8 +182,8 @@ def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(
 @pytest.mark.parametrize("text", ["#", "#ab", "k#", "", "#7"])
 def test_the_user_asks_again_about_what_is_no_letter(text):
     told = [{"role": "user", "content": "f-n?"}, {"role": "assistant", "content": text}]
-    reply = asyncio.run(guesses.Thinker({}).generate_response({"secret": "k"}, told))
-    assert (reply.over, reply.text, reply.score) == (False, guesses.PUZZLED, 0.0)
+    reply = asyncio.run(guesses.Thinker({}).generate_response("0", told, secret="k"))
+    assert reply[:3] == (False, guesses.PUZZLED, 0.0)
 
 
 # --- the warm start ---

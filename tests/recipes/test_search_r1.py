@@ -28,7 +28,7 @@ from core.errors import BrokenInvariant, InputError
 from core.learner.batching import make_batch
 from core.learner.learner import Critic
 from core.ray_trainer import RayPPOTrainer
-from core.rewards import RewardLayer
+from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import Episode, Limits
 from core.types import Prompt, ScoredGroup, Stop, token_places
 from recipes.search_r1 import infer, main_search_r1, paper_tables

@@ -15,10 +15,10 @@ from sympy.parsing import sympy_parser
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards import RewardLayer
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.grader_pool import Pool
 from core.rewards.grading import InProcess, Job, Scorers
+from core.rewards.layer import RewardLayer
 from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
 from reward_scores.score import ScoreStatus
 from reward_scores.symbolic import math_verify_equal, same_formula

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config import limits
-from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.rulebook import Broken, RuleBook, View
 from core.config.section import Open, Section
 
 
-@extended("data")
 class DataConfig(Section):
     train_files: limits.NonEmpty = ("~/data/rlhf/gsm8k/train.parquet",)  # parquet files of training examples
     val_files: limits.NonEmpty = ("~/data/rlhf/gsm8k/test.parquet",)  # parquet files of validation questions

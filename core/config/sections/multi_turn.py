@@ -5,23 +5,21 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config import limits
-from core.config.extensions import extended
 from core.config.registry import TOOL_AGENT
 from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Section
 
 
-@extended("actor_rollout_ref.rollout.multi_turn")
 class MultiTurnConfig(Section):
-    """Limits are those of an episode, which core/rollout/tools/tool_agent.py plays."""
+    """Limits are those of an episode, which core/rollout/tool_agent.py plays."""
 
     enable: bool = False  # trajectories are episodes in which the policy calls tools
     max_assistant_turns: limits.Count | None = None  # turns of the policy; None: until the response is full
     max_user_turns: limits.Count | None = None  # turns in which tools or a user answer; None: no limit of its own
     max_tool_calls: limits.Count | None = None  # tool calls of an episode; None: no limit of its own
     max_parallel_calls: limits.Count = 1  # calls of one turn; those beyond are not made
-    tool_config_path: str | None = None  # YAML file with the tools, see core/rollout/tools/tools.py
-    # YAML file with simulated users, see core/rollout/tools/interactions.py
+    tool_config_path: str | None = None  # YAML file with the tools, see core/rollout/tools.py
+    # YAML file with simulated users, see core/rollout/users.py
     interaction_config_path: str | None = None
     tool_timeout_s: limits.Positive = 30.0  # seconds a tool call or a user's turn may take; a tool may have its own
     max_tool_response_length: limits.Count = 256  # characters of a tool's answer that are kept
@@ -46,7 +44,7 @@ def the_tool_agent(c: View) -> Broken:
         yield (
             "actor_rollout_ref.rollout.multi_turn.tool_config_path",
             "or interaction_config_path is needed by the tool agent (multi_turn.enable=True or "
-            "agent_loop=tool_agent); name a YAML file with tools (core/rollout/tools/tools.py says what it holds)",
+            "agent_loop=tool_agent); name a YAML file with tools (core/rollout/tools.py says what it holds)",
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config import limits, registry
-from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.names import Logger
 from core.config.rulebook import Broken, RuleBook, Unused, View
@@ -29,7 +28,6 @@ class TraceConfig(Section):
         return self.freq > 0 or bool(self.steps)
 
 
-@extended("trainer")
 class TrainerConfig(Section):
     # one process, or learner ranks and engines on the GPUs of one or more nodes (ray)
     backend: Literal["local", "ray"] = "local"

@@ -5,8 +5,7 @@
   another attempt cannot change (other 4xx, a reply of another model) fails at once. A failure is a value, and never
   a grade; the caller counts it.
 * Replies are kept as they came, nonsense included: at temperature 0 another try would give the same. A run that is
-  repeated or resumed sends no request twice, and needs no server for what is kept. They are kept by
-  :mod:`core.files.sqlite_store`, since a folder of them may come from somebody else.
+  repeated or resumed sends no request twice, and needs no server for what is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import sqlite3
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.dataclasses import dataclass
 
-from core.files.sqlite_store import open_store
+from core.files.answer_cache import AnswerCache
 from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
 from reward_scores.http_client import Reply as HttpReply
 from reward_scores.score import ScoreStatus
@@ -37,8 +35,7 @@ log = logging.getLogger(__name__)
 
 KEY = "reward_model.judge"
 PROBE_S = 20.0  # for the list of models, when a run starts
-# .db: core/files/remote/written_through.py sends such files as databases
-FILE, TABLE = "replies.db", "CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)"
+FOLDER = "replies"
 FAILURES = ("timeout", "connect", "busy", "status", "refused", "model", "nonsense")
 
 
@@ -176,35 +173,26 @@ def _judge_failure(failure: RequestFailed, note: str = "") -> JudgeFailure:
 
 
 class ReplyCache:
-    """Replies by the hash of their request, in one file of a folder that several processes may share."""
+    """Replies by the hash of their request, in a folder that several processes may share."""
 
     def __init__(self, folder: str | Path):
-        self.path = Path(folder).expanduser() / FILE
-        self._store = open_store(self.path, TABLE, f"{KEY}.cache_dir")
-        self._warned = False
+        self.path = Path(folder).expanduser() / FOLDER
+        self._answers = AnswerCache(self.path, f"{KEY}.cache_dir")
 
     def __len__(self) -> int:
-        return self._store.execute("SELECT COUNT(*) FROM replies").fetchone()[0]
+        return len(self._answers)
 
     def get(self, key: str) -> Reply | None:
         """Return the kept reply; None where there is none, or what is kept is none."""
+        kept = self._answers.get(key)
         try:
-            row = self._store.execute("SELECT reply FROM replies WHERE key=?", (key,)).fetchone()
-            return None if row is None else Reply(**json.loads(row[0]))
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            self._warn(f"a kept reply is damaged ({error}): it is requested again")
+            return None if kept is None else Reply(**kept)
+        except (ValueError, TypeError) as error:
+            self._answers.warn(f"a kept reply is damaged ({error}): it is requested again")
             return None
 
     def set(self, key: str, reply: Reply) -> None:
-        try:
-            self._store.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, json.dumps(asdict(reply))))
-        except sqlite3.Error as error:  # the verdict is there all the same
-            self._warn(f"a reply cannot be kept ({error})")
-
-    def _warn(self, what: str) -> None:
-        if not self._warned:
-            log.warning("%s: %s; more of this kind are not reported", self.path, what)
-        self._warned = True
+        self._answers.set({key: asdict(reply)})
 
     def close(self) -> None:
-        self._store.close()
+        self._answers.close()

@@ -15,7 +15,7 @@ from core.algorithm.padded import PaddedAdvantageInputs as AdvantageInputs
 from core.algorithm.padded import is_padded, pads_estimator, works_on_flat_tokens
 from core.algorithm.sequences import discounted_sums
 from core.config import registry
-from core.config.plugins import chosen
+from core.config.code_by_path import chosen
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS

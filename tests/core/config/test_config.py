@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,6 @@ ADDED = {
     *(f"{part}.tensor_model_parallel_size" for part in (ACTOR, "actor_rollout_ref.ref", "critic")),
     *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking"),
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
-    *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("environment", "environment_args")),
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
     "trainer.heartbeat_timeout_s",
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
@@ -89,7 +87,7 @@ def test_the_schema_has_every_key_of_verl_and_those_listed():
 
 def test_the_schema_knows_the_names_that_the_implementations_know():
     from core.config import registry
-    from core.config.plugins import load_object
+    from core.config.code_by_path import load_object
     from core.config.sections.rollout import HF_OPTIONS
     from core.engines.hf import HFEngine
 
@@ -100,9 +98,8 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     }
     for section, table in sections.items():
         assert all(convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads), section
-    optional = set() if find_spec("verifiers") else {"verifiers"}  # the agent loop of a package of its own extra
     for table in (*sections.values(), registry.REWARD_MANAGERS, registry.LOGGERS, registry.AGENT_LOOPS):
-        entries = [entry for name, entry in table.items() if entry.function and name not in optional]
+        entries = [entry for entry in table.values() if entry.function]
         assert all(callable(load_object(entry.function)) for entry in entries)
     clipping = {name for name, entry in registry.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
     assert clipping == set(registry.POLICY_LOSSES) - {"sapo", "gpg", "reinforce", "kl_cov"}

@@ -17,10 +17,11 @@ import pytest
 
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.errors import InputError, WorkersLost
-from core.rewards import RewardError, RewardLayer
 from core.rewards.custom_reward import CustomFunction
+from core.rewards.failures import RewardError
 from core.rewards.grader_pool import Pool
 from core.rewards.grading import Failure, InProcess, Job, Scorers
+from core.rewards.layer import RewardLayer
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores import SCORERS
 from reward_scores.score import ScoreStatus

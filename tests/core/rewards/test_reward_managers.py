@@ -13,9 +13,10 @@ from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelC
 from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.errors import InputError
-from core.rewards import RewardError, RewardLayer
 from core.rewards.barrier import Barrier
+from core.rewards.failures import RewardError
 from core.rewards.grading import Job
+from core.rewards.layer import RewardLayer
 from core.rollout.collect import CollectLimits, CollectState, collect
 from core.tracking.loggers import ConsoleLogger
 from core.tracking.samples import print_examples
@@ -213,7 +214,7 @@ def test_a_users_manager_by_the_name_that_a_decorator_gives_it(make_layer, write
     assert grade(layer, ["b"])[0].value == 0.25 and not layer.in_process
     with pytest.raises(InputError, match='(?s)reward_manager=third: .*it has .*quarter.*@register."third"'):
         make_layer(reward_manager="third", module=own)
-    with pytest.raises(InputError, match="registers 'naive', a name of core.config.registry"):
+    with pytest.raises(InputError, match="registers 'naive', which is taken"):
         taken = RewardModuleConfig(path=write(REGISTERED.format(name="naive"), "taken.py"))
         make_layer(reward_manager="mine", module=taken)
 

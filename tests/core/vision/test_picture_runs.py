@@ -18,10 +18,10 @@ from core.errors import InputError
 from core.learner.models import load_modality, load_policy, load_tokenizer
 from core.ray_trainer import RayPPOTrainer
 from core.rollout.agent_loop import Episode, Limits
-from core.rollout.tools.tool_agent import ToolAgentLoop
+from core.rollout.tool_agent import ToolAgentLoop
 from core.types import Prompt
 from core.vision.images import MARKER
-from tests.core.rollout.tools.test_tool_agent import CALCULATOR, TEMPLATE, call
+from tests.core.rollout.test_tool_agent import CALCULATOR, TEMPLATE, call
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import REWARD, command
 from tests.pictures import model_config, picture, pictures, png, save_vision_model, vision_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.algorithm.variants.covariance import clip_cov_tokens, covariances, kl_cov_tokens
-from core.config import plugins, registry
+from core.config import code_by_path, registry
 from core.config.sections.actor import ActorConfig, PolicyLossConfig
 from tests.padded import padded_loss
 
@@ -136,6 +136,6 @@ def test_gradients_are_those_of_the_loss(name):
 def test_the_losses_that_select_are_known():
     assert {name for name, entry in registry.POLICY_LOSSES.items() if entry.selects} == {"clip_cov", "kl_cov"}
     for name in ("clip_cov", "kl_cov"):
-        select = plugins.load_object(registry.POLICY_LOSSES[name].selects)
+        select = code_by_path.load_object(registry.POLICY_LOSSES[name].selects)
         config = SimpleNamespace(clip_cov_ratio=0.5, clip_cov_lb=-9.0, clip_cov_ub=9.0, kl_cov_ratio=0.5)
         assert int(select(double(-1, -2, -3, -4), double(1, 2, 3, 5), ALL, config).sum()) == 2

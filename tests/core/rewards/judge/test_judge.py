@@ -6,12 +6,12 @@ import asyncio
 import json
 import re
 import socket
-import sqlite3
 import threading
 import time
 from functools import partial
 from types import SimpleNamespace
 
+import diskcache
 import numpy as np
 import pytest
 
@@ -20,11 +20,12 @@ from core.config.sections.judge import JudgeConfig
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards import RewardError, RewardLayer
+from core.rewards.failures import RewardError
 from core.rewards.judge import judge_client, judge_verdict
 from core.rewards.judge.judge import Judge, JudgeLost
 from core.rewards.judge.judge_prompt import CANARIES, TEMPLATE, Case, Template, read_canaries
 from core.rewards.judge.judge_verdict import NoVerdict, VerdictRule
+from core.rewards.layer import RewardLayer
 from core.rewards.model_score import Answer
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
@@ -336,60 +337,31 @@ def test_a_caller_that_is_cancelled_leaves_the_request_to_the_others(make):
 
 
 def kept(folder):
-    return folder / "kept" / "replies.db"
+    return diskcache.Cache(folder / "kept" / "replies", disk=diskcache.JSONDisk)
 
 
 def test_long_replies_are_kept_in_the_one_file_of_the_folder(make, tmp_path):
     with serve("[[1]]" + " " * 50_000) as server:
         grade(make(server.url), "4")
-    assert {path.name.partition("-")[0] for path in (tmp_path / "kept").rglob("*")} == {"replies.db"}
+    assert {path.name.partition("-")[0] for path in (tmp_path / "kept" / "replies").iterdir()} == {"cache.db"}
     assert grade(make(NOBODY), "4")[0].value == 1.0
 
 
-def damage(tmp_path, how):
-    """Make a folder of kept replies that a run must not use: foreign, cut short, or pointing elsewhere."""
-    path, outside = kept(tmp_path), tmp_path / "outside.sqlite"
-    path.parent.mkdir()
-    if how == "text":
-        path.write_text("this is no database " * 500)
-    elif how == "a link":
-        outside.write_bytes(b"")
-        path.symlink_to(outside)
-    elif how == "a journal":
-        path.with_name(path.name + "-journal").write_bytes(b"\xd9\xd5\x05\xf9 \xa1c\xd7" + bytes(600))
-    elif how == "cut":
-        with sqlite3.connect(path) as db:
-            db.execute("CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)")
-            db.executemany("INSERT INTO replies VALUES (?, ?)", [(str(n), "x" * 3000) for n in range(50)])
-        db.close()
-        path.write_bytes(path.read_bytes()[:3000])
-    else:
-        with sqlite3.connect(path) as db:
-            db.execute("CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)")
-            db.execute("CREATE TRIGGER t AFTER INSERT ON replies BEGIN DELETE FROM replies; END")
-        db.close()
-    return path, outside
+def test_a_cache_of_another_program_is_refused_at_the_start(make, tmp_path):
+    (tmp_path / "kept" / "replies").mkdir(parents=True)
+    (tmp_path / "kept" / "replies" / "cache.db").write_text("this is no database " * 500)
+    with pytest.raises(InputError) as error:
+        make(NOBODY)
+    assert str(error.value).startswith(f"reward_model.judge.cache_dir={tmp_path}/kept: replies cannot be opened")
 
 
-@pytest.mark.parametrize("how", ["text", "a link", "a journal", "cut", "a trigger"])
-def test_a_foreign_or_damaged_cache_is_ignored_with_a_warning(make, tmp_path, caplog, how):
-    path, outside = damage(tmp_path, how)
-    before = path.read_bytes() if path.exists() else None
-    with serve() as server:
-        judge = make(server.url)
-        assert grade(judge, "4", "4")[0].value == 1.0
-    assert "replies.db is ignored" in caplog.text and "name another folder" in caplog.text
-    assert (path.read_bytes() if path.exists() else None) == before
-    assert not outside.exists() or outside.read_bytes() == b""
-
-
-@pytest.mark.parametrize("reply", ["[]", "{", '{"text": "[[1]]"}', '{"text": 7}', None, b"\x80\x04"])
+@pytest.mark.parametrize("reply", [[], "{", {"text": "[[1]]"}, {"text": 7}])
 def test_a_kept_reply_that_is_none_is_requested_again(make, tmp_path, caplog, reply):
     with serve() as server:
         grade(make(server.url), "4")
-        with sqlite3.connect(kept(tmp_path)) as db:
-            db.execute("UPDATE replies SET reply=?", (reply,))
-        db.close()
+        with kept(tmp_path) as cache:
+            for request in list(cache):
+                cache[request] = reply
         assert grade(make(server.url), "4")[0].value == 1.0 and len(server.requests) == 2
     assert "a kept reply is damaged" in caplog.text
     assert grade(make(NOBODY), "4")[0].value == 1.0, "the new reply took its place"

@@ -16,8 +16,9 @@ from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelC
 from core.data.parquet import Example
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
-from core.rewards import RewardError, RewardLayer
+from core.rewards.failures import RewardError
 from core.rewards.judge.reward_model import RewardModel
+from core.rewards.layer import RewardLayer
 from core.rewards.model_score import Answer, ModelScore
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus

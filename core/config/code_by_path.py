@@ -1,0 +1,221 @@
+"""Code that a configuration names by its path: ``package.module:name`` or ``path/to/file.py:name``.
+
+A file is imported with its own folder and the root of its project (the nearest folder above with one of
+:data:`MARKERS`) on ``sys.path``, as if Python had been started there. The folders leave the path when the import ends,
+so import what you need at the top of the file. Graders import a file again by its path; what goes to Ray actors is
+pickled by value, because no actor could import it. Names of tables are those of :mod:`core.config.registry`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from core.errors import InputError
+
+MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a project's root
+REPLACEMENTS = {  # beginning of a module of verl -> what to write instead; the first that fits
+    "verl.tools": "from core.rollout.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse",
+    "verl.interactions": "from core.rollout.users import BaseInteraction",
+    "verl.utils.reward_score": "from reward_scores import scorer_for; scorer_for(data_source)(answer, gold, {})",
+    "verl.experimental.agent_loop": "from core.rollout.agent_loop import AgentLoop, register",
+    "verl.workers.reward_manager": "write compute_score(data_source, solution_str, ground_truth, extra_info); with "
+    "reward_model.reward_manager=batch it gets lists",
+    "verl.utils.dataset": "write the examples into parquet files (data_preprocess/ has examples)",
+    "verl": "leave the import out; COMING_FROM.md has what stands here for a name of verl",
+}
+_REGISTERED: dict[str, dict[str, Any]] = {}  # key of the configuration -> name -> a user's own, by decorator
+_OF_PROJECTS: dict[str, tuple[str, ...]] = {}  # module that was imported for a user's file -> the folders of that file
+
+
+def registering(key: str, known: Mapping[str, Any], name: str) -> Callable[[Any], Any]:
+    """Return a decorator that gives a class or function of a user's module a name for a key.
+
+    Raises InputError for a name that is the table's (``known``), another module's, or no identifier.
+    """
+
+    def register(target: Any) -> Any:
+        names = _REGISTERED.setdefault(key, {})
+        if name in known or getattr(names.get(name), "__module__", target.__module__) != target.__module__:
+            raise InputError(f"{key}: {target.__module__} registers {name!r}, which is taken; choose another name")
+        if not name.isidentifier():
+            raise InputError(f"{key}: {target.__module__} registers {name!r}; a name has letters, digits and _ alone")
+        names[name] = target
+        return target
+
+    return register
+
+
+def registered(key: str) -> Mapping[str, Any]:
+    """Return what the modules loaded so far have registered for a key, by name."""
+    return _REGISTERED.get(key, {})
+
+
+def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
+    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
+
+    ``key`` is the configuration key the path came from; every error names it, and a name that a decorator registered
+    for it will do as well. ``beside``: a file whose project may hold the module. A file is run once a process.
+
+    Raises:
+        InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
+            An exception raised by the module's own code is passed on unchanged.
+    """
+    where, separator, name = spec.rpartition(":")
+    label = f"{key}={spec}" if key else spec
+    if not separator or not where or not name:
+        raise InputError(f"{label}: write package.module:function or path/to/file.py:function")
+    module = load_module(where, label, beside)
+    if not hasattr(module, name):
+        if name in registered(key):
+            return registered(key)[name]
+        public = ", ".join(sorted(item for item in vars(module) if not item.startswith("_"))) or "nothing"
+        raise InputError(f"{label}: {where} has no {name!r}; it has {public}")
+    return getattr(module, name)
+
+
+def load_module(where: str, label: str, beside: Path | None = None) -> ModuleType:
+    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
+    if where.endswith(".py"):
+        return _from_file(where, label)
+    if beside is None:
+        return _from_package(where, label)
+    with importing_from(beside.expanduser().resolve()):
+        return _from_package(where, label)
+
+
+def absent(error: ModuleNotFoundError) -> str:
+    """Return what to do about a module that a user's file imports and that is not there."""
+    name = error.name or ""
+    if name.partition(".")[0] == "verl":
+        return f"in place of {name}: {_replacement(name)}"
+    ours = sys.modules.get(name.partition(".")[0])
+    if name and ours is not None and Path(__file__).resolve().parents[2] in Path(ours.__file__ or "/").parents:
+        return f"{name.partition('.')[0]} is a package of this repository; rename yours"
+    return f"install {name}, or put the folder that holds it into PYTHONPATH"
+
+
+def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
+    """Import the function of an entry of :mod:`core.config.registry`, or a user's own by its path or registered name.
+
+    Raises:
+        InputError: neither a known name nor a path that leads to a function.
+    """
+    if name in known:
+        return load_object(known[name].function)
+    if name in registered(key):
+        return registered(key)[name]
+    if ":" not in name:
+        choose = f"choose one of {', '.join((*known, *registered(key)))}, or " if known else ""
+        raise InputError(f"{key}={name}: {choose}name your own as package.module:function or path/file.py:function")
+    return load_object(name, key)
+
+
+def _from_package(name: str, label: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A package that the module itself imports and lacks is another error than a module that is not there.
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise
+        raise InputError(
+            f"{label}: no module {error.name!r} on the import path; "
+            "run from the repository root, or name the file: path/to/file.py:function"
+        ) from error
+
+
+def _from_file(where: str, label: str) -> ModuleType:
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise InputError(f"{label}: there is no file {path}; the path counts from the working directory {Path.cwd()}")
+    # The path is part of the name, so that two files of the same name do not collide.
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if lines := verl_imports(path):
+        raise InputError([f"{label}: {line}" for line in lines])
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before running it: dataclasses look their own module up
+    try:
+        with importing_from(path):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _pickle_by_value(module)
+    return module
+
+
+@contextmanager
+def importing_from(file: Path) -> Iterator[None]:
+    """Put a file's folder and its project's root (and ``src`` there) first on ``sys.path`` while it is imported.
+
+    Modules of the same names that were imported for a file of another project are forgotten before.
+    """
+    roots = [one for one in file.parents if any((one / marker).exists() for marker in MARKERS)][:1]
+    folders = tuple(map(str, dict.fromkeys([file.parent, *roots, *(one / "src" for one in roots)])))
+    for name, others in list(_OF_PROJECTS.items()):
+        if others != folders:
+            sys.modules.pop(name, None)
+            del _OF_PROJECTS[name]
+    known = set(sys.modules)
+    own = [folder for folder in folders if folder not in sys.path]  # what those on the path hold is no project's alone
+    importlib.invalidate_caches()
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+        for name in set(sys.modules) - known:
+            top, imported = name.partition(".")[0], str(getattr(sys.modules[name], "__file__", None))
+            if imported.startswith(tuple(f"{folder}/{top}{end}" for folder in own for end in ("/", ".py"))):
+                _OF_PROJECTS[name] = folders
+                _pickle_by_value(sys.modules[name])
+
+
+def _pickle_by_value(module: ModuleType) -> None:
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.cloudpickle.register_pickle_by_value(module)
+
+
+def verl_imports(path: Path) -> list[str]:
+    """Return a line for each import of verl that a file cannot do without, where verl is not installed.
+
+    Read from the file's text: an import within a function would otherwise fail in the middle of a run. What is imported
+    under ``try`` or ``TYPE_CHECKING`` the file can do without.
+    """
+    if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
+        return []
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (ValueError, SyntaxError):  # reported where the file is run
+        return []
+    return [
+        f"line {line}: imports {module}, and verl is not installed; instead: {_replacement(module)}"
+        for line, module in _imports(tree)
+        if module.partition(".")[0] == "verl"
+    ]
+
+
+def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
+    if isinstance(node, ast.Import):
+        yield from ((node.lineno, one.name) for one in node.names)
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        yield node.lineno, node.module or ""
+    elif not (isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))):
+        for child in ast.iter_child_nodes(node):
+            yield from _imports(child)
+
+
+def _replacement(module: str) -> str:
+    return next(fix for start, fix in REPLACEMENTS.items() if module.startswith(start))

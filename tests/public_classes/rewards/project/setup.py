@@ -1,1 +1,0 @@
-"""The root of a project whose reward function imports the project's package."""
