@@ -740,7 +740,6 @@ IDLE = [
     ("ppo", ["trainer.val_only=True", "trainer.val_before_train=False"], "trainer.val_before_train"),
     ("ppo", [f"{MULTI}.max_tool_calls=3"], f"{MULTI}.max_tool_calls"),
     ("ppo", [f"{ACTOR}.state_masking=False"], f"{ACTOR}.state_masking"),
-    ("ppo", [LOOP, f"{MULTI}.environment=x"], f"{MULTI}.environment"),
     ("ppo", [LOOP, f"{MULTI}.repeatable=True", "trainer.backend=ray"], f"{MULTI}.repeatable"),
     *(
         ("search_r1", [PLENTY, *given], key)
