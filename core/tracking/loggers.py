@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tqdm import tqdm
 
 from core.config import convert, registry
-from core.config.plugins import load_object
+from core.config.code_by_path import load_object
 from core.errors import InputError
 from core.safe_text.printable import printable
 from core.tracking.records import Row, json_line
