@@ -13,12 +13,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from core.algorithm import advantages, invariants, use_checks
+from core.algorithm import advantages, checks
 from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.losses import MetricSums
 from core.algorithm.rollout_mismatch import MISMATCH_READS, add_mismatch, without_unsampled_sequences
@@ -56,13 +56,14 @@ from core.tracking.health import FAILED
 from core.tracking.metrics import data_metrics, progress_metrics, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
-from core.tracking.recorders import Moment, RecordedRun, Recorders
 from core.tracking.samples import generation_rows, print_examples
-from core.tracking.step_checks import StepChecks
 from core.tracking.step_time import BusyClock
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
+
+if TYPE_CHECKING:
+    from core.trace.trace_recorder import TraceRecorder
 
 DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
 OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
@@ -96,7 +97,8 @@ class RayPPOTrainer:
         self.workers: Workers | None = None
         self.sampler: TrajectorySampler | None = None
         self.rollout: GroupRollout | None = None
-        self.recorders = Recorders()
+        self.turns = checks.SampledTurns()
+        self.trace: TraceRecorder | None = None  # where trainer.trace records steps
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
@@ -111,7 +113,10 @@ class RayPPOTrainer:
         self.load_data()
         check_lengths(config, self.longest())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
-        recorders = Recorders.of(RecordedRun(config, self.tokenizer, type(self), self.session.total_steps))
+        if config.trainer.trace.used:
+            from core.trace.trace_recorder import TraceRecorder
+
+            self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
         with memory_phase("load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
@@ -125,23 +130,9 @@ class RayPPOTrainer:
         make_repeatable(config, self.workers.engine, self.reward, self.tool_calls, episodes=self.agent_loop is not None)
         if self.reward.in_process and isinstance(self.workers.engine, InProcessEngine):
             self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
-        checks = self.make_checks()
-        self.recorders = Recorders([checks, *recorders.each])
-        self.sampler = self.make_sampler(use_checks.WatchedEngine(self.workers.engine, checks.turns))
+        self.sampler = self.make_sampler(self.turns.watch(self.workers.engine))
         self.rollout = self.make_rollout()
         return self
-
-    def make_checks(self) -> StepChecks:
-        """Return the checks of the run's steps, which know what a resumed run has trained."""
-        return StepChecks(
-            self.config,
-            self.tokenizer,
-            total_steps=self.session.total_steps,
-            trained=self.session.trained,
-            grade_again=self.reward.grade_again,
-            check_episodes=None if self.agent_loop is None else self.agent_loop.check_played,
-            own_prompts=type(self).generate is RayPPOTrainer.generate,
-        )
 
     def make_sampler(self, engine: Any) -> TrajectorySampler:
         """Return what samples single turns and episodes from an engine."""
@@ -202,23 +193,19 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
         with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
-            self.session.bound_mismatch(lambda: self.workers.rounding_cost(self.opening_text()))
+            self.session.bound_mismatch(lambda: self.workers.logprob_noise(self.opening_text()))
             self.workers.sync_weights(self.session.step)
             self.validate_before_training()
             for metrics in self.session.steps():
                 with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
                     groups_P = self.collect(metrics)
                     with self.collecting_ahead(metrics):
-                        batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
-                        batch = self.recorders.begin(batch, Moment(groups_P, metrics, self.kl_controller, self.workers))
+                        batch = self.make_batch(groups_P, metrics.step)
                         batch = self.compute_log_probs(batch, metrics)
                         batch = self.apply_rollout_correction(batch, metrics)
-                        self.recorders.after("log_probs", batch, metrics)
                         with metrics.time("adv"):
                             batch = self.compute_advantages(batch, metrics)
-                        self.recorders.after("advantages", batch, metrics)
                         self.update(batch, metrics)
-                        self.recorders.after("update", batch, metrics)
                     with metrics.time("update_weights"):
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
@@ -247,14 +234,13 @@ class RayPPOTrainer:
         if algorithm.use_kl_in_reward:
             penalties_N, self.kl_controller, measured = kl_rewards(batch, self.kl_controller, algorithm.kl_penalty)
             metrics.add(measured)
-        inputs = advantages.inputs_of(batch, algorithm, penalties_N)
-        invariants.rewards_are_on_policy_tokens(inputs)
-        advantages_N, returns_N = self.estimator(inputs)
+        advantages_N, returns_N = self.estimator(advantages.inputs_of(batch, algorithm, penalties_N))
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
-        invariants.advantages_follow(batch, penalties_N, algorithm)
+        checks.finite(batch, "adv", "reward", "advantages", "returns")
+        checks.advantages_fit(batch, penalties_N, algorithm)
         if penalties_N is not None:
-            batch = batch.adding(reward=batch.reward + sum_by_sequence(penalties_N, batch.lengths)).sealed("reward")
-        return use_checks.sealed(batch, "advantages", "returns")
+            batch = batch.adding(reward=batch.reward + sum_by_sequence(penalties_N, batch.lengths))
+        return batch
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -275,7 +261,7 @@ class RayPPOTrainer:
             self.collected = self.runner.run(
                 collect(
                     roll_group,
-                    self.recorders.recording_filter(self.keep_group),
+                    self.keeps,
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
                     score_groups=self.rollout.score_later,
@@ -288,6 +274,20 @@ class RayPPOTrainer:
         metrics.add(self.collected.metrics)
         metrics.add({"rollout/unknown_ids": unknown_ids(self.collected.groups, self.known)})
         return self.collected.groups
+
+    def keeps(self, group: ScoredGroup) -> bool:
+        """Return what ``keep_group`` does; a group that it drops is remembered where steps are recorded."""
+        kept = self.keep_group(group)
+        if self.trace is not None and not kept:
+            self.trace.remember(group)
+        return kept
+
+    def make_batch(self, groups_P: Sequence[ScoredGroup], step: int) -> TrainBatch:
+        """Return the groups as a batch, after a check that it is what the engine sampled."""
+        batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
+        checks.batch_is_sampled(groups_P, batch)
+        self.turns.check(groups_P)
+        return batch if self.trace is None else self.trace.begin(batch, step)
 
     def collect_limits(self) -> CollectLimits:
         """Return how many groups a step needs and how many prompts it draws for them at most.
@@ -310,8 +310,8 @@ class RayPPOTrainer:
         """
         work = None
         if self.looks_ahead(metrics.step):
-            keep, limits = self.recorders.recording_filter(self.keep_group), self.collect_limits()
-            work = collect_ahead(self.roll_group, keep, self.collected, limits, self.rollout.score_later)
+            limits = self.collect_limits()
+            work = collect_ahead(self.roll_group, self.keeps, self.collected, limits, self.rollout.score_later)
         else:  # which groups beyond the step were answered depends on timing, and must not reach a checkpoint
             self.collect_state = dataclasses.replace(self.collect_state, carried={})
         if work is not None and not self.workers.overlaps:
@@ -343,7 +343,6 @@ class RayPPOTrainer:
             with metrics.time("old_log_prob"):
                 log_prob, entropy, *squares = self.workers.compute_log_probs(batch)
             batch = batch.adding(old_log_probs=log_prob, sum_pi_squared=squares[0] if squares else None)
-            batch = use_checks.sealed(batch, "old_log_probs", "sum_pi_squared")
             means, mismatch = MetricSums(), MetricSums()
             measured = batch.adding(entropy=entropy).only((*MISMATCH_READS, "entropy"))
             for piece in measured.pieces():
@@ -353,10 +352,10 @@ class RayPPOTrainer:
         if self.needs.ref:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
-                batch = use_checks.sealed(batch, "ref_log_prob")
         if self.needs.critic:
             with metrics.time("values"):
-                batch = use_checks.sealed(batch.adding(values=self.workers.compute_values(batch)), "values")
+                batch = batch.adding(values=self.workers.compute_values(batch))
+        checks.finite(batch, "log_probs", "old_log_probs", "ref_log_prob", "values")
         return batch
 
     def apply_rollout_correction(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
@@ -392,7 +391,10 @@ class RayPPOTrainer:
         """Measure the step, validate where due, and hand it to the session, which records and saves it."""
         trainer, step = self.config.trainer, metrics.step
         metrics.add(data_metrics(groups_P, batch))
-        metrics.add(self.recorders.record(batch, Moment(groups_P, metrics, self.kl_controller, self.workers)))
+        self.turns.forget(step - trainer.max_staleness)
+        metrics.add(self.entropy_gap(batch, metrics))
+        if self.trace is not None:
+            metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))
@@ -406,6 +408,19 @@ class RayPPOTrainer:
         if self.session.is_due(trainer.test_freq, step, state):
             self.validate(metrics)
         self.session.complete_step(metrics, state, batch)
+
+    def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
+        """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples are apart.
+
+        It has no meaning where the engine cuts off part of the distribution, or where answers were chosen by their
+        scores (dropped groups).
+        """
+        sampling, roles = self.train_sampling, self.config.actor_rollout_ref
+        whole = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
+        if not whole or metrics.values.get("collect/prompts_dropped") or not roles.actor.state_masking:
+            return {}
+        z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
+        return {} if z is None else {"rollout_corr/entropy_gap_z": z}
 
     def show_generations(self, step: int, rows: Sequence[Mapping[str, Any]], printed: int, key: str) -> None:
         """Print the first ``printed`` answers of each data source; write all where ``trainer.<key>`` names a folder."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.algorithm import invariants
 from core.algorithm.kl import KLController
 from core.checkpoint import run_state
 from core.checkpoint.background_writer import BackgroundWriter
@@ -39,7 +38,6 @@ from core.learner.saving import planned_fingerprints
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import BoundViolation, Health, Repeats, UnhealthyRun
-from core.tracking.records import intact_rows
 from core.tracking.run_manifest import RunFacts
 from core.tracking.tracker import Tracker, mend_run_folder
 from core.types import StepMetrics, TrainBatch
@@ -75,7 +73,6 @@ class Session:
         self.health, self.repeats = Health(), Repeats()
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
-        self.trained = 0  # ordinals below it are, by the metrics of the run
         self.remote = remote_run(config.trainer.default_local_dir, self.store)
         self.writer = BackgroundWriter(self.store, self.remote and self.remote.send)
         self.workers: Workers | None = None
@@ -157,11 +154,6 @@ class Session:
             log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder)
-        if not self.config.trainer.max_staleness:  # else the step's line has what was judged ahead
-            lines, _ = intact_rows(self.run_dir / "metrics.jsonl", of_steps=True)
-            recorded = [one.get("collect/next_ordinal") for one in lines if one["step"] == saved.step]
-            invariants.resume_goes_on(recorded[-1] if recorded else None, saved.next_ordinal, saved.step)
-            self.trained = int(recorded[-1] or 0) if recorded else 0
         self.step = self.writer.saved_step = saved.step
         self.health = Health.of_state(saved.values["health"])
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)
@@ -349,14 +341,14 @@ class Session:
                 log.warning("step %d: %s (last healthy step %d)", self.step, violation.text, last)
         return violations
 
-    def bound_mismatch(self, rounding_cost: Callable[[], float]) -> None:
+    def bound_mismatch(self, logprob_noise: Callable[[], float]) -> None:
         """Bound the distance between engine and learner by what rounding costs on this model, in nats a token.
 
         Only where ``trainer.health.logp_diff`` is left to that, and once a run: a resumed one keeps its bound.
         """
         if not health_bounds.follows_rounding(self.config) or self.health.logp_diff_bound is not None:
             return
-        cost = rounding_cost()
+        cost = logprob_noise()
         self.health = dataclasses.replace(self.health, logp_diff_bound=health_bounds.of_rounding(cost))
         log.info(
             "rounding costs %.2g nats a token on this model in the learner's precision: trainer.health.logp_diff warns "

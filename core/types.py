@@ -254,7 +254,6 @@ class TrainBatch:
     stored: Mapping[str, Tensor]  # of each field that is set
     pad_id: int = 0  # for padded()
     media: Mapping[int, Media] = field(default_factory=dict)  # of each group's prompt, once a group
-    seals: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B] uint64 of each sealed field, see sealed()
 
     input_ids = BatchField("N", "make_batch")
     response_mask = BatchField("N", "make_batch")
@@ -309,48 +308,10 @@ class TrainBatch:
             stored[name] = value.int() if name == "input_ids" else value
         return dataclasses.replace(self, stored=stored)
 
-    def sealed(self, *names: str) -> TrainBatch:
-        """Return the batch with a checksum of each sequence of these fields, by the phase that set them.
-
-        The checksums travel with the sequences, so that whoever reads a field later can check that it is what was set.
-        A field that is not set is left out.
-        """
-        return dataclasses.replace(
-            self, seals={**self.seals, **self._checksums([n for n in names if n in self.stored])}
-        )
-
-    def broken_seal(self, names: Collection[str] | None = None) -> tuple[str, int] | None:
-        """Return a sealed field (of ``names``) and the number of its first sequence that has changed since, or None."""
-        sealed = [n for n in self.seals if n in self.stored and (names is None or n in names)]
-        for name, current in self._checksums(sealed).items():
-            recorded = self.seals[name]
-            if not np.array_equal(current, recorded):
-                return name, int(np.argmax(current != recorded))
-        return None
-
-    def _checksums(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """Return [B] uint64 each: a field's bits in each sequence, weighted by their place in it; 0 of zeros alone."""
-        sums = {name: [np.zeros(0, np.uint64)] for name in names}
-        for piece in self.pieces():
-            lengths = piece.lengths.cpu().numpy()
-            filled = np.flatnonzero(lengths)  # reduceat has no sum of nothing
-            starts = (np.cumsum(lengths) - lengths)[filled]
-            place = (np.arange(1, lengths.sum() + 1) - np.repeat(starts, lengths[filled])).astype(np.uint64)
-            for name in names:
-                value = np.ascontiguousarray(piece.stored[name].detach().cpu().numpy())
-                bits = value.view(f"u{value.dtype.itemsize}").astype(np.uint64)
-                if BATCH_FIELDS[name].axes == "N":
-                    weighted, bits = bits * place, np.zeros(len(lengths), np.uint64)
-                    if len(filled):
-                        bits[filled] = np.add.reduceat(weighted, starts)
-                sums[name].append(bits)
-        return {name: np.concatenate(parts) for name, parts in sums.items()}
-
     def only(self, names: Collection[str]) -> TrainBatch:
         """Return a batch that has no other fields than these: what a process reads, and is sent."""
         kept = {*names, "group"} if self.media else names
-        stored, seals = ({n: v for n, v in some.items() if n in kept} for some in (self.stored, self.seals))
-        return dataclasses.replace(self, stored=stored, seals=seals)
+        return dataclasses.replace(self, stored={name: value for name, value in self.stored.items() if name in kept})
 
     def media_of_rows(self) -> list[Media | None]:
         """Return the media of each sequence's prompt; an empty list where none has any."""
@@ -378,9 +339,7 @@ class TrainBatch:
             parts = [value[span] for span in spans]
             return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else value[:0]
 
-        index = rows if isinstance(rows, slice) else rows.cpu().numpy()
-        seals = {name: value[index] for name, value in self.seals.items()}
-        return dataclasses.replace(self._map(chosen, self.lengths[rows]), seals=seals)
+        return self._map(chosen, self.lengths[rows])
 
     def spans(self, rows: Tensor) -> list[slice]:
         """Return where the tokens of each of these sequences are in a field of tokens."""
@@ -417,8 +376,7 @@ class TrainBatch:
     def blank_row(self) -> TrainBatch:
         """Return a sequence of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
         blank = self._map(lambda value, axes: value.new_zeros(2 if axes == "N" else 1), self.lengths.new_full((1,), 2))
-        seals = {name: np.zeros(1, np.uint64) for name in self.seals}
-        return dataclasses.replace(blank, media={}, seals=seals)
+        return dataclasses.replace(blank, media={})
 
     def to(self, device: Any) -> TrainBatch:
         lengths = self.lengths.to(device, non_blocking=True)

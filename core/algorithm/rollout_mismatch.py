@@ -33,7 +33,7 @@ def without_unsampled_sequences(batch: TrainBatch) -> TrainBatch:
         return batch
     has_samples_B = count_by_sequence(batch.sampled_mask, batch.lengths) > 0
     has_samples_N = spread_over_tokens(has_samples_B, batch.lengths)
-    return batch.adding(loss_mask=batch.loss_mask & has_samples_N).sealed("loss_mask")
+    return batch.adding(loss_mask=batch.loss_mask & has_samples_N)
 
 
 def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entropy_N: Tensor | None = None) -> None:
@@ -41,13 +41,13 @@ def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entro
 
     ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3), per token.
     ``*_ppl`` are means over sequences of ``exp(-mean log p)``; ``chi2_*`` is ``mean w^2 - 1``, per token or sequence.
-    Sequences are complete in a micro-batch, so the parts of ``means`` add up. ``surprise_gap`` is the mean of entropy
+    Sequences are complete in a micro-batch, so the parts of ``means`` add up. ``entropy_gap`` is the mean of entropy
     + log p of the sampled tokens, whose expectation is 0 for samples of the whole distribution.
     """
     mask, lengths = sampled(batch), batch.lengths
     if entropy_N is not None:
-        surprise = entropy_N.detach().double() + log_prob_N.detach().double()
-        means.tokens({"surprise_gap": surprise, "surprise_gap_square": surprise.square()}, mask)
+        gap = entropy_N.detach().double() + log_prob_N.detach().double()
+        means.tokens({"entropy_gap": gap, "entropy_gap_square": gap.square()}, mask)
     d = log_ratio(log_prob_N, batch.rollout_log_probs, mask)
     bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     of_tokens = {

@@ -33,7 +33,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from core.algorithm import use_checks
 from core.algorithm.losses import MetricSums
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config import registry
@@ -42,7 +41,7 @@ from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
-from core.learner.model_checks import rounding_cost
+from core.learner.model_checks import logprob_noise
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
 from core.learner.packing import Layout
 from core.learner.saving import (
@@ -285,7 +284,6 @@ class LearnerRank:
             self.critic = Critic(module, critic, device=device, **of_critic)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
-        self.frozen = use_checks.FrozenReference(self.ref) if self.ref is not None else None
         self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": part.ref.fsdp_config}
         if part.model.lora_rank:
             self.fsdp["ref"] = part.actor.fsdp_config  # the policy without its adapters
@@ -353,7 +351,6 @@ class LearnerRank:
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> tuple[Tensor]:
         with self.at_work("ref"):
-            self.frozen.check(self.ref, self.actor)
             log_probs = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
             reshard(self.ref.module)
         return log_probs
@@ -383,10 +380,10 @@ class LearnerRank:
             reshard(self.actor.module)
         return ids, log_probs
 
-    def rounding_cost(self, token_ids: Sequence[int]) -> float:
+    def logprob_noise(self, token_ids: Sequence[int]) -> float:
         """Return what rounding costs the policy on a text, in nats a token."""
         with self.at_work("actor"):
-            nats = rounding_cost(self.actor, token_ids)
+            nats = logprob_noise(self.actor, token_ids)
             reshard(self.actor.module)
         return nats
 

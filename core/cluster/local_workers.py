@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from core.algorithm import use_checks
+from core.algorithm import checks
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
 from core.config import registry
@@ -21,7 +21,7 @@ from core.engines import NoEngine, RolloutEngine, make_engine
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
 from core.learner.lora import add_adapters, has_adapters, merged_weights, trained_weights
-from core.learner.model_checks import rounding_cost
+from core.learner.model_checks import logprob_noise
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
 from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
@@ -102,9 +102,6 @@ class LocalWorkers:
         self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, bypass=bypass, **options)
         if needs_ref and model.lora_rank:
             self.ref = BasePolicy(policy, **options)
-        self.frozen = use_checks.FrozenReference(self.ref) if self.ref is not None else None
-        self.sent: Mapping[str, int] = {}  # checksums of the weights that the engine has
-        self.no_kl = False  # in the last update of the policy
         if needs_critic:
             critic = load_critic(config.critic.model, seed=config.trainer.seed).to(device)
             critic = add_adapters(critic, config.critic.model, config.trainer.seed)
@@ -131,7 +128,6 @@ class LocalWorkers:
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         self.engine.sleep()
-        self.frozen.check(self.ref, self.actor)
         return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
@@ -140,9 +136,7 @@ class LocalWorkers:
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         self.engine.sleep()
-        metrics = self.actor.update(self.actor_mini_batches(batch), lr_multiplier)
-        self.no_kl = use_checks.no_kl(metrics, self.no_kl, self.actor, self.ref)
-        return metrics
+        return self.actor.update(self.actor_mini_batches(batch), lr_multiplier)
 
     def traced(self, rows: Collection[int] | None) -> TracedRows:
         return self.actor.traced.of(rows)
@@ -152,20 +146,17 @@ class LocalWorkers:
         return self.critic.update(self.critic_mini_batches(batch), lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        held = getattr(self.engine, "weight_sums", dict)  # of an engine that has them under the learner's names
-        use_checks.weights_stayed(self.sent, held(), "the engine", "update_weights")
-        sent = use_checks.SentWeights(merged_weights(self.actor.module), getattr(self.engine, "weights_dtype", None))
+        sent = checks.SentWeights(merged_weights(self.actor.module), getattr(self.engine, "weights_dtype", None))
         proofs = self.engine.update_weights(sent, version) or ()  # an engine of a test's own has none
         for proof in proofs:
             compare_weights(sent.sums, proof.sums)
-            self.sent = proof.sums
         expected = probe_log_probs(self.actor)
         log_probs = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
         return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, **self.probing)}
 
-    def rounding_cost(self, token_ids: Sequence[int]) -> float:
+    def logprob_noise(self, token_ids: Sequence[int]) -> float:
         self.engine.sleep()
-        return rounding_cost(self.actor, token_ids)
+        return logprob_noise(self.actor, token_ids)
 
     @property
     def threads(self) -> int:

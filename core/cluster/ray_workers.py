@@ -86,9 +86,9 @@ class RayWorkers(RayProcesses):
     def sync_weights(self, version: int) -> dict[str, float]:
         return self.weight_sync.run(version, bf16=not self.full_precision)
 
-    def rounding_cost(self, token_ids: Sequence[int]) -> float:
+    def logprob_noise(self, token_ids: Sequence[int]) -> float:
         self._free_gpus()
-        return self._each("old_log_prob", "rounding_cost", [(tuple(token_ids),)] * self.ranks)[0]
+        return self._each("old_log_prob", "logprob_noise", [(tuple(token_ids),)] * self.ranks)[0]
 
     @property
     def full_precision(self) -> bool:

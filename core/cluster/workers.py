@@ -72,7 +72,7 @@ class Workers(Protocol):
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the learner's weights to the engine, in memory, and prove by a probe that they arrived."""
 
-    def rounding_cost(self, token_ids: Sequence[int]) -> float:
+    def logprob_noise(self, token_ids: Sequence[int]) -> float:
         """Return how far two of the policy's passes over a text lie apart that differ by rounding, in nats a token."""
 
     def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:

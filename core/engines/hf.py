@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.algorithm import use_checks
+from core.algorithm import checks
 from core.config.limits import FULL_PRECISION
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
@@ -339,7 +339,7 @@ class HFEngine(InProcessEngine):
 
     def weight_sums(self) -> dict[str, int]:
         """Return checksums of the weights that it computes with, by name."""
-        return use_checks.weight_sums(self.model.named_parameters())
+        return checks.weight_sums(self.model.named_parameters())
 
     @torch.inference_mode()
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.algorithm.use_checks import weight_sums
+from core.algorithm.checks import weight_sums
 from core.errors import InputError
 
 ALIGNMENT = 16  # bytes; a weight may be viewed in its own number format wherever it begins

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithm import invariants, use_checks
+from core.algorithm import checks
 from core.algorithm.losses import loss_weights
 from core.config import code_by_path, registry
 from core.data.sampler import permutation
@@ -88,7 +88,7 @@ def mini_batching(
     select = code_by_path.load_object(entry.selects) if entry.selects else None
 
     def split(batch: TrainBatch) -> Iterator[TrainBatch]:
-        old, sequences = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs", 0
+        old = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs"
         for mini_batch in mini_batches(
             batch,
             prompts=part.ppo_mini_batch_size,
@@ -97,13 +97,11 @@ def mini_batching(
             scale_factor=part.loss_scale_factor or response_length,
             shuffle_seed=part.data_loader_seed if part.shuffle else None,
         ):
-            invariants.weights_are_a_mean(mini_batch, mode)
-            sequences, mini_batch = sequences + len(mini_batch), use_checks.sealed(mini_batch, "loss_weight")
+            checks.weights_sum_to_one(mini_batch, mode)
             if select is not None:
                 tensors = map(mini_batch.require, (old, "advantages", "loss_weight"))
                 mini_batch = mini_batch.adding(selected=select(*tensors, part.policy_loss))
             yield mini_batch
-        use_checks.all_rows_are_used(sequences, len(batch), part.ppo_epochs)
 
     return split
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.algorithm import invariants, use_checks
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import MetricSums, policy_loss, value_loss
 from core.algorithm.rollout_mismatch import add_mismatch
@@ -27,7 +26,7 @@ from core.learner.attention import SharedPrompts, can_keep_keys, can_share, hidd
 from core.learner.batching import micro_batches, split_zero_gradient
 from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
-from core.learner.lora import base_only, layers
+from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing, check_speed, shares_alike
 from core.learner.packing import ForwardInputs, Layout, predicting_tokens
 from core.learner.traced_tokens import TracedTokens, clipped_how
@@ -263,7 +262,6 @@ class Policy(LearnerModel):
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
         stats = tuple(torch.zeros(batch.tokens, dtype=dtype) for _ in range(3 if squares else 2))
         for index, micro in self.micro_batches_of_rank(size, batch):
-            use_checks.unchanged(micro, "log_probs", PASS_READS)
             values = self.token_stats(micro.to(self.device), squares=squares)
             if len(index):
                 for whole, value in zip(stats, values, strict=True):
@@ -278,7 +276,6 @@ class BasePolicy(Policy):
 
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         with base_only(self.module):
-            use_checks.adapters_are_off(layers(self.module).values())
             return super().token_stats(batch, **options)
 
 
@@ -302,8 +299,6 @@ class Stepper:
 
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
         """Clip, step and clear the gradients. Return the norm before clipping and whether it stepped."""
-        one, first = invariants.watched(self.trained), not self.optimizer.state
-        raw = None if one is None else invariants.sample(one.grad)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
         finite = math.isfinite(norm)
@@ -311,14 +306,8 @@ class Stepper:
             learning_rate = self.base_lr * lr_multiplier
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            weights_before = None if one is None else invariants.sample(one)
             self.optimizer.step()
             self.learning_rates += [group["lr"] for group in self.optimizer.param_groups]
-            if one is not None:
-                weights_after, gradient = invariants.sample(one), invariants.sample(one.grad)
-                use_checks.gradients_are_clipped(raw, gradient, norm, self.grad_clip)
-                weights, settings = (weights_before, weights_after), self.optimizer.param_groups[0]
-                use_checks.step_is_adams(*weights, gradient, settings, learning_rate, first=first)
         self.optimizer.zero_grad(set_to_none=True)
         return norm, finite
 
@@ -339,20 +328,15 @@ class Stepper:
         learning_rate = self.base_lr * lr_multiplier
         for number, batch in enumerate(steps):
             self.number, one = number, MetricSums()
-            invariants.gradients_are_cleared(self.trained)
             for loss in losses:
                 one.value(loss, 0.0, counts=self.ranks.is_rank_zero)
             accumulate(batch, one)
-            if number > skipped and "old_log_probs" in batch.stored:
-                norm = max(filter(math.isfinite, self.norms))
-                invariants.ratio_moves(one.sums.get("ppo_kl"), one.counts.get("ppo_kl", 0), learning_rate, norm)
             norm, stepped = self.step(lr_multiplier)
             self.norms.append(norm)
             skipped += not stepped
             if stepped:  # the numbers of a skipped step are no numbers
                 one.value("grad_norm", norm)
                 means.merge(one)
-        use_checks.rates_are_used(self.learning_rates, learning_rate)
         metrics = self.ranks.gather_metrics(means).result(name)
         # Read from the optimizer: what was used, not what was asked for
         used = self.learning_rates[-1] if self.learning_rates else learning_rate
@@ -383,9 +367,6 @@ class Actor(Policy):
         metrics = self.stepper.update(steps, lr_multiplier, self.accumulate, name="actor", losses=losses)
         metrics |= self.ranks.gather_metrics(self.mismatch).result("rollout_corr")
         if self.config.use_kl_loss:
-            invariants.kl_is_a_distance(
-                metrics.get("actor/kl_loss", 0.0), self.config.kl_loss_type
-            )  # none: all skipped
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
 
@@ -394,11 +375,8 @@ class Actor(Policy):
         contributing, zero_gradient = split_zero_gradient(
             batch, only_advantages_train=only_advantages_train(self.config)
         )
-        indices = []
-        for index, micro in self.micro_batches_of_rank(self.size, contributing):
+        for _, micro in self.micro_batches_of_rank(self.size, contributing):
             self.micro_batch_loss(micro.to(self.device), means).backward()
-            indices.append(index)
-        use_checks.rows_are_used_once(indices, len(contributing))
         if batch.old_log_probs is None and self.ranks.all_reduce_max(len(zero_gradient)):
             # Nothing trains on them, but the metrics are of every sequence.
             log_prob, entropy = self.log_probs(zero_gradient, self.size)
@@ -418,14 +396,10 @@ class Actor(Policy):
     def micro_batch_loss(self, micro: TrainBatch, means: MetricSums) -> Tensor:
         """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
         config, mask, weight = self.config, micro.response_mask, micro.require("loss_weight")
-        use_checks.unchanged(micro, "update_actor", actor_reads(config, micro))
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
         old = micro.old_log_probs
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
-        if "old_log_probs" in micro.seals and self.stepper.number == 0:  # of the phase before, not a test's own
-            use_checks.old_log_probs_are_current(log_prob, old, mask, full=self.compute_dtype is None)
-        use_checks.watch_policy_gradient(log_prob, entropy, old, micro, config)
         inputs = log_prob, old, micro.require("advantages"), mask, config
         loss_N, stats = self.policy_loss(*inputs, lengths_B=micro.lengths, selected_N=micro.selected)
         clip = clipped_how(stats)
@@ -470,7 +444,6 @@ class Critic(LearnerModel):
         """Return :meth:`token_values` of the whole batch, [N], without gradients."""
         out = torch.zeros(batch.tokens)
         for index, micro in self.micro_batches_of_rank(self.size, batch):
-            use_checks.unchanged(micro, "values", PASS_READS)
             values = self.token_values(micro.to(self.device))
             if len(index):
                 batch.put(out, index, values.cpu().float())
@@ -483,17 +456,12 @@ class Critic(LearnerModel):
     def accumulate(self, batch: TrainBatch, means: MetricSums) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         contributing, _ = split_zero_gradient(batch, only_advantages_train=False)
-        indices = []
-        for index, micro in self.micro_batches_of_rank(self.size, contributing):
+        for _, micro in self.micro_batches_of_rank(self.size, contributing):
             self.micro_batch_loss(micro.to(self.device), means).backward()
-            indices.append(index)
-        use_checks.rows_are_used_once(indices, len(contributing))
 
     def micro_batch_loss(self, micro: TrainBatch, means: MetricSums) -> Tensor:
         """Return the micro-batch's partial sum of the clipped value loss."""
-        use_checks.unchanged(micro, "update_critic", CRITIC_READS)
         values = self.token_values(micro)
-        use_checks.watch_value_gradient(values, micro, self.config.cliprange_value)
         loss_N, stats = value_loss(
             values, micro.require("returns"), micro.require("values"), self.config.cliprange_value, micro.response_mask
         )

@@ -97,7 +97,7 @@ def rounded_otherwise(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def rounding_cost(policy: CheckedPolicy, token_ids: Sequence[int]) -> float:
+def logprob_noise(policy: CheckedPolicy, token_ids: Sequence[int]) -> float:
     """Return how far, in nats a token, two passes lie apart that differ by rounding alone, on average over a text."""
     text = token_ids if len(token_ids) > 1 else range(4)  # prompts with media alone leave none
     ids = torch.tensor([*text], device=policy.device)

@@ -26,7 +26,7 @@ from core.rewards.check import (
 )
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.failures import Failures, RewardError, described
-from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers, as_score
+from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers
 from core.rewards.managers import make_manager
 from core.rewards.model_score import Answer, ModelScore, RewardModelCall
 from core.rewards.request_batcher import RequestBatcher
@@ -141,21 +141,6 @@ class RewardLayer:
             way_out = "" if result.fatal else "reward_model.on_error=zero or =mask goes on without it"
             raise RewardError(f"{described(result, job, prompt.uid)}\n{result.detail}{way_out}")
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
-
-    def grade_again(self, prompt: Prompt, trajectory: Trajectory, response: str) -> float | None:
-        """Return what the scorer gives a response, past the manager and all that keeps scores.
-
-        None where that is not the whole score (a reward model), would run a user's function or a program a second time,
-        or may not end.
-        """
-        scorers, source = self.scorers, prompt.data_source
-        if self.uses_model or self.custom or prompt.style == MODEL_STYLE or scorers.libraries(source):
-            return None
-        scorer = scorers.scorer(source)
-        if scorer.name in RUN_PROGRAMS:
-            return None
-        facts = self.job(prompt, trajectory).extra_info
-        return as_score(scorer(response, prompt.ground_truth, facts, **scorers.options(scorer))).value
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job, grade: Grade) -> Score | Failure:
         if self.judging is None and self._reward_model is None:

@@ -72,9 +72,6 @@ class AgentLoop:
         """Return the prompt as the policy will read it: what data is measured and left out by."""
         return Worded(example.prompt if isinstance(example, Example) else example.messages)
 
-    def check_played(self, trajectories: Sequence[Trajectory]) -> None:
-        """Check the trajectories that a step is about to train on. Raises BrokenInvariant."""
-
     def metrics(self) -> Mapping[str, float]:
         """Numbers of the episodes since the last call, under full names (``agent/...``), logged with each step."""
         return {}
@@ -116,10 +113,6 @@ class LoopsByName(AgentLoop):
 
     def worded(self, example: Example | Prompt) -> Worded:
         return self.loops.get(example.agent_name, UNWORDED).worded(example)
-
-    def check_played(self, trajectories: Sequence[Trajectory]) -> None:
-        for loop in self.different:
-            loop.check_played(trajectories)
 
     def metrics(self) -> Mapping[str, float]:
         return {name: value for loop in self.different for name, value in loop.metrics().items()}
@@ -173,7 +166,7 @@ def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt])
 
 def _made(spec: str, config: Config, tokenizer: Any) -> AgentLoop:
     made = chosen(spec, registry.AGENT_LOOPS, KEY)(config, tokenizer)
-    parts = ("run", "check", "check_played", "worded", "metrics", "close")
+    parts = ("run", "check", "worded", "metrics", "close")
     lacks = [name for name in parts if not callable(getattr(made, name, None))]
     if lacks:
         raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")

@@ -31,9 +31,8 @@ import numpy as np
 from core.config.paths import run_folder
 from core.data.vocabulary import end_ids
 from core.files.durable_files import PARTIAL, fsync
-from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
-from core.tracking.records import Records, drop_steps_after
-from core.types import ScoredGroup, TrainBatch, Trajectory
+from core.tracking.records import Records
+from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -42,6 +41,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER = "trace"
+UPDATED = ("log_prob", "ratio", "entropy", "clip", "loss", "loss_weight")  # what an update keeps of numbered rows
 SHARE = 0.02  # of a step's time, in CPU seconds: more is a warning
 # Fields of the batch that are recorded where they are set, with the precision they are kept in. Differences of two
 # log-probs are read at 1e-6, which half precision does not have.
@@ -61,7 +61,7 @@ class Chosen:
     rows: range | None
 
 
-class TraceRecorder(Recorder):
+class TraceRecorder:
     """Decides which steps and groups are recorded, and writes them."""
 
     def __init__(self, config: Config, tokenizer: Any, total_steps: int):
@@ -78,24 +78,24 @@ class TraceRecorder(Recorder):
         regular = freq > 0 and (step % freq == 0 or step in (1, self.total_steps))
         return regular or step in (self.options.steps or ())
 
-    def filtered(self, group: ScoredGroup, kept: bool) -> None:
-        """Remember the first groups that ``keep_group`` drops."""
-        if not kept:
-            self.dropped[group.prompt.ordinal] = group
-            while len(self.dropped) > 2:  # the next step's may be dropped while this one trains
-                del self.dropped[max(self.dropped)]
+    def remember(self, group: ScoredGroup) -> None:
+        """Remember a group that ``keep_group`` dropped, among the first ones; groups come in any order."""
+        self.dropped[group.prompt.ordinal] = group
+        while len(self.dropped) > 2:  # the next step's may be dropped while this one trains
+            del self.dropped[max(self.dropped)]
 
-    def begin(self, batch: TrainBatch, now: Moment) -> TrainBatch:
+    def begin(self, batch: TrainBatch, step: int) -> TrainBatch:
         """Return the batch with its rows numbered where the step is to be recorded: the update then keeps values."""
-        if not self.is_due(now.metrics.step):
+        if not self.is_due(step):
             return batch
         from core.learner.traced_tokens import numbered
 
         return numbered(batch)
 
-    def record(self, batch: TrainBatch, now: Moment) -> dict[str, float]:
+    def record(
+        self, groups: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics, workers: Any
+    ) -> dict[str, float]:
         """Write the step where it is due and return what that cost, as metrics."""
-        groups, metrics, workers = now.groups, now.metrics, now.workers
         last = groups[-1].prompt.ordinal
         dropped = [group for ordinal, group in sorted(self.dropped.items()) if ordinal < last]
         self.dropped = {ordinal: group for ordinal, group in self.dropped.items() if ordinal > last}
@@ -329,7 +329,7 @@ def _of_update(
     rows: Sequence[int], batch: TrainBatch, policy_N: np.ndarray, traced: Mapping[int, Any]
 ) -> dict[str, Any]:
     """Return what the update computed over all tokens of these rows, NaN where it computed nothing."""
-    names = [name for name in TRACED if any(name in values for values in traced.values())]
+    names = [name for name in UPDATED if any(name in values for values in traced.values())]
     updated = {name: np.full(batch.tokens, np.nan, np.float32) for name in names}
     end = 0
     for row, length in zip(rows, batch.lengths.tolist(), strict=True):
@@ -364,11 +364,3 @@ def make_room(folder: Path, room: int, besides: Path) -> None:
             return
         path.unlink()
         del sizes[path]
-
-
-def recorder(run: RecordedRun) -> TraceRecorder:
-    return TraceRecorder(run.config, run.tokenizer, run.total_steps)
-
-
-def drop_after(run_dir: Path, step: int) -> None:
-    drop_steps_after(run_dir / FOLDER, step)

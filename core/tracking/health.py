@@ -194,8 +194,8 @@ CHECKS: dict[str, Check] = {
         "log-probs of engine and learner differ by {:.3g} on average",
         "samples are off-policy; algorithm.rollout_correction weighs for that",
     ),
-    "surprise": Check(
-        lambda _, values: abs(values["rollout_corr/surprise_z"]) if "rollout_corr/surprise_z" in values else None,
+    "entropy_gap": Check(
+        lambda _, values: abs(values["rollout_corr/entropy_gap_z"]) if "rollout_corr/entropy_gap_z" in values else None,
         _above,
         "entropy and -log p of the sampled tokens are {:.3g} standard errors apart",
         "they are not of one distribution: look at the temperature of each, at the mask, and at what draws the tokens",

@@ -31,9 +31,9 @@ from core.config import Config, to_yaml
 from core.config.locations import is_url, write_remote_text
 from core.errors import writing
 from core.files.durable_files import write_atomic
-from core.tracking import recorders, records, run_manifest
+from core.tracking import records, run_manifest
 from core.tracking.loggers import LoggedRun, Loggers, headline
-from core.tracking.records import Records, Row, intact_rows, json_line, read_jsonl
+from core.tracking.records import Records, Row, drop_steps_after, intact_rows, json_line, read_jsonl
 from core.tracking.run_manifest import RunFacts
 from core.tracking.samples import of_each_source, spread_out
 from core.tracking.validation import ValRecord
@@ -238,4 +238,4 @@ def _drop_after(run_dir: Path, step: int) -> None:
     for path in (run_dir / "validation").glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > step:
             path.unlink()
-    recorders.drop_after(run_dir, step)
+    drop_steps_after(run_dir / "trace", step)

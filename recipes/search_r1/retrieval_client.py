@@ -105,17 +105,6 @@ class RetrievalClient:
             return []
         return await asyncio.wrap_future(self._start(self._retrieve(list(queries), topk)))
 
-    def search_again(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Return what the server finds now, without the cache and outside of the counts. Raises RetrievalError."""
-
-        async def search() -> list[list[Passage]]:
-            before = self._http.counts["attempts"]
-            answers = await self._search([self._sendable(query) for query in queries], topk)
-            self._http.counts["attempts"] = before
-            return answers
-
-        return self._start(search()).result()
-
     async def health(self) -> dict[str, Any]:
         """Return ``GET /health``, waiting at most ``give_up_s`` for a server to start. Raises RetrievalError."""
         return await asyncio.wrap_future(self._start(self._health()))

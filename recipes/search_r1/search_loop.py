@@ -14,13 +14,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from core.algorithm import use_checks
 from core.errors import InputError
 from core.rollout.agent_loop import AgentLoop, Episode
-from core.types import Prompt, Trajectory
+from core.types import Prompt
 
 if TYPE_CHECKING:
     from recipes.search_r1.config_schema import RetrieverConfig, SearchR1Config
@@ -33,7 +31,6 @@ INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I "
     "want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
-ASKED_AGAIN = 4  # searches of a step that are made a second time
 BEFORE, AFTER = "\n\n<information>", "</information>\n\n"
 Retrieve = Callable[[list[str], int], Awaitable[list[list["Passage"]]]]
 
@@ -111,7 +108,6 @@ class SearchLoop(AgentLoop):
         self.counts: Counter[str] = Counter()
         self.client: Any = None
         self.retrieve: Retrieve | None = None
-        self.search_again: Callable[[list[str], int], list[list[Passage]]] | None = None  # past all that keeps answers
         if config.do_search or config.retriever.prefetch:
             self._open(config.retriever)
 
@@ -125,13 +121,11 @@ class SearchLoop(AgentLoop):
                 if not options.offline:
                     asyncio.run(self.client.health())  # a server that is away is known before a model loads
                 self.retrieve = self.client.retrieve
-                self.search_again = None if options.offline else self.client.search_again
             else:
                 from recipes.search_r1.index.opening import make_retriever
                 from recipes.search_r1.index.passages import RetrieverOptions
 
-                found = make_retriever(RetrieverOptions(**retriever.local))
-                self.retrieve, self.search_again = in_process(found), found.retrieve
+                self.retrieve = in_process(make_retriever(RetrieverOptions(**retriever.local)))
         except (TypeError, ValueError, RuntimeError, OSError) as error:
             where = "client" if retriever.url is not None else "local"
             raise InputError(f"retriever.{where}={dict(getattr(retriever, where))}: {error}") from error
@@ -169,20 +163,6 @@ class SearchLoop(AgentLoop):
         else:
             episode.add(block)
 
-    def check_played(self, trajectories: Sequence[Trajectory]) -> None:
-        """Search again for some queries, as they stand in the trajectories, and compare with what the policy was shown.
-
-        Raises BrokenInvariant where the best passage shown is none that the query finds: a cache, a batch of searches
-        or the loop has then answered another query.
-        """
-        shown = [pair for one in trajectories for pair in searches_of(one)]
-        some = shown[:: max(1, len(shown) // ASKED_AGAIN)][:ASKED_AGAIN]
-        if not some or self.search_again is None:
-            return
-        again = self.search_again([query for query, _ in some], self.config.retriever.topk)
-        for (query, text), passages in zip(some, again, strict=True):
-            use_checks.answer_is_of_its_query(query, text, [show_passage(1, one).strip() for one in passages])
-
     def metrics(self) -> Mapping[str, float]:
         """Return the shares of turns and of episodes, with the metrics of the retriever's client."""
         counts, self.counts = self.counts, Counter()
@@ -200,16 +180,6 @@ class SearchLoop(AgentLoop):
     def close(self) -> None:
         if self.client is not None:
             self.client.close()
-
-
-def searches_of(trajectory: Trajectory) -> list[tuple[str, str]]:
-    """Return the queries of an episode, as the policy wrote them, each with the passages that followed."""
-    found = []
-    for wrote, came in pairwise(trajectory.segments):
-        action = parse_action(wrote.text) if wrote.role == "policy" else None
-        if action and action.kind == SEARCH and came.role != "policy" and came.text.startswith(BEFORE):
-            found.append((action.content, came.text.removeprefix(BEFORE).removesuffix(AFTER)))
-    return found
 
 
 def in_process(retriever: Any) -> Retrieve:

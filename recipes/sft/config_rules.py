@@ -111,7 +111,7 @@ def nothing_is_sampled(c: View) -> Unused:
             "trainer.health.reward_drop.*",
             "trainer.health.reward_window",
             "trainer.health.logp_diff.*",
-            "trainer.health.surprise.*",
+            "trainer.health.entropy_gap.*",
             "trainer.health.zero_variance.*",
             "trainer.health.scorer_errors.*",
         ),

@@ -48,7 +48,6 @@ class SFTTrainer(RayPPOTrainer):
                 with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
                     batch = self.draw(metrics.step)
                     self.update(batch, metrics)
-                    self.recorders.after("update", batch, metrics)
                 self.end_step(batch, metrics)
 
     def draw(self, step: int) -> TrainBatch:

@@ -19,7 +19,6 @@ from core.config import Config
 from core.learner.batching import make_batch, mini_batches
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.trace.trace_recorder import TraceRecorder, _byte_of
-from core.tracking.recorders import Moment
 from core.types import Media, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run
@@ -127,7 +126,7 @@ def record(
     if drop is not None:
         recorder.filtered(drop, False)
     groups = passing("groups", list(groups or made_groups(step, seed)))
-    batch = passing("batch", recorder.begin(make_batch(groups, PAD), Moment((), StepMetrics(step), None, None)))
+    batch = passing("batch", recorder.begin(make_batch(groups, PAD), step))
     noise = 1e-6 * torch.randn(batch.tokens, generator=rng)
     old = passing("old", (batch.rollout_log_probs + noise) * batch.response_mask)
     batch = batch.adding(old_log_probs=None if single else old)
@@ -141,7 +140,7 @@ def record(
         update(passing("weights", one), old, traced, config, passing, rng)
     metrics = StepMetrics(step)
     metrics.add({"timing_s/step": 1.0})
-    recorder.metrics = recorder.record(batch, Moment(groups, metrics, None, Workers(traced)))
+    recorder.metrics = recorder.record(groups, batch, metrics, Workers(traced))
     return recorder
 
 

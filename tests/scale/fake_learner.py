@@ -130,8 +130,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.cluster.fsdp.ProcessRanks", RanksAlone
     for check in ("check_head", "check_packing"):
         yield f"core.learner.learner.{check}", lambda policy: None
-    yield "core.algorithm.invariants.watched", lambda trained: None  # nor how large a gradient was
-    yield "core.algorithm.invariants.require", lambda *_: None
+    yield "core.algorithm.checks.require", lambda *_: None
     yield "core.learner.learner.shares_alike", lambda passes: False  # which tokens are alike is in no fake tensor
     for method in ("padded", "adding", "rows"):
         yield f"core.types.TrainBatch.{method}", real(getattr(TrainBatch, method))

@@ -116,7 +116,7 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
             factor = normalising_factor(applied, mask, lengths, config.rollout_is)
             metrics["rollout_is_batch_norm_factor"] = factor
             applied = applied / factor
-        batch = batch.adding(rollout_is_weights=applied.masked_fill(others, 1.0).float()).sealed("rollout_is_weights")
+        batch = batch.adding(rollout_is_weights=applied.masked_fill(others, 1.0).float())
     kept = mask
     if config.rollout_rs is not None:
         rules = criteria(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
@@ -128,7 +128,7 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
         kept = kept & ~spread_over_tokens(vetoed, lengths)
         metrics["rollout_is_veto_fraction"] = float(vetoed.double().mean())
     kept = kept | (others & spread_over_tokens(count_by_sequence(kept, lengths) > 0, lengths))
-    corrected = batch.adding(loss_mask=batch.loss_mask & kept).sealed("loss_mask")
+    corrected = batch.adding(loss_mask=batch.loss_mask & kept)
     return corrected, {f"rollout_corr/{k}": v for k, v in metrics.items()}
 
 

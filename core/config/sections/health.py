@@ -24,7 +24,7 @@ class HealthConfig(Section):
     # mean |engine - learner| of log-probs; None: 1e-4 in float32, else by what rounding costs on the model, which is
     # measured at start; off where the difference is corrected
     logp_diff: HealthBound = HealthBound()
-    surprise: HealthBound = HealthBound(bound=6)  # standard errors between entropy and -log p of sampled tokens
+    entropy_gap: HealthBound = HealthBound(bound=6)  # standard errors between entropy and -log p of sampled tokens
     zero_variance: HealthBound = HealthBound()  # share of groups of equal scores
     repetition: HealthBound = HealthBound(
         bound=0.2
@@ -44,7 +44,7 @@ def bounds_that_are_off(c: View) -> Unused:
         "nonfinite",
         "entropy",
         "reward_drop",
-        "surprise",
+        "entropy_gap",
         "zero_variance",
         "repetition",
         "unfinished",

@@ -572,7 +572,7 @@ TRACED = ("global_profiler.tool=torch", "global_profiler.steps=[1]")
 UNWATCHED = (  # those with bounds of their own
     *("trainer.health.nonfinite.bound=null", "trainer.health.judge_agreement.bound=null"),
     "trainer.health.scorer_errors.bound=null",
-    *("trainer.health.surprise.bound=null", "trainer.health.repetition.bound=null"),
+    *("trainer.health.entropy_gap.bound=null", "trainer.health.repetition.bound=null"),
     *("trainer.health.unfinished.bound=null", "trainer.health.shortening.bound=null"),
     f"{CORRECTION}.rollout_is=token",
 )

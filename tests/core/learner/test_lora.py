@@ -104,6 +104,20 @@ def test_an_update_moves_adapters_alone_and_the_reference_is_the_base(folders):
     assert len(state) == len(started)
 
 
+def test_an_update_of_all_weights_leaves_the_reference_where_it_was(folders):
+    """It has a copy: with the policy's own storage the KL would stay 0."""
+    one, batch = (
+        LocalWorkers(cluster_config(folders["qwen2"]), None, CPU, needs_ref=True, needs_critic=False),
+        mixed_batch(),
+    )
+    first = one.compute_ref_log_prob(batch)
+    assert torch.equal(one.compute_log_probs(batch)[0], first)
+    for _ in range(3):
+        one.update_actor(batch, 1.0)
+    assert torch.equal(one.compute_ref_log_prob(batch), first)
+    assert not torch.allclose(one.compute_log_probs(batch)[0], first, atol=1e-2)
+
+
 def test_the_engine_gets_the_merged_model(folders):
     one = workers(folders["tied"])
     for version in (1, 2):

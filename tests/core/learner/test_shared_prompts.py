@@ -16,7 +16,7 @@ from core.learner import attention, learner, packing
 from core.learner.attention import ATTENTION, SharedPrompts, can_keep_keys, can_share
 from core.learner.batching import make_batch
 from core.learner.learner import PADDED, Critic, LearnerModel, MicroBatchSize, Policy, Ranks, token_log_probs
-from core.learner.model_checks import rounding_cost
+from core.learner.model_checks import logprob_noise
 from core.learner.packing import Layout
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -273,18 +273,18 @@ def test_bf16_of_real_width_shares_prompts_unless_sharing_is_broken(real_width, 
         assert LearnerModel(copy.deepcopy(model), ranks=Ranks(), layout=layout, **precision).shares == shares
 
 
-def test_what_rounding_costs_bounds_how_far_an_engine_in_bf16_is_from_the_learner(real_width):
+def test_what_logprob_noises_bounds_how_far_an_engine_in_bf16_is_from_the_learner(real_width):
     ids = tuple(torch.randint(4, VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(0)).tolist())
     engine = HFEngine(real_width, tiny_tokenizer(), dtype=torch.bfloat16)
     costs, distances = [], []
     for dtype in (None, torch.bfloat16):
         policy = Policy(copy.deepcopy(real_width), temperature=1.0, compute_dtype=dtype)
-        costs.append(rounding_cost(policy, ids))
+        costs.append(logprob_noise(policy, ids))
         inputs = PADDED.forward_inputs(torch.tensor(ids), torch.arange(24) > 0, torch.tensor([24]))
         with torch.no_grad():
             distances.append(float(np.abs(policy.forward(inputs)[0].numpy() - engine.probe(ids)).mean()))
     assert costs[0] < 1e-4 and costs[1] > 0.01  # float32, bf16
-    assert distances[0] < 2 * costs[1] and rounding_cost(policy, ids) == costs[1]
+    assert distances[0] < 2 * costs[1] and logprob_noise(policy, ids) == costs[1]
     assert distances[1] < 1e-4  # one pass in one precision on both sides: sums between layers and the head included
 
 

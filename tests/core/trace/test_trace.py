@@ -13,7 +13,6 @@ import torch
 from core.config import compose
 from core.ray_trainer import RayPPOTrainer
 from core.trace.trace_recorder import FOLDER, TraceRecorder, make_room, shown
-from core.tracking.recorders import RecordedRun, Recorders
 from core.tracking.tracker import Tracker
 from core.types import TrainBatch
 from results.reporting.run_reader import load_run
@@ -21,7 +20,6 @@ from results.reporting.trace_checks import Seen, findings
 from results.reporting.trace_reader import read_step, trace_files
 from tests.core import scripted_run
 from tests.core.scripted_run import configured, scripted
-from tests.core.synthetic import configured as resolved
 from tests.results.traced_run import ByteTokenizer, made_groups, record, traced_config
 
 
@@ -51,8 +49,6 @@ def files(run):
 def test_off_nothing_is_recorded_and_nothing_is_in_the_way(folder):
     run = fit(configured(folder, "off", steps=2))
     assert not (run / FOLDER).exists()
-    recorders = Recorders.of(RecordedRun(resolved(), None, RayPPOTrainer, 4))
-    assert recorders.each == () and recorders.begin("batch", None) == "batch"
 
 
 def test_every_so_many_steps_the_first_the_last_and_those_that_are_named(folder):

@@ -20,7 +20,7 @@ from tests.core.scripted_run import configured, prepare, scripted
 
 QUIET = HealthConfig(
     nonfinite=HealthBound(),
-    surprise=HealthBound(),
+    entropy_gap=HealthBound(),
     scorer_errors=HealthBound(),
     judge_agreement=HealthBound(),
     repetition=HealthBound(),
@@ -53,7 +53,7 @@ PLANTED = {
     "entropy": (["bound=0.05"], {}, flatten({"actor/entropy": 0.01})),
     "reward_drop": (["bound=1.5"], {"bad": (4, 5), "text": "-90"}, flatten({})),
     "logp_diff": (["bound=0.5"], {}, flatten({"rollout_corr/logp_diff_mean": 0.7})),
-    "surprise": (["bound=6"], {}, flatten({"rollout_corr/surprise_z": -6.1})),
+    "entropy_gap": (["bound=6"], {}, flatten({"rollout_corr/entropy_gap_z": -6.1})),
     "zero_variance": (["bound=0.99"], {"bad": (4, 5)}, flatten({})),
     "repetition": (["bound=0.1"], {"bad": (4, 5), "text": "3333"}, flatten({})),
     "unfinished": (["bound=0.3"], {"bad": (4, 5), "text": "123456789"}, flatten({})),
@@ -136,7 +136,7 @@ def test_a_bound_that_follows_rounding_is_measured_once_a_run_and_printed(folder
         for steps in (3, 5):
             config = convert.replaced(config, {"trainer.total_training_steps": steps})
             run = scripted()(config, answers(), report=report).init_workers()
-            run.workers.rounding_cost = lambda text: next(costs) if len(text) > 20 else 0.0
+            run.workers.logprob_noise = lambda text: next(costs) if len(text) > 20 else 0.0
             run.fit()
     assert run.session.health.logp_diff_bound == pytest.approx(0.06)
     said = [record.getMessage() for record in caplog.records if "logp_diff" in record.getMessage()]
@@ -189,7 +189,7 @@ def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
         ("logp_diff", {"rollout_corr/logp_diff_mean": 0.1}, False),
         ("logp_diff", {"rollout_corr/logp_diff_mean": 0.1001}, True),
         ("logp_diff", {"rollout_corr/logp_diff_mean": math.nan}, True),
-        ("surprise", {"rollout_corr/surprise_z": -0.11}, True),
+        ("entropy_gap", {"rollout_corr/entropy_gap_z": -0.11}, True),
         ("zero_variance", {"reward/zero_variance_share": 0.11}, True),
         ("judge_agreement", {"reward/judge_canary/mean": 0.09}, True),
         ("judge_agreement", {"reward/judge_canary/mean": 0.1}, False),

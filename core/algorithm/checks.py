@@ -1,0 +1,231 @@
+"""Checks of a step: relations between values that the step has anyway, whatever the settings are. Always on.
+
+Each compares and changes nothing. A relation that does not hold is an error in the code, or in a hook of the user's, so
+it ends the run before it trains on the values. There are five kinds:
+
+- what trains is what the engine sampled, and the weights of a mean sum to one (:class:`SampledTurns`,
+  :func:`batch_is_sampled`, :func:`weights_sum_to_one`);
+- an advantage is within what its group allows (:func:`advantages_fit`);
+- nothing is infinite or NaN (:func:`finite`);
+- the engine holds the weights that were sent (:func:`weight_sums`, :class:`SentWeights`);
+- entropy agrees with -log p of the samples (:func:`entropy_gap_z`), and the engine's log-probs with the learner's
+  (``rollout_mismatch.py``). These two are metrics, which ``trainer.health`` bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.algorithm.sequences import sum_by_sequence
+from core.errors import BrokenInvariant
+
+if TYPE_CHECKING:
+    from core.config.sections.algorithm import AlgorithmConfig
+    from core.types import ScoredGroup, TrainBatch, Trajectory
+
+SUM_TO_ONE = ("token-mean", "seq-mean-token-mean")
+SAMPLED = 1024  # numbers of each weight that a checksum covers, evenly spread
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ENTROPY_ROOM = 0.02  # nats a token by which entropy and -log p may differ without a fault
+
+
+def require(holds: Any, phase: str, found: str, remedy: str) -> None:
+    """Raise BrokenInvariant with the phase, what was found and where to look, unless the relation holds."""
+    if not holds:
+        raise BrokenInvariant(f"invariant broken in phase {phase}: {found}; {remedy}")
+
+
+# -- what was sampled --------------------------------------------------------------------------------
+
+
+class SampledTurns:
+    """The turns that the engine returned, by episode, until a step has trained on them."""
+
+    def __init__(self) -> None:
+        self.turns: dict[int, list[Trajectory]] = {}
+
+    def watch(self, engine: Any) -> WatchedEngine:
+        """Return the engine as episodes use it: each turn that it returns is kept."""
+        return WatchedEngine(engine, self)
+
+    def add(self, request: Any, turn: Trajectory) -> None:
+        episode = request.seed if request.episode is None else request.episode
+        if request.seed == episode:  # the first turn, perhaps of an episode that was begun before and given up
+            self.turns[episode] = []
+        self.turns.setdefault(episode, []).append(turn)
+
+    def forget(self, oldest: int) -> None:
+        """Forget what no later step may train on: samples of policies older than ``oldest``."""
+        self.turns = {seed: turns for seed, turns in self.turns.items() if turns[-1].policy_version >= oldest}
+
+    def check(self, groups: Sequence[ScoredGroup]) -> None:
+        """Check that the tokens that train, and their log-probs, are those of the trajectory's turns, in order.
+
+        Turns that came from elsewhere (a checkpoint, a hook's own engine) are not known here.
+        """
+        for one in (trajectory for group in groups for trajectory in group.trajectories):
+            turns = self.turns.get(one.seed, ())
+            for name in ("response_ids", "logprobs") if turns else ():
+                sampled = np.concatenate([getattr(turn, name) for turn in turns])
+                same = np.array_equal(getattr(one, name)[one.response_mask], sampled)
+                found = f"{name} of the trajectory of seed {one.seed} are not what the engine returned"
+                remedy = "an agent loop or a hook changed tokens, mask or log-probs after they were sampled"
+                require(same, "batch", found, remedy)
+
+
+class WatchedEngine:
+    """An engine whose turns are kept, to be compared with what trains."""
+
+    def __init__(self, engine: Any, sampled: SampledTurns):
+        self.engine, self.sampled = engine, sampled
+
+    async def sample(self, request: Any) -> Trajectory:
+        """Return the engine's trajectory."""
+        turn = await self.engine.sample(request)
+        self.sampled.add(request, turn)
+        return turn
+
+
+def batch_is_sampled(groups: Sequence[ScoredGroup], batch: TrainBatch) -> None:
+    """Check that each sequence has the tokens, the mask and the engine's log-probs of its trajectory."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    remedy = "sequences were reordered or masked after they were sampled: look at what makes the batch"
+    ids = np.concatenate([ids for t in trajectories for ids in (t.prompt_ids, t.response_ids)])
+    require(np.array_equal(batch.input_ids.numpy(), ids), "batch", "input_ids are not what was sampled", remedy)
+    wrote = np.concatenate([m for t in trajectories for m in (np.zeros(len(t.prompt_ids), np.bool_), t.response_mask)])
+    mask = batch.response_mask if batch.sampled_mask is None else batch.sampled_mask
+    wrong = int((mask.numpy() != wrote).sum())
+    require(not wrong, "batch", f"the mask of {wrong} tokens is not whether the policy wrote them", remedy)
+    sampled = np.concatenate([t.logprobs[t.response_mask] for t in trajectories])
+    same = np.array_equal(batch.rollout_log_probs.numpy()[wrote], sampled)
+    require(same, "batch", "rollout_log_probs of the policy's tokens are not those of the engine", remedy)
+
+
+def weights_sum_to_one(step: TrainBatch, mode: str) -> None:
+    """Check that an optimizer step weighs the tokens that carry loss alone, and that a mean's weights sum to one."""
+    weight = step.require("loss_weight")
+    left = int((step.loss_mask.bool() != (weight != 0)).sum())
+    found = f"{left} tokens have a loss weight and carry no loss, or carry loss and have no weight"
+    require(not left, "update", found, "an answer's end of the sequence carries loss like its other tokens")
+    if mode in SUM_TO_ONE and bool(step.loss_mask.any()):
+        total = float(weight.sum(dtype=torch.float64))
+        remedy = "the mean must be over the tokens that carry loss, and over no others"
+        require(abs(total - 1) < 1e-3, "update", f"with loss_agg_mode={mode} the weights sum to {total:.4g}", remedy)
+
+
+# -- advantages --------------------------------------------------------------------------------------
+
+
+def advantages_fit(batch: TrainBatch, token_rewards_N: Tensor | None, config: AlgorithmConfig) -> None:
+    """Check what groups allow, of grpo and rloo: advantages of a group add up to 0, and each has the sign of its
+    reward's distance from the mean; divided by the standard deviation of n rewards, none is above (n - 1) / sqrt(n).
+
+    ``token_rewards_N`` is what tokens add to the rewards of their sequences. Groups in which an answer has no token or
+    no score are left out: the others' statistics are without it.
+    """
+    if config.adv_estimator not in ("grpo", "rloo") or not len(batch):
+        return
+    tokens_B = batch.count(batch.response_mask)
+    reward_B = batch.reward.double()
+    if token_rewards_N is not None:
+        reward_B = reward_B + sum_by_sequence(token_rewards_N, batch.lengths)
+    kept_N = batch.require("advantages").double().masked_fill(~batch.response_mask, 0)
+    mine_B = sum_by_sequence(kept_N, batch.lengths) / tokens_B.clamp(min=1)
+    _, group_B = batch.group.unique(return_inverse=True)
+    size_G = group_B.bincount()
+    whole_G = (size_G == group_B[batch.in_group_stats & (tokens_B > 0)].bincount(minlength=len(size_G))) & (size_G > 1)
+    whole_B = whole_G[group_B]
+    distance_B = reward_B - (group_B.bincount(weights=reward_B) / size_G)[group_B]
+    scale = 1e-3 * (1e-6 + float(mine_B[whole_B].abs().max())) if bool(whole_B.any()) else 0.0
+    remedy = "an answer must be compared with those to the same prompt: look at the estimator"
+    total = float(group_B.bincount(weights=mine_B)[whole_G].abs().max()) if bool(whole_B.any()) else 0.0
+    found = f"advantages of a group add up to {total:.3g} instead of 0"
+    require(total <= scale * int(size_G.max()), "adv", found, remedy)
+    wrong = whole_B & (mine_B * distance_B < -scale * (1e-6 + distance_B.abs().max()))
+    found = "an advantage has the other sign than its reward's distance from the group's mean"
+    require(not bool(wrong.any()), "adv", found, remedy)
+    if config.adv_estimator == "grpo" and config.norm_adv_by_std_in_grpo:
+        most_B = ((size_G - 1) / size_G.sqrt())[group_B]
+        beyond = whole_B & (mine_B.abs() > 1.01 * most_B + 1e-3)
+        require(not bool(beyond.any()), "adv", "an advantage is larger than any that its group's size allows", remedy)
+
+
+def finite(batch: TrainBatch, phase: str, *names: str) -> None:
+    """Check that fields which a phase has set hold neither an infinity nor NaN."""
+    for name in names:
+        if name in batch.stored:
+            count = int((~batch.require(name).isfinite()).sum())
+            found = f"{count} numbers of {name} are not finite"
+            require(not count, phase, found, "look at the weights and at the scores")
+
+
+# -- weights in the engine ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def weight_sums(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, int]:
+    """Return a checksum of each weight, by name, of at most :data:`SAMPLED` numbers of it (of a shard's own).
+
+    ``dtype`` is the number format that it is compared in; None: its own.
+    """
+    return _sums_of({name: _some_of(value, dtype) for name, value in named})
+
+
+def _some_of(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    local = value.to_local() if hasattr(value, "to_local") else value
+    flat = local.detach().reshape(-1)
+    some = flat[:: max(1, len(flat) // SAMPLED)]
+    some = some.to(dtype) if dtype is not None and some.is_floating_point() else some
+    return some.contiguous().view(BITS[some.element_size()])
+
+
+def _sums_of(bits: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of each tensor's bits, weighted by their places; all of a width at once."""
+    sums: dict[str, int] = {}
+    for width in {one.dtype for one in bits.values()}:
+        names = [name for name, one in bits.items() if one.dtype == width and len(one)]
+        lengths = np.array([len(bits[name]) for name in names], np.int64)
+        starts = np.cumsum(lengths) - lengths
+        values = torch.cat([bits[name] for name in names]).cpu().numpy().astype(np.int64) if names else np.zeros(0)
+        place = np.arange(1, len(values) + 1) - np.repeat(starts, lengths)
+        sums |= dict(zip(names, np.add.reduceat(values * place, starts).tolist() if names else (), strict=True))
+    return sums
+
+
+class SentWeights:
+    """Weights on their way to an engine in this process; ``sums`` has their checksums as the engine must have them."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None):
+        self.named, self.dtype, self.sent = named, dtype, {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.named:
+            self.sent[name] = _some_of(value, self.dtype).clone()
+            yield name, value
+
+    @property
+    def sums(self) -> dict[str, int]:
+        return _sums_of(self.sent)
+
+
+# -- entropy -----------------------------------------------------------------------------------------
+
+
+def entropy_gap_z(metrics: Mapping[str, float], tokens: int) -> float | None:
+    """Return how many standard errors entropy and -log p of the sampled tokens are apart beyond what is allowed.
+
+    Where samples are drawn from the whole distribution, ``-log p`` of a token has the entropy as its expectation. What
+    engine and learner differ by (precision, staleness) moves the mean, hence the allowance.
+    """
+    mean, square = (metrics.get(f"rollout_corr/{name}") for name in ("entropy_gap", "entropy_gap_square"))
+    if mean is None or tokens < 100 or square <= 0:
+        return None
+    room = ENTROPY_ROOM + 3 * metrics.get("rollout_corr/logp_diff_mean", 0.0)
+    beyond = max(0.0, abs(mean) - room)
+    return math.copysign(beyond * math.sqrt(tokens / square), mean)

@@ -1,0 +1,170 @@
+"""Each check holds of a sound step, and fails where one value is another."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from core.algorithm import checks
+from core.algorithm.advantages import estimator, inputs_of
+from core.config.sections.algorithm import AlgorithmConfig
+from core.engines import SampleRequest, SamplingParams
+from core.errors import BrokenInvariant
+from core.learner.batching import make_batch, mini_batches
+from core.learner.weight_probe import WeightSyncError, compare_weights
+from core.types import Prompt, ScoredGroup, Stop, Trajectory
+from reward_scores.score import Score
+from tests.padded import estimate
+from tests.tiny import tiny_model
+
+GRPO = AlgorithmConfig(adv_estimator="grpo")
+
+
+def made_groups() -> list[ScoredGroup]:
+    """Two prompts with three answers of two turns each, with a tool's two tokens between them."""
+    rng, groups = np.random.default_rng(0), []
+    for number, values in enumerate(((1.0, 0.0, 0.5), (0.0, 2.0, 0.0))):
+        trajectories = []
+        for index in range(3):
+            mask = np.array([True] * (2 + index) + [False] * 2 + [True] * 2)
+            ids, logprobs = rng.integers(7, 30, len(mask)), np.where(mask, -rng.random(len(mask)), 0)
+            seed = 10 * number + index
+            trajectories.append(Trajectory([3, 5, 6], ids, mask, logprobs, (), Stop.EOS, 0, seed, 2, 1))
+        prompt = Prompt(number, f"q{number}", (3, 5, 6), (), None, "tests")
+        groups.append(ScoredGroup(prompt, tuple(trajectories), tuple(map(Score, values))))
+    return groups
+
+
+def broken(match: str):
+    return pytest.raises(BrokenInvariant, match=match)
+
+
+@pytest.mark.parametrize("state_masking", [True, False])
+def test_a_batch_is_what_was_sampled(state_masking):
+    groups = made_groups()
+    groups[0] = dataclasses.replace(groups[0], scores=(Score(1.0, masked=True), *groups[0].scores[1:]))
+    batch = make_batch(groups, 0, state_masking)
+    checks.batch_is_sampled(groups, batch)
+    mask = "response_mask" if state_masking else "sampled_mask"
+    last = torch.arange(batch.tokens) == batch.tokens - 1
+    for name, value, found in (
+        ("input_ids", batch.input_ids.roll(1), "input_ids are not"),
+        (mask, batch.require(mask) & ~last, "the mask of 1 tokens"),
+        ("rollout_log_probs", batch.rollout_log_probs.roll(1), "rollout_log_probs"),
+    ):
+        with broken(f"phase batch: {found}"):
+            checks.batch_is_sampled(groups, batch.adding(**{name: value}))
+
+
+def test_what_trains_is_what_the_engine_returned():
+    groups, sampled = made_groups(), checks.SampledTurns()
+    for one in (t for group in groups for t in group.trajectories):
+        first = len(one.response_ids) - 4
+        for turn, (begin, end) in enumerate(((0, first), (first + 2, first + 4))):
+            request = SampleRequest((3, 5, 6), SamplingParams(99), one.seed + 1000 * turn, one.seed)
+            ids, logprobs = one.response_ids[begin:end], one.logprobs[begin:end]
+            sampled.add(request, Trajectory([3], ids, [True] * (end - begin), logprobs, (), Stop.EOS, 0, request.seed))
+    sampled.check(groups)
+    one = groups[1].trajectories[2]
+    for name, value in (
+        ("response_mask", np.append(one.response_mask[:-1], False)),  # the end of the sequence
+        ("response_mask", np.ones_like(one.response_mask)),  # what a tool wrote
+        ("response_ids", one.response_ids + 1),
+        ("logprobs", one.logprobs * 0.5),
+    ):
+        changed = (*groups[1].trajectories[:2], dataclasses.replace(one, **{name: value}))
+        with broken("of the trajectory of seed 12 are not what the engine returned"):
+            sampled.check([groups[0], dataclasses.replace(groups[1], trajectories=changed)])
+    sampled.forget(oldest=1)
+    assert not sampled.turns
+    sampled.check(groups)  # of a checkpoint: unknown
+
+
+def test_the_weights_of_a_mean_sum_to_one():
+    (step,) = mini_batches(make_batch(made_groups(), 0), prompts=2, scale_factor=1)
+    checks.weights_sum_to_one(step, "token-mean")
+    twice = step.adding(loss_weight=2 * step.require("loss_weight"))
+    with broken("phase update: with loss_agg_mode=token-mean the weights sum to 2"):
+        checks.weights_sum_to_one(twice, "token-mean")
+    checks.weights_sum_to_one(twice, "seq-mean-token-sum")
+    left = step.require("loss_weight") * (torch.arange(step.tokens) != step.tokens - 1)
+    with broken("phase update: 1 tokens have a loss weight and carry no loss, or"):
+        checks.weights_sum_to_one(step.adding(loss_weight=left), "seq-mean-token-sum")
+
+
+@pytest.mark.parametrize("config", [GRPO, GRPO.replace(norm_adv_by_std_in_grpo=False)])
+def test_advantages_are_within_what_their_group_allows(config):
+    groups = made_groups()
+    batch = estimate(make_batch(groups, 0), config)
+    checks.advantages_fit(batch, None, config)
+    checks.advantages_fit(batch.rows([5, 0, 2, 1, 3, 4]), None, config)
+    right = batch.require("advantages")
+    with broken("phase adv: advantages of a group add up to"):
+        checks.advantages_fit(batch.adding(advantages=right + 0.5), None, config)
+    with broken("phase adv: an advantage has the other sign"):
+        checks.advantages_fit(batch.adding(advantages=-right), None, config)
+    if config.norm_adv_by_std_in_grpo:
+        with broken("phase adv: an advantage is larger than any"):
+            checks.advantages_fit(batch.adding(advantages=9 * right), None, config)
+    torch.manual_seed(0)
+    added = 0.1 * torch.randn(batch.tokens) * batch.response_mask  # a KL penalty
+    advantages, _ = estimator("grpo")(inputs_of(batch, config, added))
+    checks.advantages_fit(batch.adding(advantages=advantages), added, config)
+    with broken("other sign"):
+        checks.advantages_fit(batch.adding(advantages=advantages), -20 * added, config)
+
+
+def test_groups_with_an_answer_without_a_score_are_not_judged_by_the_others():
+    groups = made_groups()
+    batch = make_batch(groups, 0)
+    batch = estimate(batch.adding(in_group_stats=torch.arange(6) != 1), GRPO)
+    checks.advantages_fit(batch, None, GRPO)
+    with broken("other sign"):  # of the other group
+        checks.advantages_fit(batch.adding(advantages=-batch.require("advantages")), None, GRPO)
+
+
+def test_nothing_is_infinite():
+    batch = make_batch(made_groups(), 0)
+    batch = batch.adding(old_log_probs=torch.zeros(batch.tokens), values=torch.zeros(batch.tokens))
+    checks.finite(batch, "log_probs", "old_log_probs", "values", "ref_log_prob")
+    value = batch.values.clone()
+    value[7] = float("nan")
+    with broken("phase log_probs: 1 numbers of values are not finite"):
+        checks.finite(batch.adding(values=value), "log_probs", "old_log_probs", "values")
+
+
+def test_checksums_of_weights_cover_each_and_their_number_format():
+    model = tiny_model()
+    sums = checks.weight_sums(model.named_parameters())
+    sent = checks.SentWeights(model.state_dict().items(), torch.float32)
+    assert dict(sent).keys() >= sums.keys() and sums.items() <= sent.sums.items()
+    compare_weights(sent.sums, sums)
+    name = [name for name in sums if "norm" in name][-1]  # the last norm, in bf16 or at a rate of 1e-6
+    with torch.no_grad():
+        model.get_parameter(name)[0] += 1e-6
+    held = checks.weight_sums(model.named_parameters())
+    with pytest.raises(WeightSyncError, match=f"1 of {len(sums)} weights of the engine .*{name}"):
+        compare_weights(sent.sums, held)
+    half = checks.SentWeights(model.named_parameters(), torch.bfloat16)
+    list(half)
+    assert half.sums == checks.weight_sums(model.bfloat16().named_parameters())
+
+
+def test_entropy_and_samples_agree_at_the_same_temperature_alone():
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(3000, 40)
+    found = {}
+    for temperature in (1.0, 0.8):
+        log_probs = logits.log_softmax(-1)
+        token = log_probs.exp().multinomial(1)
+        wrong = (logits / temperature).log_softmax(-1)
+        gap = -(wrong.exp() * wrong).sum(-1) + log_probs.gather(1, token)[:, 0]
+        metrics = {"entropy_gap": float(gap.mean()), "entropy_gap_square": float(gap.square().mean())}
+        named = {f"rollout_corr/{name}": value for name, value in metrics.items()}
+        found[temperature] = checks.entropy_gap_z(named, 3000)
+        assert checks.entropy_gap_z({**named, "rollout_corr/logp_diff_mean": 0.2}, 3000) == 0  # the engine is apart
+    assert abs(found[1.0]) < 3 and found[0.8] < -8
+    assert checks.entropy_gap_z({}, 3000) is None
