@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.algorithm.advantages import AdvantageInputs, grpo
 from core.algorithm.losses import loss_weights
 from core.learner.batching import (
     contributing_sequences,
@@ -61,6 +62,17 @@ def test_sequences_are_prompt_then_response(groups):
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.reward.tolist() == [1.0, 0.25, 2.0, 0.0]
     assert batch.rollout_log_probs[:5].tolist() == [0, 0, -0.5, -0.5, -0.5]
+
+
+def test_two_groups_with_one_prompt_stay_two():
+    """A question that is drawn twice: each answer is compared with those of its own draw."""
+    answers = [trajectory([1, 2], [3]), trajectory([1, 2], [4])]
+    batch = make_batch([scored([1, 2], answers, [Score(float(n)), Score(n + 2.0)], ordinal=n) for n in (0, 1)], PAD)
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    fields = {"in_group_stats": batch.in_group_stats, "epsilon": 0}
+    advantages, _ = grpo(AdvantageInputs(batch.reward, batch.lengths, batch.response_mask, batch.group, **fields))
+    by_answer = advantages[batch.response_mask].tolist()
+    assert by_answer[:2] == by_answer[2:] == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
 def test_a_masked_row_carries_no_loss_and_only_an_errored_one_leaves_the_statistics(groups):
