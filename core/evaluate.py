@@ -1,121 +1,527 @@
-"""Evaluate a model without training it: generate answers, score them, report accuracies with intervals.
+"""Evaluate a model without training it: generate answers to validation questions, and score them.
 
     python -m core.evaluate generate RECIPE --model MODEL --out ANSWERS.jsonl key=value ...
     python -m core.evaluate generate RECIPE --run RUN_FOLDER --out ANSWERS.jsonl key=value ...
     python -m core.evaluate score ANSWERS.jsonl key=value ...
-    python -m core.evaluate report ANSWERS.scores-NAME.jsonl ...
 
 Keys are those of training: data.val_files, actor_rollout_ref.rollout.val_kwargs.*, reward_model.*. No learner and no
-optimizer is made. DRY_RUN=1 only checks. python -m core.evaluate generate --help explains a command's arguments.
+optimizer is made. DRY_RUN=1 only checks. A stopped command goes on where it was. python -m results.report prints and
+shows the accuracies of files of scores.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
+import hashlib
+import json
 import logging
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from core.answers import (
+    FORMAT,
+    Key,
+    answer_line,
+    complete_answers,
+    manifest_path,
+    prompt_of,
+    read_lines,
+    read_manifest,
+    trajectory_of,
+    write_manifest,
+)
 from core.command_line import is_dry_run
-from core.config.locations import written_here
-from core.errors import InputError, OutOfMemory, WorkersLost
+from core.config import Config, code_keys, convert, examine, recipes
+from core.config.locations import is_url, written_here
+from core.config.paths import is_local
+from core.config.problem import show
+from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase
+from core.files.durable_files import file_sha256, write_atomic
 from core.safe_text.printable import printable
+from core.tracking import run_manifest
+from core.tracking.progress import progress
+from core.tracking.records import json_line
+from core.types import Prompt, ScoredGroup
+from reward_scores import SCORERS, scorer_for
 
-INTERRUPTED = 130
+if TYPE_CHECKING:
+    from core.checkpoint.manifest import Checkpoint
+    from core.ray_trainer import RayPPOTrainer
+    from core.tracking.validation import ValRecord
+
+MODEL, PATH = "actor_rollout_ref.model.", "actor_rollout_ref.model.path"
+# Keys that decide an answer beside model, data and prompts, which are compared by content. Recipes' own keys count too.
+DECIDING = (
+    *("data.max_prompt_length", "data.max_response_length", "data.max_start_length", "data.max_obs_length"),
+    *(f"{MODEL}{name}" for name in ("override_config", "custom_chat_template")),
+    *(f"actor_rollout_ref.rollout.{name}" for name in ("name", "dtype", "ignore_eos", "engine_kwargs", "agent_loop")),
+    *("actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.multi_turn.", "trainer.seed"),
+)
+# Sections of which nothing is loaded while answers are generated, and those of which something is while they are scored
+UNREAD = ("custom_reward_function.", "reward_model.", "algorithm.", "actor_rollout_ref.actor.", "critic.")
+REWARDS = ("reward_model.", "custom_reward_function.")
 
 
-def generate_command(arguments: Sequence[str]) -> int:
-    parser = _parser("generate", "Write a model's answers to the questions of data.val_files into a file.")
+# ---------------------------------------------------------------- generate
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateCall:
+    """A checked call of ``generate``, of which nothing is loaded yet. ``checkpoint`` is that of a run."""
+
+    recipe: str
+    trainer: str
+    config: Config
+    out: Path
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def path(self) -> str:
+        """The model: a folder or hub id."""
+        return self.config.actor_rollout_ref.model.path
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What a manifest records of the model."""
+        at = self.checkpoint and {"run": str(self.checkpoint.folder.parent), "step": self.checkpoint.step}
+        return {"path": self.path, **(at or {})}
+
+    @property
+    def adapters(self) -> Mapping[str, Any] | None:
+        """The manifest's entry of a checkpoint's adapters; None where the model is whole."""
+        return self.checkpoint and self.checkpoint.files.get("actor/adapter_model.safetensors")
+
+    def described(self) -> list[str]:
+        """Return what the call would do, a line each."""
+        rollout, files = self.config.actor_rollout_ref.rollout, self.config.data.val_files
+        chosen, absent = rollout.val_kwargs, [path for path in files if not Path(path).expanduser().is_file()]
+        sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
+        return [
+            f"model: {self.path}",
+            f"engine: {rollout.name} in {rollout.dtype}, trainer.backend={self.config.trainer.backend}",
+            f"questions: {', '.join(files)}" + (f" (not there yet: {', '.join(absent)})" if absent else ""),
+            f"answers: {chosen.n} a question, at most {self.config.data.max_response_length} tokens a turn, {sampling}",
+            f"written to: {self.out} and {manifest_path(self.out)}",
+        ]
+
+
+def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None, run: str | None) -> GenerateCall:
+    """Compose and check. The settings of ``--run`` are those of its newest checkpoint, or of the one that it names.
+
+    Raises InputError with the problems of the configuration, or the first one of model and file.
+    """
+    if out.suffix != ".jsonl":
+        raise InputError(f"--out={out}: must end in .jsonl")
+    trainer, hooks = recipes.trainer_of(recipe)
+    own = examine(recipe, overrides, hooks).given.get(PATH)
+    named = [name for name, value in (("--model", model), ("--run", run), (PATH, own)) if value]
+    if len(named) != 1:
+        has = f"{' and '.join(named)} name one each" if named else "none is named"
+        raise InputError(f"model: {has}; give --model (a folder or hub id) or --run (a run folder or a checkpoint)")
+    if run is not None and any(text.lstrip("+").startswith("preset=") for text in overrides):
+        raise InputError("preset: the settings of --run are the run's own; set single keys, or use --model")
+    checkpoint, settings = None, {PATH: model or own}
+    if run is not None:
+        from core.checkpoint.store import fetched
+        from core.export import find_checkpoint
+
+        checkpoint = find_checkpoint(fetched(run, "--run").expanduser())
+        # Of the run's process, not of the model; the tokenizer that trained lies beside the weights
+        own_paths = {PATH: str(checkpoint.path("actor").resolve()), f"{MODEL}tokenizer_path": None}
+        settings = {**(checkpoint.provenance.config if checkpoint.provenance else {}), **own_paths}
+        settings["trainer.resume_mode"] = "disable"
+    composed = examine(recipe, overrides, hooks, settings)
+    if composed.problems:
+        raise InputError(composed.problems)
+    if run is not None:
+        code_keys.refuse(f"--run={run}", composed.config, recipe, overrides, UNREAD)
+    for key, (value, reason) in composed.unused.items():
+        print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
+    return GenerateCall(recipe, trainer or "core.ray_trainer:RayPPOTrainer", composed.config, out, checkpoint)
+
+
+def weights_of(call: GenerateCall) -> str:
+    """Return what tells the weights from any others, wherever they lie: a hash, or the commit on the hub."""
+    from core.checkpoint.provenance import base_of
+    from core.learner.models import readable
+
+    if call.adapters:
+        models = call.checkpoint.provenance.models if call.checkpoint.provenance else {}
+        base = models["actor"].base.sha256 if models else None
+        return f"adapters sha256:{call.adapters['sha256']} on sha256:{base}"
+    if is_local(call.path) or is_url(call.path):
+        try:
+            return f"sha256:{base_of(os.path.expanduser(call.path)).sha256}"
+        except FileNotFoundError as error:
+            raise InputError(f"--model={call.path}: {error}; give a folder that core.export wrote") from error
+    from transformers.utils import cached_file
+
+    with readable(call.path, "--model"):
+        return f"{call.path}@{Path(cached_file(call.path, 'config.json')).parent.name}"
+
+
+@contextmanager
+def loadable(call: GenerateCall) -> Iterator[Config]:
+    """Yield the configuration with a model that every engine loads: adapters are merged into their base.
+
+    The merged model lies beside the answers, where all machines of a cluster find it, until the block ends.
+    """
+    if not call.adapters:
+        yield call.config
+        return
+    from core.export import export
+
+    with tempfile.TemporaryDirectory(prefix=".merged-", dir=call.out.parent) as folder:
+        export(call.checkpoint.folder, Path(folder) / "model")
+        yield convert.replaced(call.config, {PATH: str(Path(folder).resolve() / "model")})
+
+
+def generate(call: GenerateCall) -> bool:
+    """Write the answers that the file lacks. Return whether there was anything to do.
+
+    Lines are appended as answers end. The complete file is in the order of the questions, whatever the timing was.
+    Raises InputError before a model loads for data, settings and files that do not go together.
+    """
+    from core.data.stream import agent_names, data_of_run, load_val_prompts
+    from core.learner.models import load_modality, load_tokenizer
+    from core.rollout.agent_loop import check_examples, make_agent_loop
+
+    config, model, out = call.config, call.config.actor_rollout_ref.model, call.out
+    tokenizer = load_tokenizer(model)
+    data = data_of_run(config, tokenizer)
+    loop = make_agent_loop(config, tokenizer, agent_names(data, training=False))
+    prompts = load_val_prompts(data, tokenizer, load_modality(model, tokenizer), word=loop and loop.worded)
+    check_examples(loop, prompts)
+    with ExitStack() as owned:
+        if loop is not None:
+            owned.callback(loop.close)
+        _check_prompts(prompts)
+        manifest = _manifest(call, prompts)
+        lines = begun(out, manifest)
+        order = [(prompt.ordinal, sample) for prompt in prompts for sample in range(manifest["samples"])]
+        if strange := next((key for key in lines if key not in set(order)), None):
+            raise InputError(f"{out}: holds an answer to question {strange[0]}, sample {strange[1]}, unknown here")
+        missing = len(lines) < len(order)
+        if missing:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_manifest(out, manifest)
+            loaded = owned.enter_context(loadable(call))
+            run = owned.enter_context(answering(loaded, call.trainer, tokenizer, loop, prompts))
+            asyncio.run(answer(run, prompts, out, lines, batch_of(config)))
+        if missing or list(lines) != order:
+            write_atomic(out, "".join(json_line(lines[key]) for key in order))
+            manifest["sessions"][-1]["ended"] = run_manifest.now()
+            write_manifest(out, manifest)
+        return missing
+
+
+def begun(out: Path, manifest: dict[str, Any]) -> dict[Key, dict[str, Any]]:
+    """Return the lines that the file has, and add its earlier sessions to the manifest.
+
+    Raises InputError for a file of other settings, and for one that is no file of answers.
+    """
+    sessions: list[Any] = []
+    if out.exists():
+        there = read_manifest(out, "answers")
+        old, new, sessions = there["settings"], manifest["settings"], there["sessions"]
+        keys = [*old, *(key for key in new if key not in old)]
+        changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+        if changed:
+            fix = "answers of two settings do not go into one file: give another --out, or the settings of before"
+            raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; {fix}")
+    manifest["sessions"] = [*sessions, run_manifest.session(None, {})]
+    return read_lines(out) if out.exists() else {}
+
+
+def batch_of(config: Config) -> int | None:
+    """Return how many questions are answered together where that decides rounding, by the shape of batches.
+
+    That is the hf engine in one process: a batch that was interrupted is answered anew, so that a continued file is
+    that of an undisturbed call to the bit. Elsewhere it is None, and missing answers alone are made.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.backend != "local" or rollout.name != "hf":
+        return None
+    return max(1, rollout.max_num_seqs // rollout.val_kwargs.n)
+
+
+async def answer(
+    run: RayPPOTrainer, prompts: Sequence[Prompt], out: Path, lines: dict[Key, dict[str, Any]], together: int | None
+) -> None:
+    """Answer what ``lines`` lacks, ``together`` questions at a time; append each answer to them and to the file."""
+    samples, size = range(run.config.actor_rollout_ref.rollout.val_kwargs.n), together or len(prompts)
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    if together is not None:
+        for batch in batches:
+            keys = [(prompt.ordinal, sample) for prompt in batch for sample in samples]
+            if not all(key in lines for key in keys):
+                for key in keys:
+                    lines.pop(key, None)
+    write_atomic(out, "".join(map(json_line, lines.values())))  # no half a line, none that is made anew
+
+    async def one(prompt: Prompt, sample: int) -> None:
+        trajectory = await run.generate(prompt, sample, run.val_sampling)
+        text = run.tokenizer.decode(trajectory.prompt_ids.tolist())
+        lines[prompt.ordinal, sample] = answer_line(prompt, sample, trajectory, text)
+        file.write(json_line(lines[prompt.ordinal, sample]).encode())
+        file.flush()
+        answered()
+
+    with open(out, "ab") as file, progress("answers", len(prompts) * len(samples) - len(lines), "answer") as answered:
+        for batch in batches:
+            await asyncio.gather(*(one(p, i) for p in batch for i in samples if (p.ordinal, i) not in lines))
+
+
+@contextmanager
+def answering(
+    config: Config, trainer: str, tokenizer: Any, loop: Any = None, prompts: Sequence[Prompt] = ()
+) -> Iterator[RayPPOTrainer]:
+    """Yield the trainer ``module:class`` with an engine and nothing that learns: its ``generate`` plays the episodes.
+
+    ``trainer.backend`` places the engine in this process or, several of them, in actors of a cluster. Raises InputError
+    for a model or an engine that cannot be had, and for prompts that do not fit into the model's positions.
+    """
+    from core.cluster.workers import ray_backend
+    from core.config.plugins import load_object
+    from core.engines import make_engine
+    from core.engines.in_process_engine import InProcessEngine
+    from core.learner.models import check_lengths
+    from core.session import prepare_torch
+
+    run = load_object(trainer)(config)
+    run.tokenizer, run.agent_loop = tokenizer, loop
+    check_lengths(config, {"data.val_files": run.room(max(len(prompt.token_ids) for prompt in prompts))})
+    device = prepare_torch(config.trainer)
+    with ExitStack() as owned:
+        with memory_phase("load"):
+            if config.trainer.backend == "ray":
+                processes = ray_backend("ray_pools").RayProcesses(config, tokenizer, device, learners=False)
+                owned.callback(processes.close)
+                engine = processes.engine
+            else:
+                engine = make_engine(config, None, tokenizer, device)
+                owned.callback(engine.close)
+        repeatable = loop is not None and config.actor_rollout_ref.rollout.multi_turn.repeatable
+        if repeatable and isinstance(engine, InProcessEngine):
+            engine.before_step = run.tool_calls.add_barrier()
+        run.sampler = run.make_sampler(engine)
+        yield run
+
+
+def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    config, data = call.config, run_manifest.data_hashes(call.config.data.val_files)
+    return {
+        "kind": "answers",
+        "format": FORMAT,
+        "recipe": call.recipe,
+        "model": call.model,
+        "questions": len(prompts),
+        "samples": config.actor_rollout_ref.rollout.val_kwargs.n,
+        "data": data,
+        "settings": {
+            "model": weights_of(call),
+            "data": [one["sha256"] for one in data],
+            "prompts": digest_of(prompts),
+            **deciding(config),
+            "questions answered together": batch_of(config),
+        },
+        "config": convert.as_json(config),
+    }
+
+
+def deciding(config: Config) -> dict[str, Any]:
+    """Return flat key -> value, of the keys that decide an answer: two calls with other values make other answers."""
+    core_keys = convert.all_keys(Config)
+    return {
+        key: value
+        for key, value in convert.as_json(config).items()
+        if key.startswith(DECIDING) or (key not in core_keys and not key.endswith(".url"))  # a server may move
+    }
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the questions as the model reads them: tokenizer, template and cutting are in their ids."""
+    digest = hashlib.sha256(json.dumps([(p.ordinal, p.uid, p.token_ids) for p in prompts]).encode())
+    for data in (data for prompt in prompts if prompt.media for data in prompt.media.files()):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _check_prompts(prompts: Sequence[Prompt]) -> None:
+    """Check that there are questions, and that their ground truths can be kept in lines, where ``score`` finds them."""
+    from core.rewards.grader_pool import to_json
+
+    if not prompts:
+        raise InputError("data.val_files=[]: there are no questions; give parquet files")
+    for prompt in prompts:
+        try:
+            to_json([prompt.ground_truth, prompt.extra_info])
+        except (TypeError, ValueError) as error:
+            fix = "convert its ground_truth and extra_info"
+            raise InputError(f"data.val_files: uid {prompt.uid}: {error}; {fix}") from error
+
+
+# ---------------------------------------------------------------- score
+
+
+def score(
+    source: Path, overrides: Sequence[str] = (), scorer: str | None = None, name: str | None = None
+) -> tuple[Path, list[ValRecord]]:
+    """Score a complete file of answers, write ``<answers>.scores-<name>.jsonl`` and return it with its records.
+
+    It has a line a question, in the form of a run's ``validation/<step>.jsonl``. ``scorer`` names one of
+    :mod:`reward_scores` for all data sources, in place of each source's own. The settings of rewards are those of the
+    call that generated, under ``overrides``. Raises InputError for answers that are incomplete, a data source without
+    scorer or on whose answers it always failed, and a wrong option.
+    """
+    from core.rewards import RewardError, RewardLayer
+    from core.tracking.validation import ValRecord
+
+    manifest, answers = complete_answers(source)
+    config = _reward_config(source, manifest, overrides)
+    prompts, trajectories = [prompt_of(line) for line in answers], [trajectory_of(line) for line in answers]
+    asked = prompts
+    if scorer is not None:  # graders look a scorer up by data source
+        _scorer_names(answers, scorer, config)
+        stand_in = next(key for key, one in SCORERS.items() if one.name == scorer).removesuffix("*")
+        asked = [dataclasses.replace(prompt, data_source=stand_in) for prompt in prompts]
+    layer = RewardLayer(config)
+    try:
+        layer.check(asked)
+        with progress("scores", len(asked), "answer") as scored:
+            scores = asyncio.run(layer.score_all(list(zip(asked, trajectories, strict=True)), scored))
+    except RewardError as error:  # on_error=raise, or a wrong number of results
+        raise InputError(f"{source}: {error}") from error
+    finally:
+        layer.close()
+    rated = zip(prompts, trajectories, scores, strict=True)
+    groups = (tuple(zip(*one, strict=True)) for _, one in groupby(rated, lambda each: each[0].ordinal))
+    records = [ValRecord.of(ScoredGroup(prompts[0], *parts)) for prompts, *parts in groups]
+    refuse_unscored(source, records, layer.failures.first)
+    names = _scorer_names(answers, scorer, config)
+    label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names) + _variant(config, names))
+    path = source.with_name(f"{source.stem}.scores-{label}.jsonl")
+    told = {
+        **{"kind": "scores", "format": FORMAT, "scorer": label, "scorers": names, "answers": source.name},
+        **{key: manifest[key] for key in ("recipe", "model", "questions", "samples", "data", "settings")},
+        "rewards": {key: value for key, value in convert.as_json(config).items() if key.startswith(REWARDS)},
+        "answers_sha256": file_sha256(source),
+        "session": run_manifest.session(None, {}),
+    }
+    write_manifest(path, told)
+    write_atomic(path, "".join(json_line(record.to_json()) for record in records))
+    return path, records
+
+
+def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    recipe = manifest.get("recipe")
+    if not isinstance(recipe, str) or not isinstance(manifest.get("config"), Mapping):
+        raise InputError(f"{manifest_path(source)}: names no recipe, or no configuration; restore it from a copy")
+    composed = examine(recipe, overrides, recipes.trainer_of(recipe)[1], manifest["config"])
+    fix = "decides answers, not their scores; leave it out, or generate with it"
+    problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
+    if composed.config.reward_model.uses_model:
+        problems.append("reward_model.enable=True: no model is loaded here; set it to False, or validate in a run")
+    if problems:
+        raise InputError(problems)
+    unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
+    code_keys.refuse(str(manifest_path(source)), composed.config, recipe, overrides, unread)
+    return composed.config
+
+
+def _scorer_names(answers: Sequence[Mapping[str, Any]], scorer: str | None, config: Config) -> list[str]:
+    """Return the names of the scorers in use. Raises InputError for an unknown one."""
+    function, known = config.custom_reward_function, sorted({one.name for one in SCORERS.values()})
+    if scorer is None and function.path:
+        return [Path(function.path).stem + (f"-{function.name}" if function.name != "compute_score" else "")]
+    if scorer is None:
+        return sorted({scorer_for(answer["data_source"]).name for answer in answers})
+    if function.path:
+        rule = "custom_reward_function.path is set too, and one of them scores"
+        raise InputError(f"--scorer={scorer}: {rule}; leave one out (custom_reward_function.path=null)")
+    if scorer not in known:
+        raise InputError(f"--scorer={scorer}: unknown; choose one of {', '.join(known)}")
+    return [scorer]
+
+
+def _variant(config: Config, names: Sequence[str]) -> str:
+    """Return what the file's name has of the scorers' options."""
+    options = [config.reward_model.reward_kwargs.get(name) or {} for name in names]
+    options.append(config.custom_reward_function.reward_kwargs if config.custom_reward_function.path else {})
+    return "".join(f"-{key}={value}" for one in options for key, value in sorted(one.items()) if value is not None)
+
+
+def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
+    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
+    from core.tracking.validation import failed_share
+
+    shown = f". The first failure: {first}" if first else ""
+    for source in dict.fromkeys(record.data_source for record in records):
+        if failed_share(one for one in records if one.data_source == source) == 1:
+            raise InputError(
+                f"{path}: the scorer failed on every answer of data_source={source!r}, so that there is no accuracy to "
+                f"report; correct the reward function and score the answers again{shown}"
+            )
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def generate_command(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("python -m core.evaluate generate", description="Write answers into a file.")
     parser.add_argument("recipe", metavar="RECIPE", help="The recipe whose configuration and episodes hold: grpo.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run's.")
     parser.add_argument("--model", help="The Hugging Face folder or hub id of the model.")
-    parser.add_argument("--run", help="The run folder or checkpoint (global_step_N), whose settings hold then.")
-    parser.add_argument("--step", type=int, help="The step of the run's checkpoint (default: the newest).")
-    parser.add_argument(
-        "--out", type=written_here, required=True, help="The file to write or to go on with, ending in .jsonl."
-    )
+    parser.add_argument("--run", help="The run folder (its newest checkpoint) or a global_step_N in it.")
+    parser.add_argument("--out", type=written_here, required=True, help="The file to write, ending in .jsonl.")
     args = parser.parse_intermixed_args(arguments)
-    from core.evaluation.generate import generate, request
-
-    asked = request(args.recipe, args.overrides, args.out, model=args.model, run=args.run, step=args.step)
-    print("\n".join([*(["dry run: it would generate"] if is_dry_run() else []), *asked.described()]), flush=True)
-    if is_dry_run():
-        return 0
-    worked = generate(asked)
-    print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
-    return 0
+    call = request(args.recipe, args.overrides, args.out, args.model, args.run)
+    print("\n".join([*(["dry run: it would generate"] if is_dry_run() else []), *call.described()]), flush=True)
+    if not is_dry_run():
+        worked = generate(call)
+        print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
 
 
-def score_command(arguments: Sequence[str]) -> int:
-    parser = _parser("score", "Score a complete file of answers, without a model, as training scores.")
+def score_command(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("python -m core.evaluate score", description="Score a complete file of answers.")
     parser.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="The file that generate wrote.")
-    overrides_help = (
-        "Keys of reward_model and custom_reward_function; data.val_files=[...] checks the answers against it."
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides_help)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of rewards.")
     parser.add_argument("--scorer", help="The scorer of reward_scores/ for all data sources (default: each its own).")
     parser.add_argument("--name", help="What the file is called after (default: the scorer and its options).")
     args = parser.parse_intermixed_args(arguments)
     if is_dry_run():
-        beside = args.answers.with_name(f"{args.answers.stem}.scores-{args.name or args.scorer or 'SCORER'}.jsonl")
-        return _would("score", [args.answers], [beside])
-    from core.evaluation.score import score
+        print(f"dry run: it would score {args.answers}" + ("" if args.answers.is_file() else " (not there yet)"))
+        return
     from core.tracking.validation import failed_share
 
-    done = score(args.answers, args.overrides, args.scorer, args.name)
-    failed = failed_share(done.records)
+    path, records = score(args.answers, args.overrides, args.scorer, args.name)
+    failed = failed_share(records)
     lost = f"; the scorer failed on {failed:.1%} of the answers, which count as not right" if failed else ""
-    print(f"{done.path}: scores of {len(done.records)} questions{lost}")
-    return 0
-
-
-def report_command(arguments: Sequence[str]) -> int:
-    parser = _parser("report", "Print accuracies with 95 % intervals, by data source, and store them as JSON.")
-    parser.add_argument("scores", nargs="+", type=Path, metavar="SCORES.jsonl", help="The files that score wrote.")
-    parser.add_argument("--k", nargs="+", type=int, help="The k of pass@k (default: powers of two and all samples).")
-    args = parser.parse_args(arguments)
-    from core.evaluation.summary import report, report_path
-
-    if is_dry_run():
-        return _would("report", args.scores, [report_path(path) for path in args.scores])
-    print(printable(report(args.scores, args.k)))
-    return 0
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "generate": generate_command,
-    "score": score_command,
-    "report": report_command,
-}
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"python -m core.evaluate {command}", description=description)
-
-
-def _would(what: str, read: Sequence[Path], written: Sequence[Path]) -> int:
-    """Print what a dry run would read and write."""
-    print(f"dry run: it would {what}")
-    for path in read:
-        print(f"read: {path}" + ("" if path.is_file() else " (not there yet)"))
-    for path in written:
-        print(f"written: {path}")
-    return 0
+    print(f"{path}: scores of {len(records)} questions{lost}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, 2 for bad input, 1 for a lost process, or 130 when it was interrupted."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] not in COMMANDS:
-        parser = argparse.ArgumentParser(prog="python -m core.evaluate", description=__doc__)
+    command, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
+    commands = {"generate": generate_command, "score": score_command}
+    if command not in commands:
+        parser = argparse.ArgumentParser("python -m core.evaluate", description=__doc__)
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        parser.add_argument("command", choices=list(COMMANDS), help="What to do; each has a --help of its own.")
-        parser.parse_args(arguments[:1])
+        parser.add_argument("command", choices=list(commands), help="What to do; each has a --help of its own.")
+        parser.parse_args([command] if command else [])
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    command, *rest = arguments
     try:
-        return COMMANDS[command](rest)
+        commands[command](rest)
+        return 0
     except (InputError, OSError) as error:
         print(printable(f"core.evaluate: {error}"), file=sys.stderr)
         return 2
@@ -124,7 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("core.evaluate: stopped; the same command goes on", file=sys.stderr)
-        return INTERRUPTED
+        return 130
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def repeat(found: Sequence[Stage], commands: Commands, service: Service | None) 
 
 def show_table(rows: Sequence[Row], seeds: Sequence[int]) -> int:
     """Write the tables of results/ again, and print what was measured beside what is reported."""
-    from core.evaluation.summary import report
+    from results.reporting.accuracies import report
 
     readme_tables.update(ROOT / "results")
     for row in rows:

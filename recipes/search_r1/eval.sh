@@ -42,4 +42,4 @@ generate() { # NAME key=value ...
 
 generate greedy "$@"
 generate sampled $sampled.do_sample=True $sampled.temperature=1.0 $sampled.top_p=0.95 "$@"
-"$python" -m core.evaluate report "$folder/greedy.scores-exact_match.jsonl" "$folder/sampled.scores-exact_match.jsonl"
+"$python" -m results.reporting.accuracies "$folder/greedy.scores-exact_match.jsonl" "$folder/sampled.scores-exact_match.jsonl"

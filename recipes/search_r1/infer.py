@@ -27,11 +27,11 @@ OVERRIDE = re.compile(r"[\w.+~]+=")
 
 
 def answer(question: str, overrides: Sequence[str], prompt: str | None = None) -> Mapping[str, Any] | None:
-    """Generate the answer and return its line (``core/evaluation/answer_file.py``); None in a dry run.
+    """Generate the answer and return its line (``core/answers.py``); None in a dry run.
 
     The prompt is that of the training data, with or without search as ``do_search`` has it, or ``prompt``, plain.
     """
-    from core.evaluation.generate import PATH, generate, request
+    from core.evaluate import PATH, generate, request
     from data_preprocess.open_qa import make_qa_row
     from data_preprocess.schema import write_rows
     from data_preprocess.search_r1_prompts import PROMPTS
@@ -40,9 +40,7 @@ def answer(question: str, overrides: Sequence[str], prompt: str | None = None) -
         raise InputError(f"{PATH}: is not set; add {PATH}=MODEL, a folder or a hub id")
     with TemporaryDirectory() as folder:
         questions, answers = Path(folder) / "question.parquet", Path(folder) / "answer.jsonl"
-        call = request(
-            "search_r1", [*overrides, f"data.val_files=['{questions}']"], answers, model=None, run=None, step=None
-        )
+        call = request("search_r1", [*overrides, f"data.val_files=['{questions}']"], answers, None, None)
         if is_dry_run():
             return None
         text = prompt or PROMPTS["search" if call.config.do_search else "r1"]

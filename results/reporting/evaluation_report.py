@@ -13,7 +13,7 @@ from pathlib import Path
 
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.evaluation.summary import Summary, summary
+from results.reporting.accuracies import Summary, summary
 from results.reporting.comparison import accuracy_by_question, paired_comparison
 from results.reporting.numbers import change, percent
 from results.reporting.pages import Block, Heading, Table, Text, write_pages
@@ -98,7 +98,7 @@ def lenient(strict: Summary) -> Summary | None:
     settings = lenient_settings(strict)
     if not settings:
         return None
-    from core.evaluation.score import score  # it loads torch
+    from core.evaluate import score  # it loads torch
 
     answers = strict.path.with_name(strict.manifest["answers"])
     label = f"{strict.manifest['scorer']}-lenient"
@@ -109,7 +109,7 @@ def lenient(strict: Summary) -> Summary | None:
         return made
     names = strict.manifest["scorers"]
     forced = names[0] if len(names) == 1 and any(not _scores(names[0], source) for source in strict.sources) else None
-    return summary(score(answers, settings, forced, label).path)
+    return summary(score(answers, settings, forced, label)[0])
 
 
 def _scores(name: str, source: str) -> bool:

@@ -22,7 +22,7 @@ from results.reporting.pages import Table
 from results.reporting.run_reader import commit_of, hardware_of, scrub
 
 if TYPE_CHECKING:
-    from core.evaluation.summary import Summary
+    from results.reporting.accuracies import Summary
 
 RECORD, SCORES = "evaluation.json", "scores.jsonl.gz"
 FORMAT = 1
@@ -38,8 +38,8 @@ def record_of(scores: Path, name: str, rows: Sequence[str]) -> tuple[dict[str, A
         InputError: the answers or scores are incomplete or damaged, the scores are those of other answers, the model is
             a run's checkpoint, it names a row that does not exist, or the name begins with another recipe.
     """
-    from core.evaluation.answer_file import complete_answers, read_manifest
-    from core.evaluation.summary import summary
+    from core.answers import complete_answers, read_manifest
+    from results.reporting.accuracies import summary
 
     told = read_manifest(scores, "scores")
     answers = scores.with_name(told["answers"])

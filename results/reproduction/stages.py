@@ -143,7 +143,7 @@ def evaluation(recipe: str, folder: Path, source: Sequence[str], cost: str, serv
     yield Stage("generate", f"{command} {generate}", lambda: scores.exists() or answered(answers), cost, serving)
     yield Stage("score", f"{command} score {answers} --name own", scores.exists)
     report = scores.with_suffix(".report.json")
-    yield Stage("report", f"{command} report {scores}", report.exists)
+    yield Stage("report", f"{python()} -m results.reporting.accuracies {scores}", report.exists)
 
 
 def untrained(row: Row, typed: Sequence[str], serving: bool) -> Iterator[Stage]:

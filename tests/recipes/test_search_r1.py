@@ -44,6 +44,7 @@ from recipes.search_r1.search_loop import (
     question_of,
 )
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
+from results.reporting import accuracies
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor, actor_config, gradient
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
@@ -562,7 +563,7 @@ def test_an_evaluation_plays_the_episodes_of_a_validation(files, tmp_path, capsy
     assert evaluate.main(["score", str(out), "--name", "exact_match", own]) == 0
     validation = tmp_path / "eval" / "val_only_step_0" / "validation" / "0.jsonl"
     assert (tmp_path / "answers.scores-exact_match.jsonl").read_text() == validation.read_text()
-    assert evaluate.main(["report", str(tmp_path / "answers.scores-exact_match.jsonl")]) == 0
+    assert accuracies.main([str(tmp_path / "answers.scores-exact_match.jsonl")]) == 0
     assert "| greedy | mean@1 |" in capsys.readouterr().out
 
 

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from core import evaluate
-from core.evaluation.summary import summary
 from core.tracking.confidence_intervals import Estimate
 from results import publish, report
+from results.reporting.accuracies import summary
 from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import percent
 from results.reporting.pages import markdown_cell

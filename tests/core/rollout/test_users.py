@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from core.answers import answer_line, trajectory_of
 from core.config import compose, examine
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.evaluation.answer_file import answer_line, trajectory_of
 from core.rewards.layer import rollout_facts
 from core.rollout.agent_loop import Episode, Limits, make_agent_loop
 from core.rollout.tool_agent import ToolAgentLoop

@@ -15,7 +15,7 @@ from core.config import compose, examine, locations, paths
 from core.config.sections.model import ModelConfig
 from core.data.parquet import ExampleFile, sha256_of
 from core.errors import InputError
-from core.evaluation.model_source import of_model, of_run
+from core.evaluate import request, weights_of
 from core.export import main as export
 from core.files.remote import urls
 from core.learner.models import load_policy, load_tokenizer, located, resolve_path
@@ -174,9 +174,11 @@ def test_a_checkpoint_at_a_url_is_exported_and_evaluated_and_a_run_is_not(files,
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (files / "model/model.safetensors").read_bytes()
     assert export([url, str(tmp_path / "other")]) == 2
     assert f"{url}: names no checkpoint; give the URL of a global_step_N" in capsys.readouterr().err
-    assert of_run(url, 2, "grpo", None).checkpoint.step == 2
-    there, here = of_model(put(files / "model", f"{ROOT}/model"), None), of_model(str(files / "model"), None)
-    assert there.path == f"{ROOT}/model" and there.identity() == here.identity()
+    out = tmp_path / "a.jsonl"
+    assert request("grpo", [], out, None, f"{url}/global_step_2").checkpoint.step == 2
+    places = put(files / "model", f"{ROOT}/model"), str(files / "model")
+    there, here = (request("grpo", [], out, path, None) for path in places)
+    assert there.path == f"{ROOT}/model" and weights_of(there) == weights_of(here)
 
 
 def test_a_run_at_a_url_is_reported_and_published_without_its_checkpoints(tmp_path, copies, capsys):

@@ -18,19 +18,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from core import evaluate
-from core.config import compose, recipes
+from core.answers import answer_line, prompt_of, read_lines, trajectory_of
+from core.config import compose, convert, examine, recipes
 from core.errors import InputError
-from core.evaluation import generate as generation
-from core.evaluation.answer_file import AnswerFile, answer_line, prompt_of, read_lines, trajectory_of
-from core.evaluation.summary import macro_average, report, summary
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import rollout_facts
-from core.tracking.confidence_intervals import Estimate
 from core.types import Prompt, Segment, Stop, Trajectory
+from results.reporting import accuracies
 from tests.checkpoints import RUN, CheckpointStore
+from tests.core.config.test_secret_keys import RUNNING, SECRET
+from tests.core.scripted_run import configured
+from tests.core.test_sequence_lengths import write_lengths
 from tests.tiny import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, modulus=2):
     acc = float(sum(map(ord, solution_str)) % modulus == 0)
@@ -128,14 +129,13 @@ def test_a_checkpoints_settings_name_no_code(tmp_path):
         (folder / "actor").mkdir()
         (folder / "actor" / "tokenizer_config.json").write_text("{}")
     run, out = str(tmp_path / "run"), tmp_path / "a.jsonl"
-    asked = {"model": None, "run": run, "step": None}
     with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append {model}.external_lib=evil"):
-        generation.request("grpo", [], out, **asked)
+        evaluate.request("grpo", [], out, None, run)
     typed = [f"{model}.trust_remote_code=True", f"{model}.external_lib=evil", "ray_kwargs.ray_init.namespace=b"]
-    assert generation.request("grpo", typed, out, **asked).config.actor_rollout_ref.model.external_lib == "evil"
+    assert evaluate.request("grpo", typed, out, None, run).config.actor_rollout_ref.model.external_lib == "evil"
     for left_out in range(3):
         with pytest.raises(InputError, match="names? code"):
-            generation.request("grpo", [key for n, key in enumerate(typed) if n != left_out], out, **asked)
+            evaluate.request("grpo", [key for n, key in enumerate(typed) if n != left_out], out, None, run)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(overrides, files, 
 
     monkeypatch.setattr("core.learner.learner.Actor.__init__", learner)
     out = tmp_path / "answers.jsonl"
-    assert evaluate.main(["generate", "grpo", "--run", str(folder), "--step", "1", "--out", str(out)]) == 0
+    assert evaluate.main(["generate", "grpo", "--run", f"{folder}/global_step_1", "--out", str(out)]) == 0
     assert "custom_reward_function.path" in refused(["score", str(out)], capsys)  # a file of answers names no code
     assert evaluate.main(["score", str(out), own(files)]) == 0
     scores = tmp_path / "answers.scores-reward.jsonl"
     assert scores.read_text() == (folder / "validation" / "1.jsonl").read_text()
     assert scores.read_text() != (folder / "validation" / "2.jsonl").read_text()  # the step decides
-    assert evaluate.main(["report", str(scores)]) == 0
+    assert accuracies.main([str(scores)]) == 0
     assert f"{folder}, step 1 | reward | T=1 | mean@4" in capsys.readouterr().out
     stored = json.loads((tmp_path / "answers.scores-reward.report.json").read_text())
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -197,18 +197,13 @@ def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(overrides, files, 
     assert not list(tmp_path.glob(".merged-*"))
 
 
-def test_the_newest_checkpoint_and_a_checkpoints_folder(files, tmp_path):
-    folder = run(files, tmp_path / "run")
-    newest = generation.request("grpo", [], tmp_path / "a.jsonl", model=None, run=str(folder), step=None)
-    named = generation.request(
-        "grpo", [], tmp_path / "a.jsonl", model=None, run=str(folder / "global_step_2"), step=None
-    )
-    assert newest.source == named.source and newest.source.checkpoint.step == 2
-    assert newest.config.data.max_response_length == 6  # the run's, not the recipe's
-    changed = generation.request(
-        "grpo", ["data.max_response_length=7"], tmp_path / "a.jsonl", model=None, run=str(folder), step=1
-    )
-    assert changed.config.data.max_response_length == 7 and changed.source.path.endswith("global_step_1/actor")
+def test_the_newest_checkpoint_and_one_that_is_named(files, tmp_path):
+    folder, out = run(files, tmp_path / "run"), tmp_path / "a.jsonl"
+    newest = evaluate.request("grpo", [], out, None, str(folder))
+    assert newest.checkpoint == evaluate.request("grpo", [], out, None, f"{folder}/global_step_2").checkpoint
+    assert newest.model["step"] == 2 and newest.config.data.max_response_length == 6  # the run's, not the recipe's
+    changed = evaluate.request("grpo", ["data.max_response_length=7"], out, None, f"{folder}/global_step_1")
+    assert changed.config.data.max_response_length == 7 and changed.path.endswith("global_step_1/actor")
 
 
 # --- kills ---
@@ -274,7 +269,7 @@ def counted(monkeypatch) -> list:
 
 @pytest.mark.parametrize("rest", ["", '{"half', "\0\0\0"])
 def test_where_the_batch_decides_nothing_only_missing_answers_are_made(rest, files, copied, monkeypatch):
-    monkeypatch.setattr(generation, "batch_of", lambda config: None)
+    monkeypatch.setattr(evaluate, "batch_of", lambda config: None)
     manifest = json.loads((copied.parent / "shared.manifest.json").read_text())
     manifest["settings"]["questions answered together"] = None
     (copied.parent / "shared.manifest.json").write_text(json.dumps(manifest))
@@ -305,16 +300,21 @@ def test_a_complete_file_is_in_the_order_of_the_questions(files, tmp_path, monke
         return trajectory
 
     monkeypatch.setattr(RayPPOTrainer, "generate", generate_backwards)
-    ended, append = [], AnswerFile.append
-    monkeypatch.setattr(AnswerFile, "append", lambda self, key, line: (ended.append(key), append(self, key, line)))
+    ended, written = [], evaluate.answer_line
+
+    def noted(prompt, sample, *rest):
+        ended.append((prompt.ordinal, sample))
+        return written(prompt, sample, *rest)
+
+    monkeypatch.setattr(evaluate, "answer_line", noted)
     assert generate(files, tmp_path / "a.jsonl") == 0
     order = [(-1 - question, index) for question in range(13) for index in range(4)]
-    assert list(read_lines(tmp_path / "a.jsonl").by_key) == order != ended
+    assert list(read_lines(tmp_path / "a.jsonl")) == order != ended and sorted(ended) == sorted(order)
 
 
 def test_a_complete_file_loads_no_model(files, copied, monkeypatch, capsys):
     before = copied.read_bytes()
-    monkeypatch.setattr("core.evaluation.engine_only.answering", None)
+    monkeypatch.setattr(evaluate, "answering", None)
     assert generate(files, copied) == 0
     assert "nothing was left to do" in capsys.readouterr().out and copied.read_bytes() == before
 
@@ -325,7 +325,7 @@ def test_a_complete_file_loads_no_model(files, copied, monkeypatch, capsys):
 def refused(arguments: list[str], capsys) -> str:
     assert evaluate.main(arguments) == 2
     said = capsys.readouterr()
-    (line,) = said.err.splitlines()
+    (line,) = (line for line in said.err.splitlines() if not line.startswith("no effect: "))
     return line
 
 
@@ -362,13 +362,13 @@ def test_another_model_does_not_go_into_the_file_and_a_moved_one_does(files, cop
 def test_damage_before_the_last_line_is_refused(files, copied, capsys):
     lines = cut(copied, 52)
     copied.write_text("".join([*lines[:5], lines[5][:40] + "\n", *lines[6:]]))
-    assert "line 6 of 52 is damaged" in refused(["score", str(copied)], capsys)
+    assert "line 6 is damaged" in refused(["score", str(copied)], capsys)
     assert generate(files, copied) == 2
     assert "only the last line may be incomplete" in capsys.readouterr().err
     copied.write_text("".join([*lines[:5], lines[4], *lines[6:]]))
-    assert "line 6 repeats the answer of question -2, sample 0" in refused(["score", str(copied)], capsys)
+    assert "holds an answer twice" in refused(["score", str(copied)], capsys)
     copied.write_text("".join([*lines[:50], lines[50][:40] + "\n"]))  # the last line, with its end
-    assert len(read_lines(copied).by_key) == 50
+    assert len(read_lines(copied)) == 50
 
 
 def test_models_that_cannot_be_evaluated(files, tmp_path, capsys):
@@ -378,46 +378,19 @@ def test_models_that_cannot_be_evaluated(files, tmp_path, capsys):
     assert "no config.json there" in refused([*base, "--model", f"{tmp_path}/nope"], capsys)
     assert "--model and --run name one each" in refused([*base, "--model", "a/b", "--run", "c"], capsys)
     assert "neither a checkpoint" in refused([*base, "--run", str(tmp_path)], capsys)
-    assert "--step=3" in refused([*base, "--model", "a/b", "--step", "3"], capsys)
-    tiny_model("llama").save_pretrained(tmp_path / "bare")
-    capsys.readouterr()
-    assert "holds no tokenizer" in refused([*base, "--model", f"{tmp_path}/bare"], capsys)
-    (tmp_path / "bare" / "adapter_config.json").write_text("{}")
-    assert "adapters without their base" in refused([*base, "--model", f"{tmp_path}/bare"], capsys)
+    assert "settings of --run are the run's own" in refused([*base, "--run", str(tmp_path), "preset=lab"], capsys)
     assert "recipe=nope: has no main_nope.py" in refused(["generate", "nope", *base[2:], "--model", "a/b"], capsys)
     assert "must end in .jsonl" in refused([*base[:-1], "answers.json", "--model", "a/b"], capsys)
     assert not out.parent.exists()
 
 
-def test_a_run_without_tokenizer_or_of_another_recipe(files, tmp_path, capsys):
+def test_a_checkpoint_of_another_recipe_or_damaged_is_refused(files, tmp_path, capsys):
     folder = run(files, tmp_path / "grpo" / "run")
     out = str(tmp_path / "a.jsonl")
-    base = ["generate", "grpo", "--run", str(folder), "--out", out]
-    assert "it has those of steps 1, 2" in refused([*base, "--step", "5"], capsys)
-    assert "settings of --run are the run's own" in refused([*base, "preset=lab"], capsys)
-    assert "the run" in (line := refused(["generate", "dapo", *base[2:]], capsys)) and "is one of grpo" in line
-    from core.checkpoint.store import CheckpointStore
-
-    store = CheckpointStore(tmp_path / "bare")
-    with store.writing(3) as written:
-        tiny_model("llama").save_pretrained(written / "actor")
-    capsys.readouterr()
-    line = refused(["generate", "grpo", *keys(files), "--run", str(tmp_path / "bare"), "--out", out], capsys)
-    assert "holds no tokenizer" in line
     (folder / "global_step_2" / "actor" / "model.safetensors").write_bytes(b"x")
+    capsys.readouterr()
     assert "has 1 bytes" in refused(["generate", "grpo", "--run", f"{folder}/global_step_2", "--out", out], capsys)
     assert not Path(out).exists()
-
-
-def test_two_processes_do_not_write_one_file(files, copied, capsys):
-    code = f"import fcntl, time; f = open({str(copied)!r}, 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); "
-    code += "print(1, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        capsys.readouterr()
-        assert generate(files, copied) == 2
-        assert "another process is writing it" in capsys.readouterr().err
-        other.kill()
 
 
 # --- scores ---
@@ -427,7 +400,7 @@ def test_scores_are_those_of_any_variant_and_carry_its_name(files, copied, capsy
     assert evaluate.main(["score", str(copied), own(files), "+custom_reward_function.reward_kwargs.modulus=3"]) == 0
     three = [json.loads(line) for line in (copied.parent / "shared.scores-reward-modulus=3.jsonl").open()]
     assert len(three) == 13 and set(three[0]) > {"uid", "data_source", "acc", "reward", "pred", "length"}
-    rows = read_lines(copied).answers()
+    rows = list(read_lines(copied).values())
     first = [row["response"] for row in rows if row["ordinal"] == -1]
     assert three[0]["acc"] == [float(sum(map(ord, text)) % 3 == 0) for text in first]
     assert three[0]["length"] == [6.0] * 4 or max(three[0]["length"]) <= 6
@@ -457,7 +430,7 @@ def test_failures_stand_beside_an_accuracy_and_negative_scores_are_none(files, c
     lost = [sum(json.loads(line)["crash"]) for line in scores.read_text().splitlines()]
     assert 0 < sum(lost) <= 8 and f"the scorer failed on {sum(lost) / 52:.1%} of the answers" in said
     assert "KeyError: 'absent'" in caplog.text and caplog.text.count("Traceback") == 1
-    assert evaluate.main(["report", str(scores)]) == 0
+    assert accuracies.main([str(scores)]) == 0
     table = capsys.readouterr().out
     assert f"the scorer failed on {lost[0] / 36:.1%}" in table and "score -0." in table
 
@@ -471,15 +444,6 @@ def test_where_every_answer_failed_there_is_no_report(files, copied, capsys):
     (copied.parent / "broken.py").write_text("def compute_score(**given):\n    return given['extra_info']['absent']\n")
     assert evaluate.main(["score", str(copied), f"custom_reward_function.path={copied.parent}/broken.py"]) == 2
     assert "failed on every answer tried for data_source='tests/letters'" in capsys.readouterr().err
-
-
-def test_a_report_of_scores_of_which_every_one_failed_is_refused(scores, capsys):
-    rows = [json.loads(line) for line in scores.read_text().splitlines()]
-    for row in rows:
-        row["crash"] = [1.0] * len(row["acc"])
-    scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert evaluate.main(["report", str(scores)]) == 2
-    assert "there is no accuracy to report" in capsys.readouterr().err
 
 
 def test_a_function_of_lists_scores_all_answers_in_one_call(files, copied):
@@ -501,18 +465,6 @@ def test_a_wrong_data_set_is_refused(files, copied, capsys):
     assert "--scorer=hopps: unknown" in refused(["score", str(copied), none, "--scorer", "hopps"], capsys)
     assert "leave one out" in refused(["score", str(copied), own(files), "--scorer", "hops"], capsys)
     assert "decides answers" in refused(["score", str(copied), "trainer.seed=3"], capsys)
-    both = f"data.val_files=[{files}/letters.parquet,{files}/digits.parquet]"
-    assert evaluate.main(["score", str(copied), own(files), both]) == 0
-    (copied.parent / "shared.scores-reward.jsonl").unlink()
-    one = f"data.val_files=[{files}/letters.parquet]"
-    assert "4 questions are not those of" in (line := refused(["score", str(copied), own(files), one], capsys))
-    assert "no such question is there (uid tests/digits/test/0)" in line
-    rows = [example("tests/letters", index, "b" if index == 3 else "a") for index in range(9)]
-    pq.write_table(pa.Table.from_pylist(rows), copied.parent / "changed.parquet")
-    changed = f"data.val_files=[{copied.parent}/changed.parquet,{files}/digits.parquet]"
-    line = refused(["score", str(copied), own(files), changed], capsys)
-    assert "1 questions" in line and "another ground truth is there (uid tests/letters/test/3)" in line
-    assert not list(copied.parent.glob("*.scores-*.jsonl"))
 
 
 def test_incomplete_answers_have_no_score(files, copied, capsys):
@@ -530,65 +482,13 @@ def test_an_episode_comes_back_with_its_mask_and_segments():
         np.array([3]), np.arange(7), np.array(mask), np.zeros(7), segments, Stop.EOS, 2, 5, turns=2, tool_calls=1
     )
     prompt = Prompt(-1, "u", (3,), (), {"target": ["x"]}, "nq", {"index": 1}, "rule", opened_tag="<think>")
-    row = json.loads(answer_line(prompt, 0, trajectory, "text"))
+    row = json.loads(json.dumps(answer_line(prompt, 0, trajectory, "text")))
     back = trajectory_of(row)
     assert row["mask_runs"] == [0, 2, 3, 1, 1] and row["response"] == "asksay"
     assert back.response_mask.tolist() == mask and back.response_ids.tolist() == list(range(7))
     assert rollout_facts(back) == rollout_facts(trajectory) and back.response_text == "asksay"
     assert prompt_of(row).ground_truth == {"target": ["x"]} and prompt_of(row).uid == "u"
     assert prompt_of(row).opened_tag == "<think>"
-
-
-# --- reports ---
-
-
-@pytest.fixture
-def scores(files, copied) -> Path:
-    assert evaluate.main(["score", str(copied), own(files)]) == 0
-    return copied.parent / "shared.scores-reward.jsonl"
-
-
-def test_a_report_has_each_set_and_their_macro_average(scores, capsys):
-    capsys.readouterr()
-    assert evaluate.main(["report", str(scores), "--k", "1", "3"]) == 0
-    header, _, *rows = capsys.readouterr().out.splitlines()
-    assert header.endswith("| metric | tests/letters | tests/digits | macro average |")
-    assert [row.split(" | ")[3] for row in rows] == ["mean@4", "pass@1", "pass@3", "maj@4"]
-    found = summary(scores, [1, 3])
-    letters, digits, macro = *found.sources.values(), found.macro
-    assert letters["mean@4"].n == 9 and digits["mean@4"].n == 4
-    assert letters["pass@1"].value == pytest.approx(letters["mean@4"].value)
-    assert macro["mean@4"].value == pytest.approx((letters["mean@4"].value + digits["mean@4"].value) / 2)
-    stored = json.loads(scores.with_suffix(".report.json").read_text())
-    assert stored["macro_average"]["mean@4"]["low"] == macro["mean@4"].low
-    assert f"{100 * macro['mean@4'].value:.1f} [" in rows[0]
-
-
-def test_the_macro_average_weighs_sets_equally_and_adds_up_variances():
-    macro = macro_average([Estimate(0.2, 0.1, 0.3, 100), Estimate(0.6, 0.5, 0.7, 4)])
-    assert (macro.value, macro.n) == (pytest.approx(0.4), 104)
-    assert macro.high - macro.low == pytest.approx(0.2 / 2**0.5)
-    assert macro_average([Estimate(0.2, 0.1, 0.3, 100), Estimate(1.0, None, None, 1)]).low is None
-
-
-def test_reports_that_cannot_be_made(files, scores, tmp_path, capsys):
-    assert "--k=5: must lie between 1 and the 4 samples" in refused(["report", str(scores), "--k", "2", "5"], capsys)
-    assert "is not a file of scores" in refused(["report", str(scores.parent / "shared.jsonl")], capsys)
-    assert generate(files, tmp_path / "few.jsonl", f"data.val_files=[{files}/letters.parquet]") == 0
-    assert evaluate.main(["score", str(tmp_path / "few.jsonl"), own(files)]) == 0
-    capsys.readouterr()
-    line = refused(["report", str(scores), str(tmp_path / "few.scores-reward.jsonl")], capsys)
-    assert "4 questions are in it or in" in line and "of 13 and 9" in line
-    assert not list(tmp_path.glob("*.report.json"))
-    scores.write_text("".join(scores.read_text().splitlines(keepends=True)[:-1]))
-    assert "holds 12 of 13 questions" in refused(["report", str(scores)], capsys)
-
-
-def test_two_scorers_stand_in_one_table(files, scores, copied):
-    assert evaluate.main(["score", str(copied), own(files), "--name", "again"]) == 0
-    other = copied.parent / "shared.scores-again.jsonl"
-    rows = report([scores, other]).splitlines()[2:]
-    assert {row.split(" | ")[1] for row in rows} == {"reward", "again"} and len(rows) == 8
 
 
 # --- commands ---
@@ -602,8 +502,7 @@ def test_a_dry_run_writes_nothing(files, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "not there yet: /nowhere/aime.parquet" in said and "32 a question" in said and "top_p 0.7" in said
     assert evaluate.main(["score", str(out), "--scorer", "math_dapo"]) == 0
-    assert evaluate.main(["report", str(tmp_path / "a.scores-math_dapo.jsonl")]) == 0
-    assert "a.scores-math_dapo.jsonl (not there yet)" in capsys.readouterr().out
+    assert "a.jsonl (not there yet)" in capsys.readouterr().out
     assert not any(tmp_path.iterdir())
 
 
@@ -660,3 +559,23 @@ def test_vllm_reads_the_weights_itself(files, tmp_path):
     assert generate(files, tmp_path / "hf.jsonl", *greedy, model="wide") == 0
     assert generate(files, tmp_path / "vllm.jsonl", *greedy, *vllm, model="wide") == 0
     assert (tmp_path / "vllm.jsonl").read_bytes() == (tmp_path / "hf.jsonl").read_bytes()
+
+
+def test_what_decides_on_answers_holds_no_secret():
+    config = examine("grpo", RUNNING).config
+    assert str(convert.as_tree(config)).count(SECRET) == len(RUNNING), "the configuration has them"
+    assert SECRET not in str(evaluate.deciding(config))
+
+
+def test_answers_have_to_fit_into_the_models_positions(tmp_path):
+    folder = write_lengths(tmp_path)
+    config = configured(folder, "run", "data.max_prompt_length=256", f"data.val_files={folder / 'long.parquet'}")
+    trainer = RayPPOTrainer(config)
+    trainer.load_data()
+    long = configured(folder, "run", "data.max_response_length=57")
+    refused = pytest.raises(InputError, match="data.val_files has 200 tokens and 57 may follow")
+    with (
+        refused,
+        evaluate.answering(long, "core.ray_trainer:RayPPOTrainer", trainer.tokenizer, None, trainer.val_prompts),
+    ):
+        pass

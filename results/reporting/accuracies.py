@@ -1,21 +1,29 @@
 """Accuracies of scored answers: by data source and as the mean over them, each with a 95 % interval.
 
-The estimates are :mod:`core.tracking.validation`'s, so that an evaluation and a run's validation give equal numbers.
+    python -m results.reporting.accuracies ANSWERS.scores-NAME.jsonl ... [--k 1 8]
+
+It prints a table and writes it as JSON beside each file. The estimates are :mod:`core.tracking.validation`'s: an
+evaluation and a validation of a run give equal numbers.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.answers import read_manifest
+from core.command_line import is_dry_run
 from core.errors import InputError
-from core.evaluation.answer_file import read_manifest
+from core.evaluate import refuse_unscored
 from core.files.durable_files import write_atomic
+from core.safe_text.printable import printable
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.records import read_jsonl
 from core.tracking.validation import (
@@ -110,17 +118,6 @@ def summary(path: Path, sizes: Sequence[int] | None = None) -> Summary:
     return Summary(path, manifest, records, sources)
 
 
-def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
-    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
-    shown = f". The first failure: {first}" if first else ""
-    for source in dict.fromkeys(record.data_source for record in records):
-        if failed_share(one for one in records if one.data_source == source) == 1:
-            raise InputError(
-                f"{path}: the scorer failed on every answer of data_source={source!r}, so that there is no accuracy to "
-                f"report; correct the reward function and score the answers again{shown}"
-            )
-
-
 def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
     """Write ``<scores>.report.json`` beside each file and return their table in Markdown.
 
@@ -176,3 +173,25 @@ def _cell(estimate: Estimate | None, records: Sequence[ValRecord]) -> str:
 
 def _plain(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     return {metric: dataclasses.asdict(estimate) for metric, estimate in estimates.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m results.reporting.accuracies", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("scores", nargs="+", type=Path, help="The files that core.evaluate score wrote.")
+    parser.add_argument("--k", nargs="+", type=int, help="The k of pass@k (default: powers of two and all samples).")
+    args = parser.parse_args(arguments)
+    if is_dry_run():
+        print("\n".join(["dry run", *(f"written: {report_path(path)}" for path in args.scores)]))
+        return 0
+    try:
+        print(printable(report(args.scores, args.k)))
+    except (InputError, OSError) as error:
+        print(printable(f"results.reporting.accuracies: {error}"), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Files of answers: a JSON line an answer, and beside it a manifest of what they are answers to and whose.
+
+``core.evaluate`` writes them; what scores, keeps or reports answers reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.errors import InputError
+from core.files.durable_files import write_atomic
+from core.tracking.records import split_jsonl
+from core.types import Prompt, Segment, Stop, Trajectory
+
+FORMAT = 1
+FIELDS = (
+    *("uid", "ordinal", "sample", "data_source", "prompt", "response", "stop", "response_ids", "mask_runs"),
+    *("segments", "turns", "tool_calls", "ground_truth", "extra_info", "style"),
+)
+GIVEN = ("user_scores", "tool_rewards")  # numbers that only some episodes have
+Key = tuple[int, int]  # ordinal of the question, number of the sample
+
+
+def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text: str) -> dict[str, Any]:
+    """Return what a line holds. ``mask_runs`` are lengths of stretches of ids: the policy's, not its, its, ..."""
+    runs = [(wrote, len(list(same))) for wrote, same in groupby(trajectory.response_mask.tolist())]
+    values = (
+        *(prompt.uid, prompt.ordinal, sample, prompt.data_source, prompt_text, trajectory.response_text),
+        *(trajectory.stop.value, trajectory.response_ids.tolist()),
+        [*([0] if runs and not runs[0][0] else []), *(length for _, length in runs)],
+        [{"role": one.role, "text": one.text} for one in trajectory.segments],
+        *(trajectory.turns, trajectory.tool_calls, prompt.ground_truth, prompt.extra_info, prompt.style),
+    )
+    some = {name: list(getattr(trajectory, name)) for name in GIVEN if getattr(trajectory, name)}
+    some |= {"tool_scores": dict(trajectory.tool_scores)} if trajectory.tool_scores else {}
+    some |= {"opened_tag": prompt.opened_tag} if prompt.opened_tag else {}
+    return {**dict(zip(FIELDS, values, strict=True)), **some}
+
+
+def prompt_of(answer: Mapping[str, Any]) -> Prompt:
+    """Return the question of a line: what a scorer reads of it, without its ids."""
+    names = ("uid", "ground_truth", "data_source", "extra_info", "style")
+    fields = {name: answer[name] for name in names}
+    return Prompt(answer["ordinal"], token_ids=(), messages=(), **fields, opened_tag=answer.get("opened_tag"))
+
+
+def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
+    """Return the answer of a line: all but its log-probs and the ids of its prompt."""
+    wrote = np.arange(len(answer["mask_runs"])) % 2 == 0
+    return Trajectory(
+        prompt_ids=np.zeros(0),
+        response_ids=np.array(answer["response_ids"], np.int32),
+        response_mask=np.repeat(wrote, answer["mask_runs"]),
+        logprobs=np.zeros(len(answer["response_ids"])),
+        segments=tuple(Segment(one["role"], one["text"]) for one in answer["segments"]),
+        stop=Stop(answer["stop"]),
+        policy_version=0,
+        seed=0,
+        turns=answer["turns"],
+        tool_calls=answer["tool_calls"],
+        tool_scores=answer.get("tool_scores", {}),
+        **{name: tuple(answer.get(name, ())) for name in GIVEN},
+    )
+
+
+def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
+    """Return the answers of a file. A half-written last line, of a process that was killed in writing it, is left out.
+
+    Raises InputError for damage before that, and for an answer that is there twice.
+    """
+    rows, damaged = split_jsonl(path, needs=lambda row: [row[name] for name in FIELDS])
+    if damaged and (len(damaged) > 1 or damaged[0].number <= len(rows)):
+        rule = f"line {damaged[0].number} is damaged ({damaged[0].why}); only the last line may be incomplete"
+        raise InputError(f"{path}: {rule}. Restore the file, or delete that line and repeat the generate command")
+    lines = {(row["ordinal"], row["sample"]): row for row in rows}
+    if len(lines) < len(rows):
+        raise InputError(f"{path}: holds an answer twice; delete one of the two")
+    return lines
+
+
+def manifest_path(path: Path) -> Path:
+    """Return the file that tells what a file of answers, scores or demonstrations holds."""
+    return path.with_suffix(".manifest.json")
+
+
+def read_manifest(path: Path, kind: str) -> dict[str, Any]:
+    """Return the manifest beside a file. Raises InputError where there is none, or it is of another kind of file."""
+    beside = manifest_path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
+    try:
+        manifest = json.loads(beside.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: no {beside.name} beside it, so nothing tells what it holds; restore it") from error
+    except ValueError as error:
+        raise InputError(f"{beside}: is damaged ({error}); restore it from a copy") from error
+    if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):
+        raise InputError(f"{path}: is not a file of {kind} (format {FORMAT}) of python -m core.evaluate")
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest beside a file."""
+    write_atomic(manifest_path(path), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+
+
+def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the manifest and the answers of a file that lacks none.
+
+    Raises InputError: an incomplete file has more of the short answers, which end first.
+    """
+    manifest = read_manifest(path, "answers")
+    lines, expected = read_lines(path), manifest["questions"] * manifest["samples"]
+    if len(lines) != expected:
+        raise InputError(f"{path}: holds {len(lines)} of {expected} answers; repeat its generate command")
+    return manifest, list(lines.values())

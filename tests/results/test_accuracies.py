@@ -1,0 +1,79 @@
+# ruff: noqa: F811  (fixtures of another file)
+"""Accuracies of scored answers: each data set and their mean, with intervals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from core import evaluate
+from core.tracking.confidence_intervals import Estimate
+from results.reporting import accuracies
+from results.reporting.accuracies import macro_average, report, summary
+from tests.core.test_evaluate import answers, copied, files, generate, own  # noqa: F401
+
+
+def refused(arguments: list[str], capsys) -> str:
+    assert accuracies.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture
+def scores(files, copied) -> Path:
+    assert evaluate.main(["score", str(copied), own(files)]) == 0
+    return copied.parent / "shared.scores-reward.jsonl"
+
+
+def test_a_report_has_each_set_and_their_macro_average(scores, capsys):
+    capsys.readouterr()
+    assert accuracies.main([str(scores), "--k", "1", "3"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.endswith("| metric | tests/letters | tests/digits | macro average |")
+    assert [row.split(" | ")[3] for row in rows] == ["mean@4", "pass@1", "pass@3", "maj@4"]
+    found = summary(scores, [1, 3])
+    letters, digits, macro = *found.sources.values(), found.macro
+    assert letters["mean@4"].n == 9 and digits["mean@4"].n == 4
+    assert letters["pass@1"].value == pytest.approx(letters["mean@4"].value)
+    assert macro["mean@4"].value == pytest.approx((letters["mean@4"].value + digits["mean@4"].value) / 2)
+    stored = json.loads(scores.with_suffix(".report.json").read_text())
+    assert stored["macro_average"]["mean@4"]["low"] == macro["mean@4"].low
+    assert f"{100 * macro['mean@4'].value:.1f} [" in rows[0]
+
+
+def test_the_macro_average_weighs_sets_equally_and_adds_up_variances():
+    macro = macro_average([Estimate(0.2, 0.1, 0.3, 100), Estimate(0.6, 0.5, 0.7, 4)])
+    assert (macro.value, macro.n) == (pytest.approx(0.4), 104)
+    assert macro.high - macro.low == pytest.approx(0.2 / 2**0.5)
+    assert macro_average([Estimate(0.2, 0.1, 0.3, 100), Estimate(1.0, None, None, 1)]).low is None
+
+
+def test_reports_that_cannot_be_made(files, scores, tmp_path, capsys):
+    assert "--k=5: must lie between 1 and the 4 samples" in refused([str(scores), "--k", "2", "5"], capsys)
+    assert "is not a file of scores" in refused([str(scores.parent / "shared.jsonl")], capsys)
+    assert generate(files, tmp_path / "few.jsonl", f"data.val_files=[{files}/letters.parquet]") == 0
+    assert evaluate.main(["score", str(tmp_path / "few.jsonl"), own(files)]) == 0
+    capsys.readouterr()
+    line = refused([str(scores), str(tmp_path / "few.scores-reward.jsonl")], capsys)
+    assert "4 questions are in it or in" in line and "of 13 and 9" in line
+    assert not list(tmp_path.glob("*.report.json"))
+    scores.write_text("".join(scores.read_text().splitlines(keepends=True)[:-1]))
+    assert "holds 12 of 13 questions" in refused([str(scores)], capsys)
+
+
+def test_two_scorers_stand_in_one_table(files, scores, copied):
+    assert evaluate.main(["score", str(copied), own(files), "--name", "again"]) == 0
+    other = copied.parent / "shared.scores-again.jsonl"
+    rows = report([scores, other]).splitlines()[2:]
+    assert {row.split(" | ")[1] for row in rows} == {"reward", "again"} and len(rows) == 8
+
+
+def test_a_report_of_scores_of_which_every_one_failed_is_refused(scores, capsys):
+    rows = [json.loads(line) for line in scores.read_text().splitlines()]
+    for row in rows:
+        row["crash"] = [1.0] * len(row["acc"])
+    scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert accuracies.main([str(scores)]) == 2
+    assert "there is no accuracy to report" in capsys.readouterr().err
