@@ -15,7 +15,7 @@ import numpy as np
 
 from core.errors import InputError
 from core.files.durable_files import write_atomic
-from core.tracking.records import split_jsonl
+from core.tracking.records import intact_rows
 from core.types import Prompt, Segment, Stop, Trajectory
 
 FORMAT = 1
@@ -74,10 +74,11 @@ def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
 
     Raises InputError for damage before that, and for an answer that is there twice.
     """
-    rows, damaged = split_jsonl(path, needs=lambda row: [row[name] for name in FIELDS])
-    if damaged and (len(damaged) > 1 or damaged[0].number <= len(rows)):
-        rule = f"line {damaged[0].number} is damaged ({damaged[0].why}); only the last line may be incomplete"
-        raise InputError(f"{path}: {rule}. Restore the file, or delete that line and repeat the generate command")
+    rows, damaged = intact_rows(path)
+    whole = path.read_bytes().count(b"\n") if path.exists() else 0
+    if damaged and (len(damaged) > 1 or not damaged[0].startswith(f"line {whole}:")):
+        fix = "only the last line may be incomplete. Restore the file, or delete that line and repeat the generate command"
+        raise InputError(f"{path}: damaged in {damaged[0]}; {fix}")
     lines = {(row["ordinal"], row["sample"]): row for row in rows}
     if len(lines) < len(rows):
         raise InputError(f"{path}: holds an answer twice; delete one of the two")

@@ -362,7 +362,7 @@ def test_another_model_does_not_go_into_the_file_and_a_moved_one_does(files, cop
 def test_damage_before_the_last_line_is_refused(files, copied, capsys):
     lines = cut(copied, 52)
     copied.write_text("".join([*lines[:5], lines[5][:40] + "\n", *lines[6:]]))
-    assert "line 6 is damaged" in refused(["score", str(copied)], capsys)
+    assert "damaged in line 6: " in refused(["score", str(copied)], capsys)
     assert generate(files, copied) == 2
     assert "only the last line may be incomplete" in capsys.readouterr().err
     copied.write_text("".join([*lines[:5], lines[4], *lines[6:]]))
