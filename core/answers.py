@@ -77,7 +77,7 @@ def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
     rows, damaged = intact_rows(path)
     whole = path.read_bytes().count(b"\n") if path.exists() else 0
     if damaged and (len(damaged) > 1 or not damaged[0].startswith(f"line {whole}:")):
-        fix = "only the last line may be incomplete. Restore the file, or delete that line and repeat the generate command"
+        fix = "only the last line may be incomplete: restore the file, or delete that line and generate again"
         raise InputError(f"{path}: damaged in {damaged[0]}; {fix}")
     lines = {(row["ordinal"], row["sample"]): row for row in rows}
     if len(lines) < len(rows):

@@ -191,13 +191,13 @@ def generate(call: GenerateCall) -> bool:
     Lines are appended as answers end. The complete file is in the order of the questions, whatever the timing was.
     Raises InputError before a model loads for data, settings and files that do not go together.
     """
-    from core.data.stream import agent_names, data_of_run, load_val_prompts
+    from core.data.stream import agent_names, load_val_prompts
     from core.learner.models import load_modality, load_tokenizer
     from core.rollout.agent_loop import check_examples, make_agent_loop
 
     config, model, out = call.config, call.config.actor_rollout_ref.model, call.out
     tokenizer = load_tokenizer(model)
-    data = data_of_run(config, tokenizer)
+    data = config.data
     loop = make_agent_loop(config, tokenizer, agent_names(data, training=False))
     prompts = load_val_prompts(data, tokenizer, load_modality(model, tokenizer), word=loop and loop.worded)
     check_examples(loop, prompts)
@@ -291,7 +291,7 @@ def answering(
     for a model or an engine that cannot be had, and for prompts that do not fit into the model's positions.
     """
     from core.cluster.workers import ray_backend
-    from core.config.plugins import load_object
+    from core.config.code_by_path import load_object
     from core.engines import make_engine
     from core.engines.in_process_engine import InProcessEngine
     from core.learner.models import check_lengths
@@ -383,7 +383,8 @@ def score(
     call that generated, under ``overrides``. Raises InputError for answers that are incomplete, a data source without
     scorer or on whose answers it always failed, and a wrong option.
     """
-    from core.rewards import RewardError, RewardLayer
+    from core.rewards.failures import RewardError
+    from core.rewards.layer import RewardLayer
     from core.tracking.validation import ValRecord
 
     manifest, answers = complete_answers(source)
