@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from core.cluster.address import address_problem
 from core.config import Composed, Config, code_by_path, diff, examine, paths, recipes, registry
-from core.config.derived_defaults import resolve
+from core.config.defaults import resolve
 from core.config.problem import show
 from core.errors import InputError
 from core.model_shapes import model_problems

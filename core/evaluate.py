@@ -40,7 +40,7 @@ from core.answers import (
     write_manifest,
 )
 from core.command_line import is_dry_run
-from core.config import Config, code_keys, convert, examine, recipes
+from core.config import Config, convert, examine, recipes, records
 from core.config.locations import is_url, written_here
 from core.config.paths import is_local
 from core.config.problem import show
@@ -143,7 +143,7 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
     if composed.problems:
         raise InputError(composed.problems)
     if run is not None:
-        code_keys.refuse(f"--run={run}", composed.config, recipe, overrides, UNREAD)
+        records.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
     return GenerateCall(recipe, trainer or "core.ray_trainer:RayPPOTrainer", composed.config, out, checkpoint)
@@ -435,7 +435,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     if problems:
         raise InputError(problems)
     unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
-    code_keys.refuse(str(manifest_path(source)), composed.config, recipe, overrides, unread)
+    records.refuse_code(str(manifest_path(source)), composed.config, recipe, overrides, unread)
     return composed.config
 
 

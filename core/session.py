@@ -29,7 +29,7 @@ from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.checkpoint.store import CheckpointStore, resolve_resume
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
-from core.config import convert, health_bounds
+from core.config import convert, defaults
 from core.config.locations import check_writable, remote_run
 from core.config.paths import run_folder
 from core.data.stream import PromptStream
@@ -331,7 +331,7 @@ class Session:
 
     def _check_health(self, metrics: StepMetrics) -> list[BoundViolation]:
         """Compare the step with ``trainer.health`` and warn of every bound that it crossed."""
-        exact = health_bounds.EXACT if health_bounds.exact(self.config) else None
+        exact = defaults.EXACT if defaults.exact(self.config) else None
         self.health, violations = self.health.after(self.step, metrics.values, self.config.trainer.health, exact=exact)
         last = self.health.last_healthy_step
         metrics.add({"health/crossed_bounds": len(violations), "health/last_healthy_step": last})
@@ -346,10 +346,10 @@ class Session:
 
         Only where ``trainer.health.logp_diff`` is left to that, and once a run: a resumed one keeps its bound.
         """
-        if not health_bounds.follows_rounding(self.config) or self.health.logp_diff_bound is not None:
+        if not defaults.follows_rounding(self.config) or self.health.logp_diff_bound is not None:
             return
         cost = logprob_noise()
-        self.health = dataclasses.replace(self.health, logp_diff_bound=health_bounds.of_rounding(cost))
+        self.health = dataclasses.replace(self.health, logp_diff_bound=defaults.of_rounding(cost))
         log.info(
             "rounding costs %.2g nats a token on this model in the learner's precision: trainer.health.logp_diff warns "
             "above %.2g; in float32 (actor_rollout_ref.rollout.dtype, actor_rollout_ref.actor.fsdp_config.dtype) "

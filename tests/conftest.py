@@ -33,7 +33,7 @@ def has_module_fixtures(file):
 @pytest.fixture(autouse=True)
 def hf_unless_named(monkeypatch):
     """What a test runs does not depend on whether vLLM is installed."""
-    monkeypatch.setattr("core.config.derived_defaults.find_spec", lambda name: None)
+    monkeypatch.setattr("core.config.defaults.find_spec", lambda name: None)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.config import composition, convert, recipes
-from core.config.unknown_keys import validated
+from core.config.checked import validated
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "COMING_FROM.md").read_text(encoding="utf-8")

@@ -22,7 +22,8 @@ import yaml
 
 from core.config import convert, examine
 from core.config.recipes import trainer_of
-from core.config.roles import FILES, OBJECTIVE, role_of
+from core.config.records import role_of
+from core.config.section import FILES, IDENTITY
 from data_preprocess.gsm8k import row
 from data_preprocess.schema import write_rows
 from results.reporting.run_scripts import PRINT_WORDS
@@ -205,7 +206,7 @@ def test_commands_with_other_settings_have_other_folders_and_equal_ones_share_th
         composed = examine(recipe, arguments, trainer_of(recipe)[1])
         if "--help" in arguments or composed.problems:  # one is misspelt on purpose
             continue
-        counts = {OBJECTIVE, FILES}
+        counts = {IDENTITY, FILES}
         settings = repr([recipe, {k: v for k, v in convert.as_json(composed.config).items() if role_of(k) in counts}])
         folder = composed.config.trainer.default_local_dir
         settings_of[folder].add(settings)

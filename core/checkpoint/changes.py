@@ -1,7 +1,7 @@
 """What a run that resumes has otherwise than the run that wrote the checkpoint.
 
 Whether it may go on is decided in ``core/checkpoint/manifest.py``; what a key's change means, in
-``core/config/key_roles.yaml``.
+``core/config/sections``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.checkpoint.provenance import Provenance
-from core.config import roles
+from core.config import records
+from core.config.checked import schema_for
 from core.config.problem import brief, show
 from core.config.secret_keys import hidden
+from core.config.section import BOOKKEEPING, FILES, IDENTITY
 
 SEED = "trainer.seed"  # has a refusal of its own, which no flag lifts
 MODELS = {"actor_rollout_ref.model.path": "actor", "critic.model.path": "critic"}
@@ -39,22 +41,22 @@ def changes(saved: Provenance, run: Provenance) -> list[Change]:
 
 
 def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
-    schema = roles.schema_for(run.config)
-    there, here = (roles.completed(each.config, schema) for each in (saved, run))
+    schema = schema_for(run.config)
+    there, here = (records.completed(each.config, schema) for each in (saved, run))
     there = {key: hidden(value, key) for key, value in there.items()}  # older manifests may hold secrets
     keys = there.keys() | here.keys() | saved.contents.keys() | run.contents.keys()
     if "critic" not in {*saved.models, *run.models}:  # its keys follow the policy's, and nothing reads them
         keys = {key for key in keys if not key.startswith("critic.")}
     for key in sorted({*keys} - {SEED}):
-        role, old, new = roles.role_of(key), there.get(key), here.get(key)
+        role, old, new = records.role_of(key), there.get(key), here.get(key)
         hashes = _hashes(key, saved), _hashes(key, run)
         known = None not in hashes  # where one is not recorded the names have to do
-        same = old == new or known and role == roles.FILES  # a file may have moved
+        same = old == new or known and role == FILES  # a file may have moved
         if known and hashes[0] != hashes[1]:
             same = False
-        if not same and role != roles.BOOKKEEPING:
+        if not same and role != BOOKKEEPING:
             pair = [_named(old, hashes[0]), _named(new, hashes[1])] if known else [old, new]
-            yield Change(key, *pair, refused=role in (roles.OBJECTIVE, roles.FILES))
+            yield Change(key, *pair, refused=role in (IDENTITY, FILES))
 
 
 def _hashes(key: str, of: Provenance) -> list[str] | None:

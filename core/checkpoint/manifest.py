@@ -18,7 +18,7 @@ from typing import Any
 
 from core.checkpoint.changes import Change, changes
 from core.checkpoint.provenance import ModelFingerprint, Provenance
-from core.config.frozen import FrozenDict
+from core.config.section import FrozenDict
 from core.errors import InputError
 from core.files.durable_files import file_sha256, fsync, write_durably
 from core.files.file_names import inside, plain_name

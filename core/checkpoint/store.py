@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING
 from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, seal, verify
 from core.checkpoint.provenance import Provenance
-from core.config.frozen import FrozenDict
 from core.config.locations import is_url, local_path, name_of
+from core.config.section import FrozenDict
 from core.errors import InputError, WriteFailed, free_space
 from core.files.durable_files import fsync, write_atomic
 

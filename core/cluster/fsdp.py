@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from core.algorithm.losses import MetricSums
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config import registry
-from core.config.frozen import FrozenDict
+from core.config.section import FrozenDict
 from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size

@@ -15,7 +15,7 @@ from core.algorithm import checks
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
 from core.config import registry
-from core.config.frozen import FrozenDict
+from core.config.section import FrozenDict
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine, make_engine
 from core.learner.batching import mini_batching

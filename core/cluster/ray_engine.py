@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from core.cluster.ray_watch import GRACE_S, Watch
-from core.config.frozen import FrozenDict
+from core.config.section import FrozenDict
 from core.engines import SampleRequest
 from core.engines.weight_buckets import Bucket, Packer, Proof, Staging, Weight
 from core.errors import out_of_memory

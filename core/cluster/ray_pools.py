@@ -29,8 +29,8 @@ from core.cluster.ray_placement import device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
 from core.cluster.signals import kept_from_children
 from core.config import registry
-from core.config.frozen import thaw
 from core.config.paths import run_folder
+from core.config.section import thaw
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 

@@ -21,7 +21,7 @@ from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses, rank_name
 from core.cluster.ray_watch import ASIDE, Watch
 from core.cluster.ray_weights import WeightSync
-from core.config.frozen import FrozenDict
+from core.config.section import FrozenDict
 from core.data.vocabulary import known_ids
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train

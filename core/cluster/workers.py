@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from core.checkpoint.provenance import Base, ModelFingerprint
-from core.config.frozen import FrozenDict
+from core.config.section import FrozenDict
 from core.engines import RolloutEngine
 from core.learner.traced_tokens import TracedRows
 from core.rewards.model_score import RewardModelCall

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from core.config import chat_template, convert, recipes, reference_rows, roles, rules
-from core.config.derived_defaults import resolve
-from core.config.problem import Problem
+from core.config import chat_template, convert, recipes, reference_rows, rules, verl_names
+from core.config.defaults import resolve
+from core.config.problem import Problem, show
+from core.config.rules import View
 from core.config.schema import Config
 from core.config.secret_keys import login_in, without_hidden, without_login
-from core.config.unknown_keys import validated
-from core.config.verl_keys.tables import tables
-from core.config.view import View
+from core.config.section import MAPPING, build, hints
+from core.config.verl_names import CommandLine, unknown_key
 from core.config.yaml_files import read_yaml
 from core.errors import InputError
 
@@ -52,7 +54,7 @@ def examine(
 
     schema = recipes.schema_of(recipe)
     layers = composition.read(overrides, recipe)
-    layers.values[:0] = composition.literal(without_hidden(roles.without_others(base or {}, schema))).items()
+    layers.values[:0] = composition.literal(without_hidden(without_others(base or {}, schema))).items()
     tree = composition.tree(layers)
     composition.of_other_recipes(layers, overrides)
     refused = list(layers.problems)
@@ -64,9 +66,7 @@ def examine(
     lines = [*refused, *_logins(config), *rules.problems(view, bad), *unknown]
     without_effect = rules.reasons(view, [*layers.given, *convert.all_keys(schema)])
     foreign = layers.unused or layers.line.read
-    from core.config.verl_keys.reading import older_defaults
-
-    older = older_defaults(layers.line) if foreign else ()
+    older = verl_names.older_defaults(layers.line) if foreign else ()
     unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,
@@ -77,6 +77,84 @@ def examine(
         unused={**layers.unused, **unused},
         without_effect=frozenset(without_effect),
     )
+
+
+def validated(schema: type[Config], tree: Any, problems: list[Problem], line: CommandLine | None = None) -> Config:
+    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default.
+
+    With ``line``, of a command line, a value that the schema refuses may be one of another version's.
+    """
+    config, refused = build(schema, tree)
+    known, readings = convert.all_keys(schema), {}
+    for key, value, rule in refused:
+        if line and rule and key in known and (reading := verl_names.read_value(key, value, line)):
+            readings[key] = reading
+    if settings := {name: value for reading in readings.values() for name, value in reading.settings.items()}:
+        line.read.update({key: (value, readings[key].settings) for key, value, _ in refused if key in readings})
+        return validated(schema, _with(tree, settings), problems, line)
+    for key, value, rule in refused:
+        if not rule:
+            problems.append(unknown_key(key, value, line or CommandLine("", schema)))
+        elif rule == MAPPING and key not in known:
+            problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
+        else:
+            fix = readings[key].fix if key in readings else f"the default is {show(convert.get(config, key))}"
+            problems.append(Problem(key, value, f"must be {rule}", fix))
+    return config
+
+
+def _with(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree with other values of these keys, which it has."""
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        tree = {**tree, name: _with(tree[name], {rest: value}) if rest else value}
+    return dict(tree)
+
+
+def schemas() -> list[type[Config]]:
+    """Return the classes of all recipes' configurations."""
+    return [Config, *(module.SCHEMA for _, module in recipes.extended())]
+
+
+def schema_for(values: Mapping[str, Any]) -> type[Config]:
+    """Return the schema that lacks fewest of the sections, then of the keys, of a nested or flat configuration."""
+    sections, others = {key.partition(".")[0] for key in values}, own_defaults()
+    found = {name: leaf for key, value in values.items() for name, leaf in leaves(key, value, others)}
+    names = {name for name, leaf in found.items() if name in others and leaf != others[name]}
+    return min(
+        schemas(), key=lambda one: (len(sections - hints(one).keys()), len(names - convert.all_keys(one).keys()))
+    )
+
+
+@functools.cache
+def own_defaults() -> dict[str, Any]:
+    """Return flat key -> default, of every recipe's own keys."""
+    own, core = [convert.as_json(schema()) for schema in schemas()[1:]], convert.all_keys(Config)
+    return {key: value for values in own for key, value in values.items() if key not in core}
+
+
+def leaves(key: str, value: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield flat keys and values of a section, down to the known keys."""
+    if key not in known and isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from leaves(f"{key}.{name}", item, known)
+    else:
+        yield key, json.loads(json.dumps(value, default=str))
+
+
+def without_others(values: Mapping[str, Any], schema: type[Config], prefix: str = "") -> dict[str, Any]:
+    """Return nested values without other recipes' keys that the schema lacks, where these have their defaults."""
+    kept, others = {}, own_defaults()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if convert.known(key, schema) or key in others:
+            inner, others_default = value, not convert.known(key, schema) and others[key] == value
+        else:
+            inner = without_others(value, schema, f"{key}.") if isinstance(value, Mapping) else value
+            others_default = isinstance(value, Mapping) and value and not inner
+        if not others_default:
+            kept[name] = inner
+    return kept
 
 
 def _logins(config: Config) -> Iterator[Problem]:
@@ -149,10 +227,10 @@ def from_yaml(text: str) -> Config:
     problems: list[Any] = []
     try:
         tree = _without_gone(without_hidden(read_yaml(text)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # a list that holds itself has no end
         raise InputError(f"config.yaml: {error}") from error
-    schema = roles.schema_for(tree)
-    config = validated(schema, roles.without_others(tree, schema), problems)
+    schema = schema_for(tree)
+    config = validated(schema, without_others(tree, schema), problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config
@@ -162,7 +240,7 @@ def _without_gone(tree: Any, prefix: str = "") -> Any:
     """Return a recorded tree without the keys that this version of the code has no more."""
     if not isinstance(tree, dict):
         return tree
-    kept = {name: value for name, value in tree.items() if f"{prefix}{name}" not in tables().gone}
+    kept = {name: value for name, value in tree.items() if f"{prefix}{name}" not in verl_names.table()["gone"]}
     return {name: _without_gone(value, f"{prefix}{name}.") for name, value in kept.items()}
 
 

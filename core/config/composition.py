@@ -27,14 +27,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from core.config import convert, recipes
+from core.config import convert, recipes, verl_names
 from core.config.problem import Problem, brief, show
 from core.config.schema import Config
-from core.config.unknown_keys import CommandLine, Interpretation, nearest, unknown_key
-from core.config.verl_keys import reading as other_versions
+from core.config.verl_names import CommandLine, nearest, unknown_key
+from core.config.yaml_files import read_table
 
 PRESET = "preset"
 SEPARATOR = "--"  # between a script's own arguments and the typed ones
+VERL_BASE = Path(__file__).with_name("verl_base")  # verl's base file, which defaults lists of users' files name
 OPTIONS = {  # of Hydra: what names the file that is composed
     **{"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"},
     **{"--config-name": "name", "-cn": "name"},
@@ -45,8 +46,7 @@ OPTIONS = {  # of Hydra: what names the file that is composed
 class Layers:
     """What a command line says, sorted; each list is applied from left to right."""
 
-    recipe: str
-    schema: type[Config] = Config
+    line: CommandLine  # the whole, for keys that are read by others
     options: dict[str, str] = field(default_factory=dict)  # Hydra's: path and name of a file in place of the recipe's
     script_presets: list[str] = field(default_factory=list)
     script_values: list[tuple[str, Any]] = field(default_factory=list)
@@ -57,8 +57,12 @@ class Layers:
     given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
     foreign: dict[str, Any] = field(default_factory=dict)  # keys of another recipe's techniques
     unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
-    line: CommandLine = None  # the whole, for keys that are read by others
     problems: list[Problem | str] = field(default_factory=list)
+
+    @property
+    def preset(self) -> str | None:
+        """The chosen preset: the last typed one, else the script's."""
+        return next(reversed([*self.script_presets, *self.presets]), None)
 
 
 # --- reading overrides ---
@@ -74,17 +78,20 @@ def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def read(overrides: Sequence[str], recipe: str) -> Layers:
     """Read the overrides, each on its own, so that one that cannot be read hides no other."""
-    schema = recipes.schema_of(recipe)
-    layers = Layers(recipe, schema)
+    layers = Layers(CommandLine(recipe, recipes.schema_of(recipe)))
     script, typed = (list(_parsed(part, layers)) for part in split(overrides))
-    layers.line = CommandLine(recipe, schema, {each.key_or_group: value for each, value in [*script, *typed]})
+    layers.line.given.update({each.key_or_group: value for each, value in [*script, *typed]})
     for override, value in script:
         _sort(override, value, layers)
     layers.script_presets, layers.presets = layers.presets, []
     layers.script_values, layers.values = layers.values, []
     for override, value in typed:
         _sort(override, value, layers)
-    _contradictions(layers)
+    for key, (value, settings) in layers.line.read.items():
+        for name, item in settings.items():
+            if name in layers.line.given and layers.line.given[name] != item:
+                rule = f"means {name}={show(item, name)}, and {name}={show(layers.line.given[name], name)} is given too"
+                layers.problems.append(Problem(key, value, rule, "leave one of them out"))
     return layers
 
 
@@ -97,7 +104,7 @@ def _parsed(overrides: Sequence[str], layers: Layers) -> Iterator[tuple[Override
             layers.options[OPTIONS[name]] = (value if separator else next(rest, "")).strip("'\"")
             continue
         try:
-            yield _override(parser, text, layers.schema)
+            yield _override(parser, text, layers)
         except _Unreadable as error:
             layers.problems.append(f"{brief(text) or repr(text)}: {error}")
 
@@ -108,9 +115,10 @@ class _Unreadable(ValueError):
 
 # What Hydra's parser raises; ValueError is that of a number with too many digits, RecursionError of deep brackets.
 _PARSER_ERRORS = (HydraException, ValueError, RecursionError)
+_NO_KEY = "does not begin with a key, which is names joined by single dots; write key=value"
 
 
-def _override(parser: OverridesParser, text: str, schema: type[Config]) -> tuple[Override, Any]:
+def _override(parser: OverridesParser, text: str, layers: Layers) -> tuple[Override, Any]:
     """Return the parsed override and its value."""
     if text.startswith("-"):
         dry = "DRY_RUN=1 in the environment checks without running"
@@ -122,7 +130,12 @@ def _override(parser: OverridesParser, text: str, schema: type[Config]) -> tuple
         override = parser.parse_override(text)
         parsed = override, override.value()
     except _PARSER_ERRORS as error:
-        parsed = _with_key(parser, key, schema), value
+        try:
+            parsed = parser.parse_override(f"{key}=x"), value
+        except _PARSER_ERRORS:
+            name = key.lstrip("+~").strip(" .")
+            near = nearest(name, convert.all_keys(layers.line.schema)) if name else None
+            raise _Unreadable(_NO_KEY + (f"; the nearest known key is {near}" if near else "")) from None
         # ~/data, a=b: plain text with a character of Hydra's
         if not isinstance(error, HydraException) or not value or value[0] in "[{'\"" or "$" in value:
             reason = brief(str(error).split("\n")[0])
@@ -133,25 +146,13 @@ def _override(parser: OverridesParser, text: str, schema: type[Config]) -> tuple
     return parsed
 
 
-_NO_KEY = "does not begin with a key, which is names joined by single dots; write key=value"
-
-
-def _with_key(parser: OverridesParser, key: str, schema: type[Config]) -> Override:
-    """Return an override of this key with some value."""
-    try:
-        return parser.parse_override(f"{key}=x")
-    except _PARSER_ERRORS:
-        name = key.lstrip("+~").strip(" .")
-        near = nearest(name, convert.all_keys(schema)) if name else None
-        raise _Unreadable(_NO_KEY + (f"; the nearest known key is {near}" if near else "")) from None
-
-
 def _sort(override: Override, value: Any, layers: Layers) -> None:
+    """Put an override where it belongs in ``layers``."""
     key, text = override.key_or_group, brief(override.input_line or "")
     if any(isinstance(item, Sweep | Glob) for item in _items(value)):
         layers.problems.append(f"{text}: is a sweep, and a run has one value; quote it if it is text")
-    elif _is_group(key, layers):
-        layers.groups.append(override.input_line)
+    elif key != PRESET and layers.options and any((folder / key).is_dir() for folder in _folders(layers)):
+        layers.groups.append(override.input_line)  # a config group beside the file that is composed
     elif override.package is not None or "/" in key:
         layers.problems.append(f"{text}: no config group of this name; {PRESET}=<name> is one, other settings are keys")
     elif override.is_delete():
@@ -159,23 +160,19 @@ def _sort(override: Override, value: Any, layers: Layers) -> None:
     elif key == PRESET:
         layers.presets.append(show(value))
     else:
-        for leaf, item in _leaves(key, value, layers.schema):
+        for leaf, item in _leaves(key, value, layers):
             _set(leaf, item, layers)
-
-
-def _is_group(key: str, layers: Layers) -> bool:
-    """Return whether the key is a config group beside the file that is composed, ``preset`` excepted."""
-    return key != PRESET and bool(layers.options) and any((folder / key).is_dir() for folder in _folders(layers))
 
 
 def _delete(text: str, key: str, layers: Layers) -> None:
     """Take the key of ``~key`` back to its default."""
+    schema = layers.line.schema
     if "=" in text:
         layers.problems.append(f"{text}: takes a key back to its default, whatever its value; write ~{key}")
     elif key == PRESET:
         layers.presets.clear()
         layers.script_presets.clear()
-    elif key in convert.all_keys(layers.schema) or key in convert.sections(layers.schema):
+    elif key in convert.all_keys(schema) or key in convert.sections(schema):
         layers.deleted.append(key)
         for values in (layers.script_values, layers.values):
             values[:] = [(name, value) for name, value in values if not _within(name, key)]
@@ -188,53 +185,40 @@ def _within(key: str, parent: str) -> bool:
     return key == parent or key.startswith(f"{parent}.")
 
 
-def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, Any]]:
+def _leaves(key: str, value: Any, layers: Layers) -> Iterator[tuple[str, Any]]:
     """Yield ``data={seed: 1}`` as ``data.seed=1``, down to the schema's keys, or to plain values where it has none."""
+    schema = layers.line.schema
     if isinstance(value, Mapping) and value and (key in convert.sections(schema) or not convert.known(key, schema)):
         for name, item in value.items():
-            yield from _leaves(f"{key}.{name}", item, schema)
+            yield from _leaves(f"{key}.{name}", item, layers)
     else:
         yield key, value
 
 
 def _set(key: str, value: Any, layers: Layers) -> None:
-    if key not in convert.all_keys(layers.schema) and recipes.switch_of(key):
+    """Set a key, or what a key of another version means."""
+    schema = layers.line.schema
+    if key not in convert.all_keys(schema) and recipes.switch_of(key):
         layers.foreign[key] = value
-    elif key not in convert.all_keys(layers.schema) and (reading := other_versions.read(key, value, layers.line)):
-        _set_as_read(key, value, reading, layers)
-    elif key in convert.sections(layers.schema):
+    elif key not in convert.all_keys(schema) and (reading := verl_names.read(key, value, layers.line)):
+        if reading.rule:
+            layers.problems.append(Problem(key, value, reading.rule, reading.fix))
+        elif reading.unused:
+            layers.unused[key] = (value, reading.unused)
+        else:
+            layers.line.read[key] = (value, reading.settings)
+            for name, item in reading.settings.items():
+                _set(name, item, layers)
+    elif key in convert.sections(schema):
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
-    elif not convert.known(key, layers.schema):
+    elif not convert.known(key, schema):
         layers.problems.append(unknown_key(key, value, layers.line))
     elif (reason := _unusable(value)) is not None:
-        rule = f"cannot be read ({reason})"
-        layers.problems.append(
-            Problem(key, value, rule, "mend the ${...}, or write \\${ for the text; quote other text")
-        )
+        fix = "mend the ${...}, or write \\${ for the text; quote other text"
+        layers.problems.append(Problem(key, value, f"cannot be read ({reason})", fix))
     else:
         layers.values.append((key, value))
         layers.given[key] = value
-
-
-def _set_as_read(key: str, value: Any, reading: Interpretation, layers: Layers) -> None:
-    """Set what an extension read in a key that the schema lacks."""
-    if reading.rule:
-        layers.problems.append(Problem(key, value, reading.rule, reading.fix))
-    elif reading.unused:
-        layers.unused[key] = (value, reading.unused)
-    else:
-        layers.line.read[key] = (value, reading.settings)
-        for name, item in reading.settings.items():
-            _set(name, item, layers)
-
-
-def _contradictions(layers: Layers) -> None:
-    """Report a key that was given another value under its own name than under another one."""
-    for key, (value, settings) in layers.line.read.items():
-        for name, item in settings.items():
-            if name in layers.line.given and layers.line.given[name] != item:
-                rule = f"means {name}={show(item, name)}, and {name}={show(layers.line.given[name], name)} is given too"
-                layers.problems.append(Problem(key, value, rule, "leave one of them out"))
 
 
 def of_other_recipes(layers: Layers, overrides: Sequence[str]) -> None:
@@ -250,13 +234,14 @@ def of_other_recipes(layers: Layers, overrides: Sequence[str]) -> None:
             refused.setdefault(recipe, switch)
         else:
             layers.unused[key] = (value, f"{switch} is off")
+    here = layers.line.recipe
     for recipe, switch in refused.items():
-        folder = recipes.folder(layers.recipe)
-        path = f"../{layers.recipe}/config" if folder.is_relative_to(recipes.RECIPES) else folder
-        file = [] if layers.options else [f"--config-path={path}", f"--config-name={layers.recipe}"]
+        folder = recipes.folder(here)
+        path = f"../{here}/config" if folder.is_relative_to(recipes.RECIPES) else folder
+        file = [] if layers.options else [f"--config-path={path}", f"--config-name={here}"]
         rule = f"belongs to {recipes.module_of(recipe).PAPER}, and this recipe has no such key"
         command = f"run python -m recipes.{recipe}.main_{recipe} {shlex.join([*file, *overrides])}"
-        fix = command if layers.schema is Config else f"set {switch}=False"
+        fix = command if layers.line.schema is Config else f"set {switch}=False"
         layers.problems.append(Problem(switch, layers.foreign[switch], rule, fix))
 
 
@@ -274,43 +259,130 @@ def _unusable(value: Any) -> str | None:
 
 def tree(layers: Layers) -> dict[str, Any]:
     """Return the composed tree with interpolations resolved; problems go to ``layers``."""
-    composed, above = _files(layers)
+    composed = _files(layers)
     for key in layers.deleted:
-        for config in (composed, above):
-            _forget(config, key)
+        section, _, name = key.rpartition(".")
+        parent = OmegaConf.select(composed, section) if section else composed
+        if isinstance(parent, DictConfig):
+            parent.pop(name, None)
+    named = _named_by_preset(layers)
     for key, value in layers.script_values:
-        _put(composed, key, value, layers.problems)
-    composed = OmegaConf.merge(composed, above)
-    name = _run_name(composed, layers, above)
+        if key not in named:
+            _put(composed, key, value, layers.problems)
+    name = _run_name(composed, layers, NAME in named)
     for key, value in layers.values:
         _put(composed, key, value, layers.problems)
     if name is not None:
         OmegaConf.update(composed, NAME, name, force_add=True)
     plain = OmegaConf.to_container(composed, resolve=False)
     _drop_missing(plain, "", layers.problems)
-    plain = _over(convert.as_tree(layers.schema()), plain)
+    plain = _over(convert.as_tree(layers.line.schema()), plain)
     return _resolved(OmegaConf.create(_referring(plain)), plain, "", layers.problems)
 
 
-def _over(below: Any, above: Any) -> Any:
-    """Return ``above`` over ``below``: mappings joined, with names as text, and anything else replaced."""
-    if not isinstance(above, Mapping):
-        return above
-    joined = dict(below) if isinstance(below, Mapping) else {}
-    return joined | {str(name): _over(joined.get(str(name)), value) for name, value in above.items()}
+def _files(layers: Layers) -> DictConfig:
+    """Return what Hydra composes of the recipe's file, or of a user's in its place, and of the chosen preset."""
+    recipe, folder = layers.line.recipe, recipes.folder(layers.line.recipe)
+    if not (folder / f"{recipe}.yaml").exists():
+        known = ", ".join(recipes.names())
+        layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
+        return OmegaConf.create({})
+    chosen, known = layers.preset, sorted(_presets(layers))
+    if chosen is not None and chosen not in known:
+        choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
+        layers.problems.append(f"{PRESET}={chosen}: unknown preset; {choice}")
+    preset = (f"+{PRESET}={chosen}",) if chosen in known else ()
+    if not layers.options:
+        return _composed(folder, recipe, preset)
+    return _own_file(layers, preset)
 
 
-def _drop_missing(composed: dict[str, Any], prefix: str, problems: list[Problem | str]) -> None:
-    """Report and drop what is ``???``; a dropped key keeps its default."""
-    for name, value in list(composed.items()):
-        if isinstance(value, dict):
-            _drop_missing(value, f"{prefix}{name}.", problems)
-        elif "???" in _items(value):
-            problems.append(Problem(f"{prefix}{name}", value, "has no default", "give it a value"))
-            del composed[name]
+def _composed(folder: Path, name: str, overrides: tuple[str, ...]) -> DictConfig:
+    """Return what Hydra composes of a folder's file, interpolations untouched."""
+    return OmegaConf.create(_container(folder, name, overrides))  # keys may be added to it
+
+
+@functools.cache
+def _container(folder: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Return the plain values of a composition. Files are read once a process."""
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        return OmegaConf.to_container(hydra_compose(config_name=name, overrides=list(overrides)), resolve=False)
+
+
+def _folders(layers: Layers) -> list[Path]:
+    """Return where a file and its config groups are looked for: --config-path, the recipe's, verl's base file."""
+    own, requested = recipes.folder(layers.line.recipe), layers.options.get("path")
+    here = Path(requested or ".").expanduser()
+    first = [here if here.is_dir() else own.parent / here] if requested else []
+    return [folder.resolve() for folder in (*first, own, VERL_BASE)]
+
+
+def _own_file(layers: Layers, preset: tuple[str, ...]) -> DictConfig:
+    """Return what Hydra composes of a user's file; keys in it that the schema lacks are read as typed ones are."""
+    first, *others = _folders(layers)
+    name = layers.options.get("name", layers.line.recipe).removesuffix(".yaml")
+    label, empty = f"--config-name={name}", OmegaConf.create({})
+    if not first.is_dir():
+        rule = f"--config-path={layers.options['path']}: there is no such folder, and the keys of its file are needed"
+        layers.problems.append(f"{rule}; give the path of your copy")
+        return empty
+    if not any((folder / f"{name}.yaml").exists() for folder in (first, *others)):
+        names = ", ".join(sorted(path.name for path in first.glob("*.yaml"))) or "no YAML file"
+        layers.problems.append(f"{label}: {first} has {names}; name one of them with --config-name")
+        return empty
+    path = ",".join(f"file://{folder}" for folder in others)
+    try:
+        plain = _container(first, name, (f"hydra.searchpath=[{path}]", *preset, *layers.groups))
+    except (HydraException, OmegaConfBaseException) as error:
+        layers.problems.append(f"{label}: {brief(' '.join(str(error).split()))}; mend the file {first}")
+        return empty
+    leaves = [leaf for name, value in plain.items() for leaf in _leaves(name, value, layers)]
+    for key, value in leaves:
+        layers.line.given.setdefault(key, value)
+    typed, layers.values = layers.values, []
+    for key, value in leaves:
+        _set(key, value, layers)
+    ours, layers.values = layers.values, typed
+    for key, value in ours:
+        _put(empty, key, value, layers.problems)
+    return empty
+
+
+def _presets(layers: Layers) -> dict[str, Path]:
+    """Return the presets: those beside the file of --config-path first, then the recipe's."""
+    folders = _folders(layers) if layers.options else [recipes.folder(layers.line.recipe)]
+    return {path.stem: path for folder in reversed(folders) for path in (folder / PRESET).glob("*.yaml")}
+
+
+def _named_by_preset(layers: Layers) -> set[str]:
+    """Return the keys that a typed preset names, which a script's own values leave to it."""
+    path = _presets(layers).get(layers.preset)
+    if not layers.presets or path is None:
+        return set()
+    return {key for name, value in (read_table(path) or {}).items() for key, _ in _leaves(name, value, layers)}
 
 
 NAME, MODEL, OF_SEED = "trainer.experiment_name", "actor_rollout_ref.model.path", "-seed${trainer.seed}"
+
+
+def _run_name(untyped: DictConfig, layers: Layers, preset_names_it: bool) -> str | None:
+    """Return the run's name, so that runs of other settings have other folders; None where resolving gives one.
+
+    It is the name that the script gives (else a preset or the recipe), the typed preset and model where they are not
+    the script's, and the seed: ``qwen2.5_32b-paper-seed1``. ``untyped`` is the tree without typed keys.
+    """
+    typed, scripts = dict(layers.values), dict(layers.script_values).get(NAME)
+    name = scripts or _raw(untyped, NAME)
+    foreign = layers.presets[-1:] if layers.presets[-1:] != layers.script_presets[-1:] else []
+    if not scripts and preset_names_it:
+        foreign = []
+    if NAME in typed or not isinstance(name or "", str) or not name and not foreign:
+        return None
+    untyped_model = _raw(untyped, MODEL) or layers.line.schema().actor_rollout_ref.model.path
+    model = typed.get(MODEL, untyped_model)
+    base = name.removesuffix(OF_SEED) if name else _word(model)
+    parts = [base, *foreign, *([_word(model)] if name and model != untyped_model else [])]
+    return "-".join(filter(None, parts)) + ("" if "${trainer.seed}" in base else OF_SEED)
 
 
 def _raw(config: DictConfig, key: str) -> Any:
@@ -318,27 +390,6 @@ def _raw(config: DictConfig, key: str) -> Any:
     section, _, name = key.rpartition(".")
     parent = OmegaConf.select(config, section)
     return OmegaConf.to_container(parent, resolve=False).get(name) if isinstance(parent, DictConfig) else None
-
-
-def _run_name(untyped: DictConfig, layers: Layers, preset: DictConfig) -> str | None:
-    """Return the run's name, so that runs of other settings have other folders; None where resolving gives one.
-
-    It is the name that the script gives (else a preset or the recipe), the typed preset and model where they are not
-    the script's, and the seed: ``qwen2.5_32b-paper-seed1``. ``untyped`` is the tree without typed keys, ``preset`` what
-    the typed preset holds.
-    """
-    typed, scripts = dict(layers.values), dict(layers.script_values).get(NAME)
-    name = scripts or _raw(untyped, NAME)
-    foreign = layers.presets[-1:] if layers.presets[-1:] != layers.script_presets[-1:] else []
-    if not scripts and _raw(preset, NAME) is not None:  # the preset itself names its runs
-        foreign = []
-    if NAME in typed or not isinstance(name or "", str) or not name and not foreign:
-        return None
-    untyped_model = _raw(untyped, MODEL) or layers.schema().actor_rollout_ref.model.path
-    model = typed.get(MODEL, untyped_model)
-    base = name.removesuffix(OF_SEED) if name else _word(model)
-    parts = [base, *foreign, *([_word(model)] if name and model != untyped_model else [])]
-    return "-".join(filter(None, parts)) + ("" if "${trainer.seed}" in base else OF_SEED)
 
 
 def _word(model: Any) -> str:
@@ -360,94 +411,25 @@ def _put(config: DictConfig, key: str, value: Any, problems: list[Problem | str]
     OmegaConf.update(config, key, value, merge=isinstance(value, Mapping), force_add=True)
 
 
-def _forget(config: DictConfig, key: str) -> None:
-    section, _, name = key.rpartition(".")
-    parent = OmegaConf.select(config, section) if section else config
-    if isinstance(parent, DictConfig):
-        parent.pop(name, None)
+def _drop_missing(composed: dict[str, Any], prefix: str, problems: list[Problem | str]) -> None:
+    """Report and drop what is ``???``; a dropped key keeps its default."""
+    for name, value in list(composed.items()):
+        if isinstance(value, dict):
+            _drop_missing(value, f"{prefix}{name}.", problems)
+        elif "???" in _items(value):
+            problems.append(Problem(f"{prefix}{name}", value, "has no default", "give it a value"))
+            del composed[name]
 
 
-def _files(layers: Layers) -> tuple[DictConfig, DictConfig]:
-    """Return what lies below a script's keys, file and preset, and what lies above them, a typed preset."""
-    empty = OmegaConf.create({})
-    folder = recipes.folder(layers.recipe)
-    if not (folder / f"{layers.recipe}.yaml").exists():
-        known = ", ".join(recipes.names())
-        layers.problems.append(f"recipe={layers.recipe}: has no config/{layers.recipe}.yaml; choose one of {known}")
-        return empty, empty
-    folder, chosen = _preset(layers)
-    below = _own_file(layers) if layers.options else _composed(folder, layers.recipe, ())
-    if chosen is None:
-        return OmegaConf.merge(below), empty
-    alone = _composed(folder, f"{PRESET}/{chosen}", ())
-    return OmegaConf.merge(below, alone), alone if layers.presets else empty
+def _over(below: Any, above: Any) -> Any:
+    """Return ``above`` over ``below``: mappings joined, with names as text, and anything else replaced."""
+    if not isinstance(above, Mapping):
+        return above
+    joined = dict(below) if isinstance(below, Mapping) else {}
+    return joined | {str(name): _over(joined.get(str(name)), value) for name, value in above.items()}
 
 
-@functools.cache
-def _composed(folder: Path, name: str, overrides: tuple[str, ...]) -> DictConfig:
-    """Return what Hydra composes of a folder's file, interpolations untouched. Files are read once a process."""
-    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        composed = hydra_compose(config_name=name, overrides=list(overrides))
-    return OmegaConf.create(OmegaConf.to_container(composed, resolve=False))  # keys may be added to it
-
-
-def _preset(layers: Layers) -> tuple[Path, str | None]:
-    """Return the chosen preset with its folder; a typed one takes the place of a script's.
-
-    It is looked for beside the file of --config-path first, then among the recipe's.
-    """
-    folders = _folders(layers) if layers.options else [recipes.folder(layers.recipe)]
-    places = {path.stem: folder.resolve() for folder in reversed(folders) for path in (folder / PRESET).glob("*.yaml")}
-    chosen, known = next(reversed([*layers.script_presets, *layers.presets]), None), sorted(places)
-    if chosen is None or chosen in known:
-        return places.get(chosen, folders[0]), chosen
-    choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
-    layers.problems.append(f"{PRESET}={chosen}: unknown preset; {choice}")
-    return folders[0], None
-
-
-def _folders(layers: Layers) -> list[Path]:
-    """Return where a file and its config groups are looked for: --config-path, the recipe's, verl's base file."""
-    own, requested = recipes.folder(layers.recipe), layers.options.get("path")
-    here = Path(requested or ".").expanduser()
-    return [
-        *([here if here.is_dir() else own.parent / here] if requested else []),
-        own,
-        Path(__file__).parent / "verl_keys" / "config",
-    ]
-
-
-def _own_file(layers: Layers) -> DictConfig:
-    """Return what Hydra composes of a user's file; keys in it that the schema lacks are read as typed ones are."""
-    first, *others = [folder.resolve() for folder in _folders(layers)]
-    name = layers.options.get("name", layers.recipe).removesuffix(".yaml")
-    label = f"--config-name={name}"
-    if not first.is_dir():
-        rule = f"--config-path={layers.options['path']}: there is no such folder, and the keys of its file are needed"
-        layers.problems.append(f"{rule}; give the path of your copy")
-        return OmegaConf.create({})
-    if not any((folder / f"{name}.yaml").exists() for folder in (first, *others)):
-        files = ", ".join(sorted(path.name for path in first.glob("*.yaml"))) or "no YAML file"
-        layers.problems.append(f"{label}: {first} has {files}; name one of them with --config-name")
-        return OmegaConf.create({})
-    path = ",".join(f"file://{folder}" for folder in others)
-    try:
-        composed = _composed(first, name, (f"hydra.searchpath=[{path}]", *layers.groups))
-    except (HydraException, OmegaConfBaseException) as error:
-        layers.problems.append(f"{label}: {brief(' '.join(str(error).split()))}; mend the file {first}")
-        return OmegaConf.create({})
-    plain = OmegaConf.to_container(composed, resolve=False)
-    leaves = [leaf for name, value in plain.items() for leaf in _leaves(name, value, layers.schema)]
-    for key, value in leaves:
-        layers.line.given.setdefault(key, value)
-    typed, layers.values = layers.values, []
-    for key, value in leaves:
-        _set(key, value, layers)
-    ours, layers.values = layers.values, typed
-    file_keys = OmegaConf.create({})
-    for key, value in ours:
-        _put(file_keys, key, value, layers.problems)
-    return file_keys
+# --- interpolations ---
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -481,9 +463,6 @@ def _referring(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in tree.items() if name in named or _refers(value)}
 
 
-_REFERENCE = re.compile(r"(?<!\\)\$\{\s*([\w.]+)\s*\}")
-
-
 def _resolved(node: DictConfig, raw: Mapping[str, Any], prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
     """Return the node as plain values. One that cannot be resolved is left out, and so keeps its default."""
     resolved = {}
@@ -505,13 +484,19 @@ class _Unresolved(ValueError):
     """An interpolation without a usable value: the rule that it breaks, and the fix."""
 
 
+_REFERENCE = re.compile(r"(?<!\\)\$\{\s*([\w.]+)\s*\}")
+
+
 def _value(node: DictConfig, name: str, raw: Any) -> Any:
     """Return the value of a text or list with interpolations."""
+    texts = [item for item in _items(raw) if isinstance(item, str) and not _REFERENCE.fullmatch(item)]
+    keys = [key for text in texts for key in _REFERENCE.findall(text)]  # whose values are part of a longer text
+    keys = [key for key in keys if key[0] != "." or isinstance(raw, str)]  # in a list "." is the list
     try:
         value = node[name]
         if isinstance(value, DictConfig | ListConfig):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        parts = {key: OmegaConf.select(node if key[0] == "." else node._get_root(), key) for key in _parts(raw)}
+        parts = {key: OmegaConf.select(node if key[0] == "." else node._get_root(), key) for key in keys}
     except RecursionError:
         raise _Unresolved("leads back to itself", "name another key") from None
     except OmegaConfBaseException as error:
@@ -523,10 +508,3 @@ def _value(node: DictConfig, name: str, raw: Any) -> Any:
         if isinstance(part, DictConfig | ListConfig):
             raise _Unresolved(f"names {key}, which holds several values", "name one of them")
     return value
-
-
-def _parts(raw: Any) -> list[str]:
-    """Return the keys whose values are written into a longer text."""
-    texts = [item for item in _items(raw) if isinstance(item, str) and not _REFERENCE.fullmatch(item)]
-    keys = [key for text in texts for key in _REFERENCE.findall(text)]
-    return [key for key in keys if key[0] != "." or isinstance(raw, str)]  # in a list "." is the list

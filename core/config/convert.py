@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from core.config.frozen import thaw
 from core.config.schema import Config
 from core.config.secret_keys import hidden
-from core.config.section import Section, hints, is_mapping, is_section
+from core.config.section import Section, hints, is_mapping, is_section, thaw
 
 # --- what the schema has ---
 

@@ -1,33 +1,26 @@
 """The text of ``--help``: every key with its type, its default and what it is for, or those that fit a search.
 
-The words about a key are the comments of the schema's source, trailing a field or standing above it, so that there is
-one place for them. Types, choices and bounds come from the annotations, defaults from the recipe's files, and the keys
-of other versions from the extension that reads them.
+The words about a key are its field's description. Types, choices and bounds come from the annotations, defaults from
+the recipe's files, and the keys of other versions from ``verl_names.yaml``.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
-import functools
-import inspect
 import re
 import shutil
 import textwrap
-import tokenize
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from core.config import composition, convert, recipes, rules
-from core.config.derived_defaults import resolve
+from core.config import composition, convert, recipes, rules, verl_names
+from core.config.checked import validated
+from core.config.defaults import resolve
 from core.config.limits import Limit, NumberOrText
 from core.config.problem import show
-from core.config.section import MAPPING, Open, is_section, optional
-from core.config.unknown_keys import validated
-from core.config.verl_keys import tables
-from core.config.view import View
+from core.config.rules import View
+from core.config.section import MAPPING, Open, optional
 
 WIDEST = 120  # columns, also where the terminal is wider
 NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NumberOrText: "a number or text"}
@@ -50,42 +43,6 @@ class Entry:
         null = f"null is {show(self.resolved)} here" if self.default != self.resolved else ""
         parts = [self.comment, self.type, null, f"does nothing here: {self.unused}" if self.unused else ""]
         return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
-
-
-# --- the words in the source ---
-
-
-@functools.cache
-def field_comments(section: type) -> dict[str, str]:
-    """Return field name -> the comment beside or above it, of one section and those it inherits from."""
-    inherited = [field_comments(base) for base in section.__bases__ if is_section(base)]
-    found = {name: text for base in inherited for name, text in base.items()}
-    path = Path(inspect.getfile(section))
-    comments, tree = _comments(path)
-    (node,) = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == section.__name__]
-    for field in node.body:
-        if isinstance(field, ast.AnnAssign):
-            first = field.lineno
-            while comments.get(first - 1, (0, True))[1] is False:  # lines above that hold nothing else
-                first -= 1
-            texts = [comments[line][0] for line in range(first, field.end_lineno + 1) if line in comments]
-            found[field.target.id] = re.sub(r"\bNone\b", "null", " ".join(texts))
-    return found
-
-
-@functools.cache
-def _comments(path: Path) -> tuple[dict[int, tuple[str, bool]], ast.Module]:
-    """Return line -> its comment and whether code stands before it, and the tree of the file."""
-    with tokenize.open(path) as file:
-        source = file.read()
-    lines = source.splitlines()
-    tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
-    comments = {
-        token.start[0]: (token.string.lstrip("# "), bool(lines[token.start[0] - 1][: token.start[1]].strip()))
-        for token in tokens
-        if token.type == tokenize.COMMENT
-    }
-    return comments, ast.parse(source)
 
 
 def type_text(hint: Any) -> str:
@@ -118,10 +75,10 @@ def entries(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] =
     listed = []
     for key, hint in convert.all_keys(schema).items():
         parts = key.split(".")
-        above = [
-            (".".join(parts[:depth]), name) for depth, name in enumerate(parts)
-        ]  # a section's comment is its keys'
-        comments = [field_comments(sections[section]).get(name) for section, name in above]
+        above = [(".".join(parts[:depth]), name) for depth, name in enumerate(parts)]
+        comments = [
+            sections[section].model_fields[name].description for section, name in above
+        ]  # a section's are its keys'
         comment = ". ".join(text[0].upper() + text[1:] for text in comments if text)
         default, resolved = convert.get(plain, key), convert.get(config, key)
         listed.append(Entry(key, type_text(hint), comment, default, resolved, reasons.get(key, "")))
@@ -147,7 +104,7 @@ def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Co
     if not words:
         return "\n".join([*_usage(recipe), *_listed(listed)]), True
     hits = [entry for entry in listed if _matches(words, f"{entry.key} {entry.comment} {entry.type}")]
-    others = [(key, text) for key, text in tables.described(recipe) if _matches(words, f"{key} {text}")]
+    others = [(key, text) for key, text in verl_names.described(recipe) if _matches(words, f"{key} {text}")]
     lines = _listed(hits, reasons=True)
     if others:
         lines += _item("keys of other versions:", "")

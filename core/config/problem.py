@@ -6,8 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
-from core.config.frozen import thaw
 from core.config.secret_keys import hidden
+from core.config.section import thaw
 from core.safe_text.printable import one_line
 
 

@@ -1,6 +1,6 @@
 """Rules between keys, as functions: a section's file has one :class:`RuleBook` beside its keys.
 
-A rule is a generator over a :class:`core.config.view.View`. One of ``problem`` (the run is refused) or ``warning`` (it
+A rule is a generator over a :class:`core.config.rules.View`. One of ``problem`` (the run is refused) or ``warning`` (it
 can run and is probably not meant) yields keys, each with what is wrong and what to do; one of ``unused`` yields keys,
 or patterns of keys, that do nothing in this configuration, and why. Bounds on a single key are its type's
 (``limits.py``).
@@ -18,7 +18,7 @@ from core.config.problem import Problem
 from core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
-View = Any  # a core.config.view.View: it reads the sections, whose files have the rules, and its fields are theirs
+View = Any  # a core.config.rules.View: it reads the sections, whose files have the rules, and its fields are theirs
 Broken = Iterator[tuple[str, str]]  # key, and what is wrong; what to do
 Unused = Iterator[tuple[tuple[str, ...], str]]  # keys or patterns, reason
 

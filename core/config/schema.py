@@ -2,8 +2,7 @@
 
 Keys and defaults are those of verl v0.6.1 in the subset that does something here; a default that differs is listed in
 ``core/config/README.md``. A default of None that stands for another key's value is filled in by
-:func:`core.config.derived_defaults.resolve`, so a resolved configuration holds None only where a comment here gives its
-meaning.
+:func:`core.config.defaults.resolve`, so a resolved configuration holds None only where a description gives its meaning.
 
 Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
 sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory settings: they cannot change the
@@ -12,7 +11,8 @@ result.
 
 from __future__ import annotations
 
-from core.config.section import Section
+from core.config.conditions import CRITIC, OVER_RAY, REFERENCE
+from core.config.section import Section, bookkeeping, execution, key
 from core.config.sections.actor import ActorConfig, RefConfig
 from core.config.sections.algorithm import AlgorithmConfig
 from core.config.sections.critic import CriticConfig
@@ -31,10 +31,12 @@ from core.config.sections.trainer import (
 
 
 class ActorRolloutRefConfig(Section):
-    hybrid_engine: bool = True  # learner and engine alternate on the same GPUs; False: the engine has its own
+    hybrid_engine: bool = execution(
+        True, "learner and engine alternate on the same GPUs; False: the engine has its own"
+    )
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
-    ref: RefConfig = RefConfig()
+    ref: RefConfig = key(RefConfig(), used_if=REFERENCE)
     rollout: RolloutConfig = RolloutConfig()
 
 
@@ -46,13 +48,13 @@ class Config(Section):
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
-    critic: CriticConfig = CriticConfig()
+    critic: CriticConfig = key(CriticConfig(), used_if=CRITIC)
     reward_model: RewardModelConfig = RewardModelConfig()
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
-    ray_kwargs: RayKwargsConfig = RayKwargsConfig()
-    global_profiler: GlobalProfilerConfig = GlobalProfilerConfig()
+    ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=OVER_RAY)
+    global_profiler: GlobalProfilerConfig = bookkeeping(GlobalProfilerConfig())
 
     @property
     def generates(self) -> bool:

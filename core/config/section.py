@@ -1,22 +1,59 @@
-"""The base class of the configuration's sections.
+"""The base class of the configuration's sections, and what a field says of its key.
 
 A section is a pydantic model: frozen, strict, without unknown keys, without NaN. What YAML and the command line write
 in another form than the type (``1e3`` for a count, one text for a list of one) is brought into it before validation.
 :func:`build` makes a configuration of an untyped tree and reports every value that is refused.
+
+A field is :func:`key`: its default, its description (``--help``), its role (what a change of it means for a run), which
+code it may name, and when it has an effect.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from core.config import limits
-from core.config.frozen import FrozenDict, freeze
+
+
+class FrozenDict(dict):
+    """Hashable where its values are, picklable, equal to a dict of the same items."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("the configuration cannot be changed once it is resolved")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
+        return FrozenDict, (dict(self),)
+
+
+def freeze(value: Any) -> Any:
+    """Return mappings as FrozenDict with text keys, sequences as tuples, all the way down."""
+    if isinstance(value, Mapping):
+        return FrozenDict({str(key): freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
+
+def thaw(value: Any) -> Any:
+    """Return the reverse of :func:`freeze`: dicts and lists, as YAML and OmegaConf require them."""
+    if isinstance(value, Mapping):
+        return {key: thaw(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [thaw(item) for item in value]
+    return value
+
 
 MAPPING = "a mapping, as in {name: value}"
 TEXT = "text (quote what looks like something else: key=\"'1e-6'\")"
@@ -35,8 +72,43 @@ def _mapping(value: Any) -> FrozenDict:
 Open = Annotated[Mapping[str, Any], PlainValidator(_mapping)]  # keys that are another library's, or the user's own
 
 
+# What a change of a key means for a run that is resumed, or compared with another
+IDENTITY = "identity"  # it decides what is trained, or how it is measured: another value makes another run
+FILES = "files"  # it names what lies elsewhere: the content counts, whose hash a run records
+EXECUTION = "execution"  # where, how fast and how long: no other objective, but rounding and timing may differ
+BOOKKEEPING = "bookkeeping"  # what is recorded, watched and kept: no number of the run depends on it
+
+# Which values of a key name code that runs; only a command line may give them (core/config/records.py)
+CODE = "code"  # any text: a module, a file of code, a name in it, or a file that names classes
+CONSENT = "consent"  # true lets code run, in a mapping anywhere under a name of that kind
+ARGUMENTS = "arguments"  # of a library that imports what some of them name: any text or true
+
+Condition = tuple[Callable[[Any], Any], str | Callable[[Any], str]]  # of a View: whether the key is used; why not
+
+
+def when(holds: Callable[[Any], Any], reason: str | Callable[[Any], str]) -> tuple[Condition]:
+    """Return a condition under which a key has an effect, with what is said where it has none."""
+    return ((holds, reason),)
+
+
+def key(default: Any, text: str = "", *, role: str | None = None, code: str = "", used_if: tuple = ()) -> Any:
+    """Return the field of a key. A role that is not given is that of the section around it, at last IDENTITY."""
+    marks = {"role": role, "code": code, "used_if": used_if}
+    return Field(default, description=text, json_schema_extra=marks)
+
+
+files = functools.partial(key, role=FILES)
+execution = functools.partial(key, role=EXECUTION)
+bookkeeping = functools.partial(key, role=BOOKKEEPING)
+
+
+def mark(section: type[Section], name: str, which: str) -> Any:
+    """Return what a field is marked with: its ``role``, its ``code`` or its ``used_if``."""
+    return (section.model_fields[name].json_schema_extra or {}).get(which)
+
+
 class Section(BaseModel):
-    """A section of the configuration; a subclass lists its keys with types, defaults and a comment each."""
+    """A section of the configuration; a subclass lists its keys, each with its type and :func:`key`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 

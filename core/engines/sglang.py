@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.config.frozen import thaw
 from core.config.limits import FULL_PRECISION
+from core.config.section import thaw
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.in_process_engine import Engine, Row

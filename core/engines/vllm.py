@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from core.config.frozen import thaw
 from core.config.limits import FULL_PRECISION
+from core.config.section import thaw
 from core.data.sampler import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest

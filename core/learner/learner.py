@@ -36,7 +36,7 @@ from core.types import Media, TrainBatch
 if TYPE_CHECKING:
     from core.config.sections.actor import ActorConfig, RefConfig
     from core.config.sections.critic import CriticConfig
-    from core.config.sections.optim import OptimConfig
+    from core.config.sections.model import OptimConfig
     from core.config.sections.rollout import RolloutConfig
 
 

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from core.checkpoint.manifest import DamagedCheckpoint
 from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
-from core.config.frozen import FrozenDict
+from core.config.section import FrozenDict
 from core.files.durable_files import file_sha256, fsync
 from core.files.file_names import inside
 from core.learner.hf_export import export_hf, full_disk_as_oserror, load_weights

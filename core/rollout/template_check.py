@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core.config.frozen import thaw
 from core.config.paths import is_local
 from core.config.schema import Config
+from core.config.section import thaw
 from core.config.sections.model import ModelConfig
 from core.data.chat_frames import ChatError, Message, Render, reply_frame
 from core.errors import InputError

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint.provenance import Base, package_versions
-from core.config import Config, convert, derived_defaults, paths
+from core.config import Config, convert, defaults, paths
 from core.config.locations import is_url, local_path
 from core.config.secret_keys import command_line
 from core.data.parquet import sha256_of
@@ -145,7 +145,7 @@ def filled_in(config: Config, recipe: str, key: str) -> bool:
     """Return whether the key holds what follows from the other keys where it is null."""
     if key not in convert.all_keys(type(config)):  # a key inside a mapping of the user's own
         return False
-    without = derived_defaults.resolve(convert.replaced(config, {key: None}), recipe)
+    without = defaults.resolve(convert.replaced(config, {key: None}), recipe)
     return convert.get(without, key) == convert.get(config, key)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.view import View
+from core.config.rulebook import Broken, RuleBook
+from core.config.rules import View
 
 SHAPED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")  # metrics that hold the length penalty
 rules = RuleBook()
@@ -72,28 +72,6 @@ def the_filter_reads_lengths(c: View) -> Broken:
             "algorithm.filter_groups.metric",
             "holds the length penalty: groups of equal answers are then kept for their lengths; acc is what the "
             "scorer calls correct",
-        )
-
-
-@rules.unused
-def parts_that_are_off(c: View) -> Unused:
-    if not c.algorithm.filter_groups.enable:
-        yield (
-            (
-                "algorithm.filter_groups.metric",
-                "algorithm.filter_groups.max_num_gen_batches",
-                "algorithm.filter_groups.on_exhausted",
-            ),
-            "algorithm.filter_groups.enable is off",
-        )
-    if not c.reward.overlong_buffer.enable:
-        yield (
-            (
-                "reward_model.overlong_buffer.len",
-                "reward_model.overlong_buffer.penalty_factor",
-                "reward_model.overlong_buffer.log",
-            ),
-            "reward_model.overlong_buffer.enable is off",
         )
 
 

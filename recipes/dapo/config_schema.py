@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import limits
+from core.config.limits import NonNegative, Size
 from core.config.schema import ActorRolloutRefConfig, Config
-from core.config.section import Section
+from core.config.section import Section, bookkeeping, key, when
 from core.config.sections.actor import ActorConfig
 from core.config.sections.algorithm import AlgorithmConfig
 from core.config.sections.reward import RewardModelConfig
@@ -20,18 +20,24 @@ SWITCHES = {
 }
 
 
+FILTERED = when(lambda c: c.own.enable, "algorithm.filter_groups.enable is off")
+PUNISHED = when(lambda c: c.own.enable, "reward_model.overlong_buffer.enable is off")
+
+
 class FilterGroupsConfig(Section):
-    enable: bool = False  # draw more prompts in place of those whose answers all score the same
-    metric: str | None = "acc"  # part of the score that has to differ; None: acc
-    max_num_gen_batches: limits.Size = 10  # most prompts drawn for one step, in units of gen_batch_size
-    on_exhausted: Literal["train", "raise"] = "train"  # at that limit: train on the groups there are, or end the run
+    enable: bool = key(False, "draw more prompts in place of those whose answers all score the same")
+    metric: str | None = key("acc", "part of the score that has to differ; null: acc", used_if=FILTERED)
+    max_num_gen_batches: Size = key(10, "most prompts drawn for one step, in units of gen_batch_size", used_if=FILTERED)
+    on_exhausted: Literal["train", "raise"] = key(
+        "train", "at that limit: train on the groups there are, or end the run", used_if=FILTERED
+    )
 
 
 class OverlongBufferConfig(Section):
-    enable: bool = False  # take a penalty off the reward of answers near data.max_response_length
-    len: limits.Size = 0  # tokens before the limit in which the penalty grows
-    penalty_factor: limits.NonNegative = 0.0  # the penalty at the limit
-    log: bool = False  # record the penalty as a metric
+    enable: bool = key(False, "take a penalty off the reward of answers near data.max_response_length")
+    len: Size = key(0, "tokens before the limit in which the penalty grows", used_if=PUNISHED)
+    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", used_if=PUNISHED)
+    log: bool = bookkeeping(False, "record the penalty as a metric", used_if=PUNISHED)
 
 
 class DAPOAlgorithmConfig(AlgorithmConfig):
@@ -43,7 +49,7 @@ class DAPORewardModelConfig(RewardModelConfig):
 
 
 class DAPOActorConfig(ActorConfig):
-    overlong_filtering: bool = False  # truncated answers carry no loss
+    overlong_filtering: bool = key(False, "truncated answers carry no loss")
 
 
 class DAPOActorRolloutRefConfig(ActorRolloutRefConfig):

@@ -6,32 +6,43 @@ by them.
 
 from __future__ import annotations
 
-from core.config import limits
-from core.config.frozen import FrozenDict
+from core.config.limits import Count
 from core.config.schema import Config
-from core.config.section import Open, Section
+from core.config.section import FrozenDict, Open, Section, execution, key, when
 
 PAPER = "Search-R1"
+SEARCHES = when(lambda c: c.config.do_search, "do_search is off")
+RETRIEVES = when(
+    lambda c: c.config.do_search or c.config.retriever.prefetch, "do_search and retriever.prefetch are off"
+)
 
 
 class RetrieverConfig(Section):
     """What answers a search."""
 
-    url: str | None = (
-        "http://127.0.0.1:8000/retrieve"  # address of a retrieval server; None: a retriever in this process, see local
+    url: str | None = execution(
+        "http://127.0.0.1:8000/retrieve", "address of a retrieval server; null: a retriever in this process, see local"
     )
-    topk: limits.Count = 3  # passages a search returns
-    prefetch: bool = False  # put the question's passages before the first turn: RAG
-    client: Open = FrozenDict()  # where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py
-    local: Open = FrozenDict()  # where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py
+    topk: Count = key(3, "passages a search returns")
+    prefetch: bool = key(False, "put the question's passages before the first turn: RAG")
+    client: Open = execution(
+        FrozenDict(),
+        "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py",
+        used_if=when(lambda c: c.own.url is not None, "retriever.url is null: no server is asked"),
+    )
+    local: Open = key(
+        FrozenDict(),
+        "where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py",
+        used_if=when(lambda c: c.own.url is None, "retriever.url names a server"),
+    )
 
 
 class SearchR1Config(Config):
     """The core's configuration with Search-R1's keys."""
 
-    retriever: RetrieverConfig = RetrieverConfig()
-    max_turns: limits.Count = 4  # turns that may search; one more must answer
-    do_search: bool = True  # let the policy search; False is the baseline that cannot
+    retriever: RetrieverConfig = key(RetrieverConfig(), used_if=RETRIEVES)
+    max_turns: Count = key(4, "turns that may search; one more must answer", used_if=SEARCHES)
+    do_search: bool = key(True, "let the policy search; False is the baseline that cannot")
 
 
 SCHEMA = SearchR1Config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.view import View
+from core.config.rules import View
 
 rules = RuleBook()
 

@@ -7,6 +7,7 @@ Their names are those of verl's SFT trainers. A demonstration's length is bounde
 from __future__ import annotations
 
 from core.config.schema import Config
+from core.config.section import files, key
 from core.config.sections.data import DataConfig
 
 PAPER = "supervised fine-tuning"
@@ -15,10 +16,12 @@ PAPER = "supervised fine-tuning"
 class DemonstrationConfig(DataConfig):
     """The core's section ``data``, with the columns of demonstrations."""
 
-    val_files: tuple[str, ...] = ()  # parquet files of questions that a validation answers; empty: there is none
-    messages_key: str = "messages"  # column that holds a whole chat, whose assistant turns are trained on
-    # column that holds the answer to prompt_key where a file has no chats; extra_info.answer is a field of a column
-    response_key: str = "response"
+    val_files: tuple[str, ...] = files((), "parquet files of questions that a validation answers; empty: there is none")
+    messages_key: str = key("messages", "column that holds a whole chat, whose assistant turns are trained on")
+    response_key: str = key(
+        "response",
+        "column of the answers to prompt_key where a file has no chats; extra_info.answer is a field of a column",
+    )
 
 
 class SFTConfig(Config):

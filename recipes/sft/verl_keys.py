@@ -1,11 +1,10 @@
-"""Keys of verl's SFT trainers whose meaning depends on the rest of the line (see core/config/verl_keys)."""
+"""Keys of verl's SFT trainers whose meaning depends on the rest of the line (see core/config/verl_names.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from core.config.unknown_keys import CommandLine, Interpretation
-from core.config.verl_keys.conversions import over_all_ranks, weights_dtype, whole_number
+from core.config.verl_names import CommandLine, Interpretation, over_all_ranks, weights_dtype, whole_number
 
 OPTIM = "actor_rollout_ref.actor.optim"
 

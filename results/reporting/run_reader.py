@@ -21,9 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.config import convert, recipes, roles
+from core.config import convert, recipes, records
 from core.config.locations import local_path
 from core.config.secret_keys import hidden
+from core.config.section import BOOKKEEPING
 from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking import run_manifest
@@ -38,7 +39,7 @@ Item = TypeVar("Item")
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
 _ABSOLUTE_PATH = re.compile(r"(?<![\w/.])(?<!<path>)~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
 # Keys that the recorded hash ``group`` leaves out, besides every key that ends in "seed". Published summaries hold such
-# hashes: this set stays as it is. Runs are compared by ``experiment``, which reads core/config/key_roles.yaml.
+# hashes: this set stays as it is. Runs are compared by ``experiment``, which reads the roles of core/config/sections.
 _RUN_KEYS = {
     *("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.logger"),
     "trainer.reference",
@@ -132,7 +133,7 @@ class RecordedRun:
         Keys of a critic or a reference policy that the run does not have count as nothing: their defaults changed.
         """
         schema = recipes.schema_of(self.manifest["recipe"])
-        values, defaults = roles.completed(self.config, schema, self.manifest["recipe"]), convert.as_json(schema())
+        values, defaults = records.completed(self.config, schema, self.manifest["recipe"]), convert.as_json(schema())
         for key, default in defaults.items():
             if values[key] == scrub(default):  # a published copy has lost the folder of a default path
                 values[key] = default
@@ -141,7 +142,7 @@ class RecordedRun:
             absent += ("actor_rollout_ref.ref.",)
         decisive = {key: value for key, value in values.items() if not key.startswith(absent)}
         return self._hash(
-            {k: v for k, v in decisive.items() if roles.role_of(k) != roles.BOOKKEEPING and k != "trainer.cpu_threads"}
+            {k: v for k, v in decisive.items() if records.role_of(k) != BOOKKEEPING and k != "trainer.cpu_threads"}
         )
 
     def _hash(self, values: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from core.config import Config, convert
-from core.config.derived_defaults import resolve
+from core.config.defaults import resolve
 from core.tracking.tracker import Tracker
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import StepMetrics

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from core.config import compose, composition, convert, examine, recipes
-from core.config.frozen import thaw
 from core.config.recipes import trainer_of
+from core.config.section import thaw
 from results.reporting.run_scripts import read_script
 
 ROOT = Path(__file__).resolve().parents[2]

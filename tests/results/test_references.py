@@ -16,10 +16,9 @@ import yaml
 
 from core.command_line import prepare
 from core.config import compose, convert, examine, recipes
-from core.config.frozen import thaw
 from core.config.recipes import trainer_of
 from core.config.reference_rows import check, departures
-from core.config.section import build
+from core.config.section import build, thaw
 from core.tracking.tracker import Tracker
 from core.tracking.validation import validation_metrics
 from core.types import StepMetrics

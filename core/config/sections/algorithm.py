@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import limits, registry
-from core.config.names import AdvEstimator, KLKind
-from core.config.rulebook import Broken, RuleBook, Unused, View
-from core.config.section import Section
+from core.config import registry
+from core.config.conditions import ADAPTIVE, BY_STD, DISCOUNTS, KL_IN_REWARD, LAMBDA
+from core.config.limits import NonNegative, Share
+from core.config.registry import AdvEstimator, KLKind
+from core.config.rulebook import Broken, RuleBook, View
+from core.config.section import Section, key
 from core.config.sections.correction import RolloutCorrectionConfig
 
 
 class KLCtrlConfig(Section):
-    # a coefficient that stays, or one that moves so that the KL comes near target_kl
-    type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: limits.NonNegative = 0.001  # coefficient of the KL in the reward
-    horizon: float = 10000  # sequences over which the adaptive coefficient moves
-    target_kl: float = 0.1  # the KL that the adaptive coefficient aims at
+    type: Literal["fixed", "adaptive"] = key(
+        "fixed", "a coefficient that stays, or one that moves so that the KL comes near target_kl"
+    )
+    kl_coef: NonNegative = key(0.001, "coefficient of the KL in the reward")
+    horizon: float = key(10000, "sequences over which the adaptive coefficient moves", used_if=ADAPTIVE)
+    target_kl: float = key(0.1, "the KL that the adaptive coefficient aims at", used_if=ADAPTIVE)
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: AdvEstimator = "gae"  # advantage estimator
-    gamma: limits.Share = 1.0  # discount a token
-    lam: limits.Share = 1.0  # lambda of generalised advantage estimation
-    norm_adv_by_std_in_grpo: bool = True  # divide by the group's standard deviation; False is Dr. GRPO
-    use_kl_in_reward: bool = False  # take the KL to the reference policy off the reward
-    kl_penalty: KLKind = "kl"  # estimator of the KL in the reward
-    kl_ctrl: KLCtrlConfig = KLCtrlConfig()
+    adv_estimator: AdvEstimator = key("gae", "advantage estimator")
+    gamma: Share = key(1.0, "discount a token", used_if=DISCOUNTS)
+    lam: Share = key(1.0, "lambda of generalised advantage estimation", used_if=LAMBDA)
+    norm_adv_by_std_in_grpo: bool = key(
+        True, "divide by the group's standard deviation; False is Dr. GRPO", used_if=BY_STD
+    )
+    use_kl_in_reward: bool = key(False, "take the KL to the reference policy off the reward")
+    kl_penalty: KLKind = key("kl", "estimator of the KL in the reward", used_if=KL_IN_REWARD)
+    kl_ctrl: KLCtrlConfig = key(KLCtrlConfig(), used_if=KL_IN_REWARD)
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
@@ -107,22 +112,3 @@ def a_coefficient_stands_alone(c: View) -> Broken:
             "was 0.001 by default in verl up to 0.3, whose command lines give kl_ctrl.kl_coef without "
             "use_kl_in_reward; set actor_rollout_ref.actor.entropy_coeff=0.001, or 0 to say that this is meant",
         )
-
-
-@rules.unused
-def keys_of_other_objectives(c: View) -> Unused:
-    if not c.algorithm.use_kl_in_reward:
-        yield (("algorithm.kl_ctrl.*", "algorithm.kl_penalty"), "algorithm.use_kl_in_reward is off")
-    if c.kl.type == "fixed":
-        yield (("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"), "algorithm.kl_ctrl.type is fixed")
-    if "gamma" not in c.estimator.reads:
-        yield (("algorithm.gamma",), f"{c.algorithm.adv_estimator} does not discount")
-    if "lam" not in c.estimator.reads:
-        yield (("algorithm.lam",), f"only {registry.readers(registry.ESTIMATORS, 'lam')} has it")
-    if "norm_adv_by_std_in_grpo" not in c.estimator.reads:
-        yield (
-            ("algorithm.norm_adv_by_std_in_grpo",),
-            f"{c.algorithm.adv_estimator} does not divide by the group's standard deviation",
-        )
-    if c.correction.bypass_mode and not c.loss.has_ratio:
-        yield (("algorithm.rollout_correction.bypass_mode",), f"{c.actor.policy_loss.loss_mode} has no ratio")

@@ -1,7 +1,6 @@
 """Keys of the correction for samples of another policy, the forms in which verl writes its bounds, and rules.
 
-Samples come from an engine of its own precision, from an older policy, or from a truncated distribution.
-"""
+Samples come from an engine of its own precision, from an older policy, or from a truncated distribution."""
 
 from __future__ import annotations
 
@@ -10,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from core.config import limits
-from core.config.rulebook import Broken, RuleBook, Unused, View
-from core.config.section import Section
+from core.config.conditions import COMPARES, RATIO, REJECTS, WEIGHTS
+from core.config.limits import Limit, NonNegative, NumberOrText, PositiveShare
+from core.config.rulebook import Broken, RuleBook, View
+from core.config.section import Section, key
 
 STATISTICS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -115,15 +115,15 @@ def _reads(attempt: Callable[[], bool]) -> bool:
 
 
 WeightBounds = Annotated[
-    limits.NumberOrText,
-    limits.Limit(
+    NumberOrText,
+    Limit(
         "a number of at least 1, or lower_upper around 1 with a point in both, as in 0.5_2.0 (0.5_2 is read as 0.52)",
         lambda v: _reads(lambda: weight_bounds(v).upper >= 1),
     ),
 ]
 Rejection = Annotated[
     str,
-    limits.Limit(
+    Limit(
         f"of {', '.join((*RATIOS, *STATISTICS))}, separated by commas",
         lambda v: _reads(lambda: bool(criteria(v, 1.0))),
     ),
@@ -131,16 +131,22 @@ Rejection = Annotated[
 
 
 class RolloutCorrectionConfig(Section):
-    bypass_mode: bool = False  # the engine's log-probs are the old ones: no pass for them, and one ratio
-    rollout_is: Literal["token", "sequence"] | None = None  # importance weights; None: none
-    rollout_is_threshold: WeightBounds = 2.0  # upper bound of a weight; "lower_upper" drops what is outside of the two
-    rollout_is_batch_normalize: bool = False  # scale the weights to a mean of one
-    rollout_rs: Rejection | None = None  # rejection, by one or several statistics; None: none
-    rollout_rs_threshold: limits.NumberOrText | None = None  # upper bounds of rejection, one or one a statistic
-    rollout_rs_threshold_lower: limits.NonNegative | None = (
-        None  # lower bounds of token, sequence, geometric; None: 1 / threshold
+    bypass_mode: bool = key(
+        False, "the engine's log-probs are the old ones: no pass for them, and one ratio", used_if=RATIO
     )
-    rollout_token_veto_threshold: limits.PositiveShare | None = None  # one such ratio drops the sequence; None: off
+    rollout_is: Literal["token", "sequence"] | None = key(None, "importance weights; null: none", used_if=COMPARES)
+    rollout_is_threshold: WeightBounds = key(
+        2.0, 'upper bound of a weight; "lower_upper" drops what is outside of the two', used_if=COMPARES + WEIGHTS
+    )
+    rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", used_if=COMPARES + WEIGHTS)
+    rollout_rs: Rejection | None = key(None, "rejection, by one or several statistics; null: none")
+    rollout_rs_threshold: NumberOrText | None = key(
+        None, "upper bounds of rejection, one or one a statistic", used_if=REJECTS
+    )
+    rollout_rs_threshold_lower: NonNegative | None = key(
+        None, "lower bounds of token, sequence, geometric; null: 1 / threshold", used_if=REJECTS
+    )
+    rollout_token_veto_threshold: PositiveShare | None = key(None, "one such ratio drops the sequence; null: off")
 
     @property
     def weighs(self) -> bool:
@@ -181,26 +187,4 @@ def what_fits_together(c: View) -> Broken:
             "algorithm.rollout_correction.bypass_mode",
             "skips the learner's log-probs before the update, of which rollout_token_veto_threshold is a bound; "
             "set algorithm.rollout_correction.bypass_mode=False",
-        )
-
-
-@rules.unused
-def parts_that_are_off(c: View) -> Unused:
-    if c.correction.bypass_mode:
-        yield (
-            ("algorithm.rollout_correction.rollout_is*",),
-            "with bypass_mode the loss's own ratio is the importance weight",
-        )
-    if c.correction.rollout_is is None:
-        yield (
-            (
-                "algorithm.rollout_correction.rollout_is_threshold",
-                "algorithm.rollout_correction.rollout_is_batch_normalize",
-            ),
-            "algorithm.rollout_correction.rollout_is is not set",
-        )
-    if c.correction.rollout_rs is None:
-        yield (
-            ("algorithm.rollout_correction.rollout_rs_threshold*",),
-            "algorithm.rollout_correction.rollout_rs is not set",
         )

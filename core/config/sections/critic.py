@@ -4,47 +4,59 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import limits, registry
-from core.config.names import LossAggMode
-from core.config.rulebook import Broken, RuleBook, Unused, View
-from core.config.section import Open, Section
+from core.config import registry
+from core.config.conditions import ADAPTERS, NOT_PACKED, OVER_RAY, PACKED, SUM_NORM
+from core.config.limits import Count, Names, Positive, Size
+from core.config.registry import LossAggMode
+from core.config.rulebook import Broken, RuleBook, View
+from core.config.section import ARGUMENTS, CODE, CONSENT, Open, Section, execution, files, key, when
 from core.config.sections.actor import Sharing
-from core.config.sections.model import FSDPConfig
-from core.config.sections.optim import OptimConfig
+from core.config.sections.model import FSDPConfig, OptimConfig
 
 
 class CriticModelConfig(Section):
-    path: str | None = None  # org/name on the hub or a folder; None: the policy's
-    external_lib: str | None = None  # modules to import before the model loads; None: the policy's
-    trust_remote_code: bool | None = None  # run Python code that comes with the model; None: the policy's choice
-    override_config: Open | None = None  # fields of the model's own configuration; None: the policy's
-    enable_gradient_checkpointing: bool = True  # recompute activations: less memory, more time
-    use_remove_padding: bool = False  # pack the sequences of a pass without padding
-    lora_rank: limits.Size = 0  # rank of the adapters; 0: all weights train
-    lora_alpha: limits.Count = 16  # the adapters' output is scaled by lora_alpha / lora_rank
-    target_modules: limits.Names = ("all-linear",)  # layers with adapters, as of the policy
-    exclude_modules: limits.Names | None = None  # layers without adapters; None: no layer is left out
+    path: str | None = files(None, "org/name on the hub or a folder; null: the policy's")
+    external_lib: str | None = key(None, "modules to import before the model loads; null: the policy's", code=CODE)
+    trust_remote_code: bool | None = execution(
+        None, "run Python code that comes with the model; null: the policy's choice", code=CONSENT
+    )
+    override_config: Open | None = key(
+        None, "fields of the model's own configuration; null: the policy's", code=ARGUMENTS
+    )
+    enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
+    use_remove_padding: bool = execution(False, "pack the sequences of a pass without padding")
+    lora_rank: Size = key(0, "rank of the adapters; 0: all weights train")
+    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", used_if=ADAPTERS)
+    target_modules: Names = key(("all-linear",), "layers with adapters, as of the policy", used_if=ADAPTERS)
+    exclude_modules: Names | None = key(None, "layers without adapters; null: no layer is left out", used_if=ADAPTERS)
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
 class CriticConfig(Sharing, Section):
-    enable: bool | None = None  # train a critic; None: where the estimator reads values
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp"  # both mean PyTorch's FSDP2
-    ppo_mini_batch_size: limits.Count | None = None  # prompts an update; None: the actor's
-    ppo_micro_batch_size_per_gpu: limits.Count | None = None  # trajectories in one pass; None: use_dynamic_bsz decides
-    # fill passes up to a number of tokens; None: where no micro-batch size is given
-    use_dynamic_bsz: bool | None = None
-    ppo_max_token_len_per_gpu: limits.Count = 32768  # tokens in one pass, with use_dynamic_bsz
-    ppo_epochs: limits.Count | None = None  # times that a step's trajectories are trained on; None: the actor's
-    shuffle: bool | None = None  # trajectories in a random order; None: the actor's choice
-    data_loader_seed: limits.Size = 42  # seed of shuffle
-    cliprange_value: limits.Positive = 0.5  # how far a value may move from the old one before its loss is clipped
-    loss_agg_mode: LossAggMode | None = None  # how the losses of tokens become one number; None: the actor's
-    loss_scale_factor: limits.Positive | None = None  # divisor of seq-mean-token-sum-norm; None: the actor's
-    grad_clip: limits.Positive = 1.0  # largest norm of the gradient of an update
-    ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence
-    tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices; FSDP2 shards over the others
-    use_torch_compile: bool = False  # compile its MLPs and norms
+    enable: bool | None = key(None, "train a critic; null: where the estimator reads values")
+    strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", used_if=OVER_RAY)
+    ppo_mini_batch_size: Count | None = key(None, "prompts an update; null: the actor's")
+    ppo_micro_batch_size_per_gpu: Count | None = execution(
+        None, "trajectories in one pass; null: use_dynamic_bsz decides", used_if=NOT_PACKED
+    )
+    use_dynamic_bsz: bool | None = execution(
+        None, "fill passes up to a number of tokens; null: where no micro-batch size is given"
+    )
+    ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass, with use_dynamic_bsz", used_if=PACKED)
+    ppo_epochs: Count | None = key(None, "times that a step's trajectories are trained on; null: the actor's")
+    shuffle: bool | None = key(None, "trajectories in a random order; null: the actor's choice")
+    data_loader_seed: Size = key(42, "seed of shuffle", used_if=when(lambda c: c.own.shuffle, "shuffle is off"))
+    cliprange_value: Positive = key(0.5, "how far a value may move from the old one before its loss is clipped")
+    loss_agg_mode: LossAggMode | None = key(None, "how the losses of tokens become one number; null: the actor's")
+    loss_scale_factor: Positive | None = key(
+        None, "divisor of seq-mean-token-sum-norm; null: the actor's", used_if=SUM_NORM
+    )
+    grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
+    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", used_if=OVER_RAY)
+    tensor_model_parallel_size: Count = execution(
+        1, "ranks that share each layer's matrices; FSDP2 shards over the others", used_if=OVER_RAY
+    )
+    use_torch_compile: bool = execution(False, "compile its MLPs and norms")
     model: CriticModelConfig = CriticModelConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)
 
@@ -76,13 +88,4 @@ def the_critic(c: View) -> Broken:
             "critic.model.path",
             "must be a hub id (org/name), a folder that starts with /, . or ~, or a URL (s3://...); write ./ in "
             "front of a relative folder, or leave it out for the policy's",
-        )
-
-
-@rules.unused
-def no_critic(c: View) -> Unused:
-    if not c.critic.enable:
-        yield (
-            ("critic.*", "trainer.critic_warmup"),
-            f"algorithm.adv_estimator={c.algorithm.adv_estimator} has no critic",
         )

@@ -1,44 +1,81 @@
-"""The sections of a model and of its sharding, with their rules."""
+"""The sections of a model, of its sharding and of its optimizer, with their rules."""
 
 from __future__ import annotations
 
-from core.config import limits
-from core.config.frozen import FrozenDict
-from core.config.limits import DType
-from core.config.rulebook import Broken, RuleBook, Unused, View
-from core.config.section import Open, Section
+from typing import Literal
+
+from core.config.conditions import ADAPTERS, COSINE, OVER_RAY
+from core.config.limits import Betas, Count, DType, Names, NonNegative, OffOrCount, OffOrSize, Positive, Share, Size
+from core.config.rulebook import Broken, RuleBook, View
+from core.config.section import ARGUMENTS, CODE, CONSENT, FrozenDict, Open, Section, execution, files, key, when
+
+
+class OptimConfig(Section):
+    lr: NonNegative = key(1e-6, "learning rate after the warm-up")
+    weight_decay: NonNegative = key(0.01, "of AdamW")
+    betas: Betas = key((0.9, 0.999), "of AdamW")
+    lr_warmup_steps: OffOrSize = key(-1, "RL steps of warm-up; -1: lr_warmup_steps_ratio decides")
+    lr_warmup_steps_ratio: Share = key(
+        0.0,
+        "warm-up as a share of the run's RL steps",
+        used_if=when(lambda c: c.own.lr_warmup_steps < 0, "lr_warmup_steps is given"),
+    )
+    lr_scheduler_type: Literal["constant", "cosine"] = key("constant", "learning rate after the warm-up")
+    min_lr_ratio: Share | None = key(0.0, "where a cosine ends, as a share of lr; null: 0", used_if=COSINE)
+    num_cycles: Positive = key(0.5, "waves of a cosine; 0.5 falls from lr to its end once", used_if=COSINE)
 
 
 class ModelConfig(Section):
-    path: str = (  # model to start from: hub id (org/name), folder (/... ./... ~/...) or URL
-        "~/models/deepseek-llm-7b-chat"  # model to start from: hub id (org/name), folder (/... ./... ~/...) or URL
+    path: str = files(
+        "~/models/deepseek-llm-7b-chat",
+        "model to start from: hub id (org/name), folder (/... ./... ~/...) or URL",
     )
-    tokenizer_path: str | None = None  # hub id or folder of the tokenizer; None: path
-    custom_chat_template: str | None = None  # chat template, or the file that has it; None: the tokenizer's own
-    external_lib: str | None = None  # modules to import before the model loads, separated by commas
-    trust_remote_code: bool = False  # run Python code that comes with the model
-    override_config: Open = FrozenDict()  # fields of the model's own configuration
-    enable_gradient_checkpointing: bool = True  # recompute activations in the backward pass: less memory, more time
-    use_remove_padding: bool = False  # pack the sequences of a pass without padding
-    fp32_lm_head: bool = False  # logits in float32 where weights and passes are bfloat16, in learner and engine
-    lora_rank: limits.Size = 0  # rank of the adapters that train in place of the weights; 0: all weights train
-    lora_alpha: limits.Count = 16  # the adapters' output is scaled by lora_alpha / lora_rank
-    # layers with adapters: all-linear, ends of names, or one pattern of whole names
-    target_modules: limits.Names = ("all-linear",)
-    exclude_modules: limits.Names | None = None  # layers without adapters, written likewise; None: no layer is left out
+    tokenizer_path: str | None = key(None, "hub id or folder of the tokenizer; null: path")
+    custom_chat_template: str | None = key(None, "chat template, or the file that has it; null: the tokenizer's own")
+    external_lib: str | None = key(None, "modules to import before the model loads, separated by commas", code=CODE)
+    trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
+    override_config: Open = key(FrozenDict(), "fields of the model's own configuration", code=ARGUMENTS)
+    enable_gradient_checkpointing: bool = execution(
+        True, "recompute activations in the backward pass: less memory, more time"
+    )
+    use_remove_padding: bool = execution(False, "pack the sequences of a pass without padding")
+    fp32_lm_head: bool = key(False, "logits in float32 where weights and passes are bfloat16, in learner and engine")
+    lora_rank: Size = key(0, "rank of the adapters that train in place of the weights; 0: all weights train")
+    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", used_if=ADAPTERS)
+    target_modules: Names = key(
+        ("all-linear",),
+        "layers with adapters: all-linear, ends of names, or one pattern of whole names",
+        used_if=ADAPTERS,
+    )
+    exclude_modules: Names | None = key(
+        None, "layers without adapters, written likewise; null: no layer is left out", used_if=ADAPTERS
+    )
 
 
 class FSDPConfig(Section):
-    # number format of the passes, whose weights and reductions are float32; None: the policy's, which in one process
-    # with the hf engine is the engine's or float32, so that both agree, and bfloat16 elsewhere
-    dtype: DType | None = None
-    param_offload: bool = False  # keep weights in host memory outside of the phases that need them
-    optimizer_offload: bool = False  # keep the optimizer's state in host memory outside of updates
-    # keep all of it in host memory always (FSDP2's CPU offload): weights come layer by layer, the CPU takes the steps
-    offload_policy: bool = False
-    reshard_after_forward: bool = True  # drop gathered weights after a layer's forward pass: less memory, more traffic
-    forward_prefetch: bool = False  # gather the next layer's weights while a layer computes
-    fsdp_size: limits.OffOrCount = -1  # ranks that share one copy of the state; -1: all
+    dtype: DType | None = key(
+        None,
+        "number format of the passes, whose weights and reductions are float32; null: the policy's, which is "
+        "bfloat16, and in one process with the hf engine the engine's or float32, so that both agree",
+    )
+    param_offload: bool = execution(
+        False, "keep weights in host memory outside of the phases that need them", used_if=OVER_RAY
+    )
+    optimizer_offload: bool = execution(
+        False, "keep the optimizer's state in host memory outside of updates", used_if=OVER_RAY
+    )
+    offload_policy: bool = execution(
+        False,
+        "keep all of it in host memory (FSDP2's CPU offload): weights come layer by layer, the CPU takes the steps",
+        used_if=OVER_RAY,
+    )
+    reshard_after_forward: bool = execution(
+        True, "drop gathered weights after a layer's forward pass: less memory, more traffic", used_if=OVER_RAY
+    )
+    forward_prefetch: bool = execution(
+        False, "gather the next layer's weights while a layer computes", used_if=OVER_RAY
+    )
+    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the state; -1: all", used_if=OVER_RAY)
 
 
 rules = RuleBook()
@@ -55,14 +92,26 @@ def a_model_is_a_hub_id_or_a_path(c: View) -> Broken:
             )
 
 
-@rules.unused
-def adapters_that_do_not_train(c: View) -> Unused:
-    for section, model in (
-        ("actor_rollout_ref.model", c.model),
-        ("critic.model", c.critic_model),
+@rules.problem
+def schedules_have_an_end(c: View) -> Broken:
+    for section, part, runs in (
+        ("actor_rollout_ref.actor", c.actor, True),
+        ("critic", c.critic, c.critic.enable),
     ):
-        if not model.lora_rank:
+        if part.optim.lr_scheduler_type == "cosine" and runs and c.open_length:
             yield (
-                (f"{section}.lora_alpha", f"{section}.target_modules", f"{section}.exclude_modules"),
-                f"{section}.lora_rank=0 trains all weights",
+                f"{section}.optim.lr_scheduler_type",
+                "needs the number of training steps, which filtering leaves open; set trainer.total_training_steps",
+            )
+        if part.optim.lr_warmup_steps < 0 and part.optim.lr_warmup_steps_ratio > 0 and runs and c.open_length:
+            yield (
+                f"{section}.optim.lr_warmup_steps_ratio",
+                "needs the number of training steps, which filtering leaves open; set trainer.total_training_steps, "
+                "or give lr_warmup_steps",
+            )
+        if runs and c.trainer.total_training_steps and part.optim.lr_warmup_steps > c.trainer.total_training_steps:
+            yield (
+                f"{section}.optim.lr_warmup_steps",
+                f"is longer than the run of trainer.total_training_steps={c.trainer.total_training_steps}; shorten "
+                "the warm-up (it counts RL steps, not optimizer steps)",
             )

@@ -1,73 +1,187 @@
-"""The sections ``reward_model`` and ``custom_reward_function`` with the rules on who grades."""
+"""The sections ``reward_model`` and ``custom_reward_function`` with rules on who grades: functions, models, a judge."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from core.config import limits, registry
-from core.config.frozen import FrozenDict
-from core.config.names import RewardManager
-from core.config.rulebook import Broken, RuleBook, Unused, View
-from core.config.section import Open, Section
-from core.config.sections.judge import JudgeConfig, RewardModelModelConfig
+from core.config import registry
+from core.config.conditions import (
+    CANARIES,
+    CLASSIFIER,
+    GRADERS,
+    IMPORTED,
+    JUDGED,
+    NEVER_MOVED,
+    NOT_PACKED,
+    OVER_RAY,
+    OWN_CODE,
+    OWN_FUNCTION,
+    OWN_MANAGER,
+    PACKED,
+    POOL,
+    REGISTERED,
+    SERVER,
+)
+from core.config.limits import Count, NonNegative, OffOrCount, Positive, Size
+from core.config.registry import RewardManager
+from core.config.rulebook import Broken, RuleBook, View
+from core.config.section import CODE, CONSENT, FrozenDict, Open, Section, bookkeeping, execution, files, key, when
+from core.config.sections.model import FSDPConfig
+
+
+class JudgeConfig(Section):
+    """A generative model behind a URL, which grades answers in place of a classifier."""
+
+    url: str | None = execution(
+        None, "OpenAI-compatible server, as http://localhost:8000/v1; null: reward_model.model scores"
+    )
+    model: str | None = key(None, "name of the model there")
+    api_key_env: str = bookkeeping(
+        "OPENAI_API_KEY", "environment variable that holds the server's key, if it needs one"
+    )
+    template: str | None = files(
+        None, "file of what the judge reads, with {question}, {response}, {reference}; null: judge_template.txt here"
+    )
+    pattern: str | None = key(
+        None, "regular expression whose one group is the number; null: [[number]], or json_schema"
+    )
+    json_schema: str | None = files(
+        None, "file of a reply's JSON schema, whose property score is the number; null: pattern"
+    )
+    lowest: float = key(0.0, "least number that is a verdict")
+    highest: float = key(1.0, "largest number that is a verdict")
+    votes: Count = key(1, "replies an answer, each with a seed of its own")
+    combine: Literal["mean", "median"] = key(
+        "mean",
+        "what becomes of several numbers",
+        used_if=when(lambda c: c.own.votes > 1, "reward_model.judge.votes is 1"),
+    )
+    temperature: NonNegative = key(0.0, "of the judge's sampling")
+    seed: Size = key(0, "of the judge's sampling; a vote adds its number")
+    max_tokens: Count = key(1024, "tokens of a reply; one that is cut off is no verdict")
+    extra: Open = key(FrozenDict(), "further fields of a request; null takes one of the usual fields out")
+    max_concurrent: Count = execution(32, "requests at a time")
+    timeout_s: Positive = execution(120.0, "seconds for a try of a request")
+    give_up_s: Positive = execution(600.0, "seconds in which a request that failed is tried again, with growing pauses")
+    max_failures: Count = execution(100, "answers in a row without a verdict, after which the run ends")
+    cache_dir: str | None = execution(None, "folder of kept replies; null: judge in the run folder")
+    canaries: str | None = bookkeeping(
+        None,
+        "file of answers of known grade, as JSON lines; null: core/rewards/judge/judge_canaries.jsonl",
+        used_if=CANARIES,
+    )
+    canary_every: Size = bookkeeping(32, "answers per canary graded beside them; 0: none")
+    prompt_price: NonNegative = bookkeeping(0.0, "price of a million tokens that the judge reads, in any currency")
+    completion_price: NonNegative = bookkeeping(0.0, "price of a million tokens that it writes")
+
+
+class ScoringFSDPConfig(FSDPConfig):
+    """How ranks of a pool share a reward model, whose weights do not move and do not train."""
+
+    param_offload: bool = execution(False, "keep weights in host memory", used_if=NEVER_MOVED)
+    optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory", used_if=NEVER_MOVED)
+    offload_policy: bool = execution(False, "keep weights in host memory always", used_if=OVER_RAY + POOL)
+    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer", used_if=OVER_RAY + POOL)
+    forward_prefetch: bool = execution(False, "gather the next layer's weights early", used_if=OVER_RAY + POOL)
+    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the weights; -1: all", used_if=OVER_RAY + POOL)
+
+
+class RewardModelModelConfig(Section):
+    path: str = key("~/models/FsfairX-LLaMA3-RM-v0.1", "a sequence or token classifier with one label")
+    input_tokenizer: str | None = key(
+        "policy",
+        "The policy's, whose text is put into the reward model's chat template; null: it reads the policy's token ids",
+    )
+    external_lib: str | None = key(None, "modules to import before the model loads; null: the policy's", code=CODE)
+    trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
+    fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig(dtype="bfloat16")
 
 
 class RewardModuleConfig(Section):
-    path: str | None = None  # file or module of a reward manager of your own (source=importlib)
-    name: str | None = None  # class of that manager
+    path: str | None = files(
+        None, "file or module of a reward manager of your own (source=importlib)", code=CODE, used_if=OWN_MANAGER
+    )
+    name: str | None = key(None, "class of that manager", code=CODE, used_if=IMPORTED)
 
 
 class SandboxConfig(Section):
     """Where programs that are answers run, if not on a Sandbox Fusion server."""
 
-    allow_unisolated: bool = False  # run programs also where nothing isolates them
-    timeout_s: limits.Positive = 10.0  # seconds for a test; in graders, an answer's share of reward_model.timeout_s
-    memory_limit_mb: limits.Count = 1024  # MiB that a program may map
+    allow_unisolated: bool = execution(False, "run programs also where nothing isolates them", code=CONSENT)
+    timeout_s: Positive = execution(10.0, "seconds for a test; in graders, an answer's share of reward_model.timeout_s")
+    memory_limit_mb: Count = key(1024, "MiB that a program may map")
 
 
 class SandboxFusionConfig(Section):
-    url: str | None = None  # address of a server, with /run_code; None: programs run in a sandbox on this machine
-    max_concurrent: limits.Count = 64  # requests at a time
-    memory_limit_mb: limits.Count = 1024  # MiB that a program may use there
-    give_up_s: limits.Positive = 120.0  # seconds for which a server that is away is tried again, also in graders
-    api_key_env: str | None = None  # environment variable that holds the server's key, if it needs one
+    url: str | None = execution(
+        None, "address of a server, with /run_code; null: programs run in a sandbox on this machine"
+    )
+    max_concurrent: Count = execution(64, "requests at a time", used_if=SERVER)
+    memory_limit_mb: Count = key(1024, "MiB that a program may use there", used_if=SERVER)
+    give_up_s: Positive = execution(
+        120.0, "seconds for which a server that is away is tried again, also in graders", used_if=SERVER
+    )
+    api_key_env: str | None = execution(
+        None, "environment variable that holds the server's key, if it needs one", used_if=SERVER
+    )
 
 
 class CustomRewardFunctionConfig(Section):
-    path: str | None = None  # file or module of your own scorer; None: the table of reward_scores
-    name: str = "compute_score"  # the function in that file
-    reward_kwargs: Open = FrozenDict()  # arguments of that function
+    path: str | None = files(None, "file or module of your own scorer; null: the table of reward_scores", code=CODE)
+    name: str = key("compute_score", "the function in that file", code=CODE, used_if=OWN_FUNCTION)
+    reward_kwargs: Open = key(FrozenDict(), "arguments of that function", used_if=OWN_FUNCTION)
 
 
 class RewardModelConfig(Section):
-    # the managers here and those that module.path registers, or your own as module.name of module.path (importlib)
-    source: Literal["register", "importlib"] = "register"
+    source: Literal["register", "importlib"] = key(
+        "register",
+        "the managers here and those that module.path registers, or your own as module.name of module.path (importlib)",
+    )
     module: RewardModuleConfig = RewardModuleConfig()
-    # who grades: this process (naive), graders (prime, dapo), a function of lists (batch), or a class of module.path
-    reward_manager: RewardManager = "naive"
-    num_workers: limits.Count | None = None  # grading processes; None: one a core, at most 4
-    timeout_s: limits.Positive = 10.0  # seconds for an answer (batch: a step's call) and for a program's tests together
-    memory_limit_mb: limits.Count | None = 1024  # MiB that a grader may map; None: no limit
-    num_examine: limits.Size = 0  # answers of each data source that a training step prints
-    val_num_examine: limits.Size = 1  # answers of each data source that a validation prints
-    reward_kwargs: Open = FrozenDict()  # scorer's name -> its options, as in {gsm8k: {method: flexible}}
-    # what a function of yours gets as solution_str: what the policy wrote, or the whole response with what tools wrote
-    solution_str: Literal["policy", "response"] = "policy"
-    on_error: Literal["zero", "mask", "raise"] = "zero"  # what becomes of an answer whose scorer failed
+    reward_manager: RewardManager = key(
+        "naive",
+        "who grades: this process (naive), graders (prime, dapo), a function of lists (batch), a class of module.path",
+        used_if=REGISTERED,
+    )
+    num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", used_if=GRADERS)
+    timeout_s: Positive = execution(
+        10.0, "seconds for an answer (batch: a step's call) and for a program's tests together", used_if=GRADERS
+    )
+    memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", used_if=GRADERS)
+    num_examine: Size = bookkeeping(0, "answers of each data source that a training step prints")
+    val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")
+    reward_kwargs: Open = key(
+        FrozenDict(), "scorer's name -> its options, as in {gsm8k: {method: flexible}}", code=CONSENT
+    )
+    solution_str: Literal["policy", "response"] = key(
+        "policy",
+        "what a function of yours gets as solution_str: what the policy wrote, or the whole response with tools'",
+        used_if=OWN_CODE,
+    )
+    on_error: Literal["zero", "mask", "raise"] = key("zero", "what becomes of an answer whose scorer failed")
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
-    enable: bool = False  # a model scores the examples whose reward_model.style is "model"
-    weight: float = 0.0  # what the model's number counts beside a rule's score, in the other examples
-    model: RewardModelModelConfig = RewardModelModelConfig()
-    enable_resource_pool: bool = False  # over Ray, nodes whose ranks share the model; False: one process has it
-    nnodes: limits.Size = 0  # nodes of that pool
-    n_gpus_per_node: limits.Size = 0  # ranks on each of them, a GPU each
-    judge: JudgeConfig = JudgeConfig()
-    max_length: limits.Count | None = None  # tokens that the model sees; None: the longest prompt and answer
-    micro_batch_size_per_gpu: limits.Count | None = None  # answers a pass; None: use_dynamic_bsz decides
-    # fill passes up to a number of tokens; None: where no micro-batch size is given
-    use_dynamic_bsz: bool | None = None
-    forward_max_token_len_per_gpu: limits.Count | None = None  # tokens a pass; None: the critic's
+    enable: bool = key(False, 'a model scores the examples whose reward_model.style is "model"')
+    weight: float = key(0.0, "what the model's number counts beside a rule's score, in the other examples")
+    model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
+    enable_resource_pool: bool = execution(
+        False, "over Ray, nodes whose ranks share the model; False: one process has it", used_if=CLASSIFIER
+    )
+    nnodes: Size = execution(0, "nodes of that pool", used_if=CLASSIFIER + POOL)
+    n_gpus_per_node: Size = execution(0, "ranks on each of them, a GPU each", used_if=CLASSIFIER + POOL)
+    judge: JudgeConfig = key(JudgeConfig(), used_if=JUDGED)
+    max_length: Count | None = key(
+        None, "tokens that the model sees; null: the longest prompt and answer", used_if=CLASSIFIER
+    )
+    micro_batch_size_per_gpu: Count | None = execution(
+        None, "answers a pass; null: use_dynamic_bsz decides", used_if=CLASSIFIER + NOT_PACKED
+    )
+    use_dynamic_bsz: bool | None = execution(
+        None, "fill passes up to a number of tokens; null: where no micro-batch size is given", used_if=CLASSIFIER
+    )
+    forward_max_token_len_per_gpu: Count | None = execution(
+        None, "tokens a pass; null: the critic's", used_if=CLASSIFIER + PACKED
+    )
 
     @property
     def uses_model(self) -> bool:
@@ -150,44 +264,114 @@ def what_a_function_reads(c: View) -> Broken:
         )
 
 
-@rules.unused
-def parts_that_are_off(c: View) -> Unused:
-    if c.manager.in_process:
+OF_A_CLASSIFIER = (
+    *("reward_model.model.*", "reward_model.max_length", "reward_model.micro_batch_size_per_gpu"),
+    *("reward_model.use_dynamic_bsz", "reward_model.forward_max_token_len_per_gpu"),
+    *("reward_model.enable_resource_pool", "reward_model.nnodes", "reward_model.n_gpus_per_node"),
+)
+
+
+@rules.problem
+def the_reward_model(c: View) -> Broken:
+    if c.reward.weight and not c.reward.enable:
         yield (
-            ("reward_model.num_workers", "reward_model.timeout_s", "reward_model.memory_limit_mb"),
-            f"reward_model.reward_manager={c.reward.reward_manager} grades in this process, but for what sympy "
-            "and math-verify compare (prime_math, geo3k, method=math_verify); prime has workers for all",
+            "reward_model.weight",
+            "there is no model whose number could be added; set reward_model.enable=True and "
+            "reward_model.model.path (or reward_model.judge.url), or leave it out",
         )
-    if c.reward.source == "importlib":
+    if c.reward.enable and c.reward.model.input_tokenizer not in (None, "policy", c.model.path, c.model.tokenizer_path):
         yield (
-            ("reward_model.reward_manager",),
-            "reward_model.source=importlib takes the manager of reward_model.module",
+            "reward_model.model.input_tokenizer",
+            "is the tokenizer of what the policy wrote; the reward model's own comes with "
+            "reward_model.model.path; leave it out, or null where both read the same token ids",
         )
-    if not c.reward.sandbox_fusion.url:
+    if c.reward.enable and c.reward.use_dynamic_bsz is False and not c.reward.micro_batch_size_per_gpu:
         yield (
-            (
-                "reward_model.sandbox_fusion.max_concurrent",
-                "reward_model.sandbox_fusion.memory_limit_mb",
-                "reward_model.sandbox_fusion.give_up_s",
-                "reward_model.sandbox_fusion.api_key_env",
-            ),
-            "reward_model.sandbox_fusion.url is not set",
+            "reward_model.micro_batch_size_per_gpu",
+            "is needed with reward_model.use_dynamic_bsz=False; give a number of answers a pass, or leave "
+            "use_dynamic_bsz out: passes are then packed by tokens",
         )
-    if not c.own_manager:
+    if c.reward.enable and c.reward.use_dynamic_bsz and c.reward.forward_max_token_len_per_gpu < c.reward.max_length:
         yield (
-            ("reward_model.module.path",),
-            f"reward_model.reward_manager={c.reward.reward_manager} is a manager of this repository; a class of yours "
-            "under that name needs reward_model.source=importlib and reward_model.module.name",
+            "reward_model.forward_max_token_len_per_gpu",
+            f"must hold an answer of reward_model.max_length={c.reward.max_length} tokens; raise it, or lower "
+            "reward_model.max_length",
         )
-    if c.reward.source == "register":
-        yield (("reward_model.module.name",), "reward_model.source is not importlib")
-    if not c.custom.path:
+    pooled, copy_ranks = c.reward.loads_model and c.reward.enable_resource_pool, c.reward.model.fsdp_config.fsdp_size
+    if pooled and c.trainer.backend == "local":
         yield (
-            ("custom_reward_function.name", "custom_reward_function.reward_kwargs*"),
-            "custom_reward_function.path is not set",
+            "reward_model.enable_resource_pool",
+            "needs a cluster: trainer.backend=local has the reward model in its one process; set "
+            "trainer.backend=ray, or leave it out",
         )
-    if not c.custom.path and not c.own_manager:
+    for name in ("nnodes", "n_gpus_per_node"):
+        if pooled and not getattr(c.reward, name):
+            yield (
+                f"reward_model.{name}",
+                "is needed with reward_model.enable_resource_pool=True; give the nodes of the reward model's pool, "
+                "and the GPUs of each of them",
+            )
+    if pooled and copy_ranks > 0 and c.reward.ranks % copy_ranks:
         yield (
-            ("reward_model.solution_str",),
-            "a scorer of this repository always reads what the policy wrote (custom_reward_function.path is not set)",
+            "reward_model.model.fsdp_config.fsdp_size",
+            f"must divide the {c.reward.ranks} ranks (reward_model.nnodes * reward_model.n_gpus_per_node); change "
+            "one of them; -1 shares one copy of the weights between all",
+        )
+
+
+@rules.problem
+def the_judge(c: View) -> Broken:
+    if c.judge.url is not None and not c.reward.enable:
+        yield (
+            "reward_model.judge.url",
+            "would judge nothing with reward_model.enable=False; set reward_model.enable=True, or leave the URL out",
+        )
+    if c.judge.url is not None and (not c.judge.url.startswith(("http://", "https://"))):
+        yield (
+            "reward_model.judge.url",
+            "must begin with http:// or https://; give the address that clients of OpenAI's interface use, as "
+            "http://localhost:8000/v1",
+        )
+    if c.judge.url is not None and not c.judge.model:
+        yield (
+            "reward_model.judge.model",
+            "is needed with reward_model.judge.url; name the model as the server lists it (GET /models)",
+        )
+    if c.reward.judged and c.is_url(c.judge.cache_dir):
+        yield (
+            "reward_model.judge.cache_dir",
+            "is a database, which cannot be written to a URL; leave it out; the replies are then kept in the run "
+            "folder, and sent with it where that is a URL",
+        )
+    if c.reward.judged and c.reward.on_error == "zero":
+        yield (
+            "reward_model.on_error",
+            "would score an answer 0 because a server was away; set reward_model.on_error=mask, which takes such "
+            "an answer out of its group and the loss, or raise",
+        )
+    if c.judge.pattern is not None and c.judge.json_schema is not None:
+        yield (
+            "reward_model.judge.pattern",
+            "reads a reply in one way, and reward_model.judge.json_schema in another; leave one of them out",
+        )
+    if c.judge.lowest >= c.judge.highest:
+        yield (
+            "reward_model.judge.lowest",
+            f"must be below reward_model.judge.highest={c.judge.highest}; give the range of the judge's numbers",
+        )
+    if c.reward.judged and c.judge.template and c.judge.canary_every and not c.judge.canaries:
+        yield (
+            "reward_model.judge.canaries",
+            "is needed with a template of your own: the canaries that come with the usual one may not suit it; "
+            "name a file of JSON lines {question, response, reference, right}, or set canary_every=0 for none",
+        )
+
+
+@rules.warning
+def votes(c: View) -> Broken:
+    if c.reward.judged and c.judge.votes > 1 and c.judge.temperature == 0:
+        yield (
+            "reward_model.judge.votes",
+            "greedy votes differ by the marks around the texts alone; set reward_model.judge.temperature above "
+            "0, or votes=1",
         )

@@ -1,65 +1,121 @@
-"""The section ``actor_rollout_ref.rollout`` with its rules."""
+"""The section ``actor_rollout_ref.rollout`` with its rules: sampling, engines, episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
-from core.config import limits
-from core.config.frozen import FrozenDict
-from core.config.limits import FULL_PRECISION, DType
-from core.config.names import AgentLoop, EngineName
-from core.config.rulebook import Broken, RuleBook, Unused, View
-from core.config.section import Open, Section
-from core.config.sections.multi_turn import MultiTurnConfig
+from core.config.conditions import (
+    EPISODES,
+    IN_PROCESS,
+    NOT_PACKED,
+    OF_THE_ENGINE,
+    OVER_RAY,
+    OWN_POOL,
+    PACKED,
+    SAMPLED,
+    SERVES,
+    SHARED_GPUS,
+)
+from core.config.limits import FULL_PRECISION, Count, DType, NonNegative, OffOrCount, Positive, PositiveShare
+from core.config.registry import TOOL_AGENT, AgentLoop, EngineName
+from core.config.rulebook import Broken, RuleBook, View
+from core.config.section import ARGUMENTS, CODE, FrozenDict, Open, Section, execution, files, key
+
+
+class MultiTurnConfig(Section):
+    """Limits are those of an episode, which core/rollout/tool_agent.py plays."""
+
+    enable: bool = key(False, "trajectories are episodes in which the policy calls tools")
+    max_assistant_turns: Count | None = key(None, "turns of the policy; null: until the response is full")
+    max_user_turns: Count | None = key(None, "turns in which tools or a user answer; null: no limit of its own")
+    max_tool_calls: Count | None = key(None, "tool calls of an episode; null: no limit of its own")
+    max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
+    tool_config_path: str | None = files(None, "YAML file with the tools, see core/rollout/tools.py", code=CODE)
+    interaction_config_path: str | None = files(
+        None, "YAML file with simulated users, see core/rollout/users.py", code=CODE
+    )
+    tool_timeout_s: Positive = execution(30.0, "seconds a tool call or a user's turn may take; a tool may have its own")
+    max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key(
+        "middle", "the part of a tool's answer that is kept, as verl has it"
+    )
+    format: Literal["hermes", "react"] = key("hermes", "how a tool call is written")
+    repeatable: bool = execution(
+        False, "decoding waits for tools, so that a run repeats to the bit also with slow ones", used_if=IN_PROCESS
+    )
 
 
 class ValKwargs(Section):
     """Sampling of validation answers; greedy unless ``do_sample``."""
 
-    n: limits.Count = 1  # answers a question
-    do_sample: bool = False  # sample validation answers; False: greedy
-    temperature: limits.NonNegative = 0.0  # sampling temperature for validation
-    top_p: limits.PositiveShare = 1.0  # top-p (nucleus) for validation; 1 disables
-    top_k: limits.OffOrCount = -1  # top-k for validation; -1 disables
+    n: Count = key(1, "answers a question")
+    do_sample: bool = key(False, "sample validation answers; False: greedy")
+    temperature: NonNegative = key(0.0, "sampling temperature for validation", used_if=SAMPLED)
+    top_p: PositiveShare = key(1.0, "top-p (nucleus) for validation; 1 disables", used_if=SAMPLED)
+    top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", used_if=SAMPLED)
 
 
 class RolloutConfig(Section):
-    name: EngineName | None = None  # engine that generates; None: vllm where it is installed, else hf
-    nnodes: limits.Count | None = None  # nodes of the engines' own pool (hybrid_engine=False); None: 1
-    n_gpus_per_node: limits.Count | None = None  # GPUs a node of that pool; None: the trainer's
-    n: limits.Count = 1  # trajectories a prompt
-    do_sample: bool = True  # sample answers; training needs it
-    temperature: limits.NonNegative = 1.0  # sampling temperature for training
-    top_p: limits.PositiveShare = 1.0  # top-p (nucleus) for training; 1 disables
-    top_k: limits.OffOrCount = -1  # top-k for training; -1 disables
-    ignore_eos: bool = False  # go on to max_response_length beyond the end of an answer, for measuring speed
-    val_kwargs: ValKwargs = ValKwargs()
-    # number format of the engine; None: the learner's or float32 in one process with the hf engine, else bfloat16
-    dtype: DType | None = None
-    tensor_model_parallel_size: limits.Count = 2  # GPUs that share each layer of one engine
-    gpu_memory_utilization: limits.PositiveShare = 0.5  # share of a GPU's memory for the engine: weights and KV cache
-    enforce_eager: bool = False  # run without CUDA graphs
-    free_cache_engine: bool = True  # give the engine's memory back while the learner works
-    max_num_batched_tokens: limits.Count = 8192  # tokens in one iteration of the engine
-    max_num_seqs: limits.Count = 1024  # sequences that an engine decodes at once
-    update_weights_bucket_megabytes: limits.Count = 2048  # weights that travel together from learner to engine
-    max_model_len: limits.Count | None = None  # tokens of a sequence; None: max_prompt_length + max_response_length
-    enable_chunked_prefill: bool = True  # split a long prompt over several iterations
-    enable_prefix_caching: bool = True  # compute a prefix that sequences share once
-    engine_kwargs: Open = FrozenDict()  # further arguments of the engine: engine_kwargs.vllm.*, engine_kwargs.hf.*
-    agent_loop: AgentLoop | None = (
-        None  # what plays episodes; None: the tool agent with multi_turn.enable, else one turn
+    name: EngineName | None = execution(None, "engine that generates; null: vllm where it is installed, else hf")
+    nnodes: Count | None = execution(
+        None, "nodes of the engines' own pool (hybrid_engine=False); null: 1", used_if=OWN_POOL
     )
-    multi_turn: MultiTurnConfig = MultiTurnConfig()
-    # of old log-probs: trajectories in one pass; None: the actor's
-    log_prob_micro_batch_size_per_gpu: limits.Count | None = None
-    # of old log-probs: fill passes up to a number of tokens; None: the actor's
-    log_prob_use_dynamic_bsz: bool | None = None
-    # of old log-probs: tokens in one pass; None: the actor's
-    log_prob_max_token_len_per_gpu: limits.Count | None = None
+    n_gpus_per_node: Count | None = execution(None, "GPUs a node of that pool; null: the trainer's", used_if=OWN_POOL)
+    n: Count = key(1, "trajectories a prompt")
+    do_sample: bool = key(True, "sample answers; training needs it")
+    temperature: NonNegative = key(1.0, "sampling temperature for training")
+    top_p: PositiveShare = key(1.0, "top-p (nucleus) for training; 1 disables")
+    top_k: OffOrCount = key(-1, "top-k for training; -1 disables")
+    ignore_eos: bool = key(False, "go on to max_response_length beyond the end of an answer, for measuring speed")
+    val_kwargs: ValKwargs = key(ValKwargs())
+    dtype: DType | None = key(
+        None,
+        "number format of the engine; null: the learner's or float32 in one process with the hf engine, else bfloat16",
+    )
+    tensor_model_parallel_size: Count = execution(
+        2, "GPUs that share each layer of one engine", used_if=SERVES + OVER_RAY
+    )
+    gpu_memory_utilization: PositiveShare = execution(
+        0.5, "share of a GPU's memory for the engine: weights and KV cache", used_if=SERVES
+    )
+    enforce_eager: bool = execution(False, "run without CUDA graphs", used_if=SERVES)
+    free_cache_engine: bool = execution(
+        True, "give the engine's memory back while the learner works", used_if=SERVES + SHARED_GPUS
+    )
+    max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
+    max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
+    update_weights_bucket_megabytes: Count = execution(
+        2048, "weights that travel together from learner to engine", used_if=OVER_RAY
+    )
+    max_model_len: Count | None = execution(
+        None, "tokens of a sequence; null: max_prompt_length + max_response_length", used_if=SERVES
+    )
+    enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations", used_if=SERVES)
+    enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once", used_if=SERVES)
+    engine_kwargs: Open = execution(
+        FrozenDict(),
+        "further arguments of the engine: engine_kwargs.vllm.*, engine_kwargs.hf.*",
+        code=ARGUMENTS,
+        used_if=OF_THE_ENGINE,
+    )
+    agent_loop: AgentLoop | None = key(
+        None, "what plays episodes; null: the tool agent with multi_turn.enable, else one turn"
+    )
+    multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
+    log_prob_micro_batch_size_per_gpu: Count | None = execution(
+        None, "of old log-probs: trajectories in one pass; null: the actor's", used_if=NOT_PACKED
+    )
+    log_prob_use_dynamic_bsz: bool | None = execution(
+        None, "of old log-probs: fill passes up to a number of tokens; null: the actor's"
+    )
+    log_prob_max_token_len_per_gpu: Count | None = execution(
+        None, "of old log-probs: tokens in one pass; null: the actor's", used_if=PACKED
+    )
 
 
 HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
+
 rules = RuleBook()
 
 
@@ -213,43 +269,27 @@ def what_engines_change(c: View) -> Broken:
         )
 
 
-@rules.unused
-def sampling_of_validation(c: View) -> Unused:
-    if not c.val.do_sample:
+@rules.problem
+def the_tool_agent(c: View) -> Broken:
+    options = c.rollout.multi_turn
+    if options.enable and c.rollout.agent_loop != TOOL_AGENT:
         yield (
-            (
-                "actor_rollout_ref.rollout.val_kwargs.temperature",
-                "actor_rollout_ref.rollout.val_kwargs.top_p",
-                "actor_rollout_ref.rollout.val_kwargs.top_k",
-            ),
-            "validation is greedy; actor_rollout_ref.rollout.val_kwargs.do_sample=True samples",
+            "actor_rollout_ref.rollout.agent_loop",
+            "and multi_turn.enable=True, which is the tool agent, both say how an episode goes; leave one out",
+        )
+    if c.rollout.agent_loop == TOOL_AGENT and not (options.tool_config_path or options.interaction_config_path):
+        yield (
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+            "or interaction_config_path is needed by the tool agent (multi_turn.enable=True or "
+            "agent_loop=tool_agent); name a YAML file with tools (core/rollout/tools.py says what it holds)",
         )
 
 
-@rules.unused
-def settings_of_other_engines(c: View) -> Unused:
-    if c.rollout.name != "vllm":
+@rules.problem
+def episodes_repeat(c: View) -> Broken:
+    if c.rollout.multi_turn.repeatable and not c.engine.seeded and c.config.needs_engine:
         yield (
-            ("actor_rollout_ref.rollout.engine_kwargs.vllm*",),
-            f"actor_rollout_ref.rollout.name={c.rollout.name} has no such setting",
-        )
-    if c.rollout.name != "sglang":
-        yield (
-            ("actor_rollout_ref.rollout.engine_kwargs.sglang*",),
-            f"actor_rollout_ref.rollout.name={c.rollout.name} has no such setting",
-        )
-    if c.rollout.name != "hf":
-        yield (
-            ("actor_rollout_ref.rollout.engine_kwargs.hf*",),
-            f"actor_rollout_ref.rollout.name={c.rollout.name} has engine_kwargs.{c.rollout.name}",
-        )
-    if c.policy.hybrid_engine:
-        yield (
-            ("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
-            "the engine is on the trainer's GPUs; actor_rollout_ref.hybrid_engine=False gives it its own",
-        )
-    if not c.policy.hybrid_engine:
-        yield (
-            ("actor_rollout_ref.rollout.free_cache_engine",),
-            "the engine has GPUs of its own (actor_rollout_ref.hybrid_engine=False)",
+            "actor_rollout_ref.rollout.multi_turn.repeatable",
+            f"{c.rollout.name} draws no answer from a seed, so that a run cannot be repeated; set False, or "
+            "actor_rollout_ref.rollout.name=hf",
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from core.config.rulebook import Broken, RuleBook, Unused, View
+from core.config.rulebook import Broken, RuleBook, View
 
 rules = RuleBook()
 
@@ -149,15 +149,6 @@ def passes_hold_a_sequence(c: View) -> Broken:
             )
 
 
-@rules.unused
-def sizes_of_the_other_kind_of_pass(c: View) -> Unused:
-    for one in _passes(c):
-        if one["use_dynamic_bsz"]:
-            yield (one.key("micro_batch_size_per_gpu"),), f"{one.name('use_dynamic_bsz')} packs passes by tokens"
-        if not one["use_dynamic_bsz"]:
-            yield (one.key("max_token_len_per_gpu"),), f"{one.name('use_dynamic_bsz')} is off"
-
-
 @rules.problem
 def layer_parts_divide_ranks(c: View) -> Broken:
     for section, part, adapters, models, runs in (
@@ -218,13 +209,3 @@ def copies_have_whole_layers(c: View) -> Broken:
                 "counts the ranks of a copy, a multiple of "
                 f"tensor_model_parallel_size={part.tensor_model_parallel_size}; change one of them",
             )
-
-
-@rules.unused
-def one_rank(c: View) -> Unused:
-    if c.trainer.backend == "local":
-        keys = tuple(
-            f"{part}.tensor_model_parallel_size"
-            for part in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-        )
-        yield keys, "trainer.backend=local runs one rank in this process"

@@ -4,23 +4,62 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import limits, registry
-from core.config.frozen import FrozenDict
-from core.config.names import Logger
-from core.config.rulebook import Broken, RuleBook, Unused, View
-from core.config.section import Open, Section
-from core.config.sections.health import HealthConfig
+from core.config import registry
+from core.config.conditions import BOUNDED, CANARIES, CRITIC, JUDGED, OVER_RAY, WINDOW
+from core.config.limits import Count, Name, NonNegative, OffOrCount, Positive, Size
+from core.config.registry import Logger
+from core.config.rulebook import Broken, RuleBook, View
+from core.config.section import ARGUMENTS, FrozenDict, Open, Section, bookkeeping, execution, key, when
+
+
+class HealthBound(Section):
+    bound: NonNegative | None = key(None, "the bound that such a number may not cross; null: off")
+    action: Literal["warn", "stop"] = key(
+        "warn", "what a crossed bound does; stop saves a checkpoint first", used_if=BOUNDED
+    )
+
+
+class HealthConfig(Section):
+    """What a step's metrics may be; see core.tracking.health for what each bound is compared with."""
+
+    nonfinite: HealthBound = key(HealthBound(bound=3, action="stop"), "steps in a row that skipped an update")
+    entropy: HealthBound = key(HealthBound(), "least mean entropy, nats a token")
+    reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best")
+    reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average", used_if=WINDOW)
+    logp_diff: HealthBound = key(
+        HealthBound(),
+        "mean |engine - learner| of log-probs; null: 1e-4 in float32, else by what rounding costs on the model, "
+        "which is measured at start; off where the difference is corrected",
+    )
+    entropy_gap: HealthBound = key(HealthBound(bound=6), "standard errors between entropy and -log p of sampled tokens")
+    zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores")
+    repetition: HealthBound = key(
+        HealthBound(bound=0.2), "rise of the share of repeated trigrams of answers since the start"
+    )
+    unfinished: HealthBound = key(HealthBound(bound=0.2), "rise of the share of answers that reach the length limit")
+    shortening: HealthBound = key(HealthBound(bound=0.5), "fall of the mean response length, as a share of the start's")
+    scorer_errors: HealthBound = key(HealthBound(bound=0.1), "share of answers without a score, over reward_window")
+    judge_agreement: HealthBound = key(
+        HealthBound(bound=0.75, action="stop"), "least share of canaries graded as known", used_if=JUDGED + CANARIES
+    )
 
 
 class TraceConfig(Section):
     """What is recorded of every token of some steps, for ``python -m results.trace``."""
 
-    freq: limits.OffOrCount = -1  # steps between records, first and last step included; -1: only trainer.trace.steps
-    steps: tuple[limits.Count, ...] | None = None  # record these steps as well
-    # groups of a recorded step, the same questions in every step where possible; beside them the group of the lowest
-    # score, that of the largest engine-learner difference and the first one that was dropped are recorded
-    groups: limits.Count = 2
-    max_mb: limits.Positive = 256  # disk of a run's records; older ones make room, the first one stays
+    freq: OffOrCount = key(-1, "steps between records, first and last step included; -1: only trainer.trace.steps")
+    steps: tuple[Count, ...] | None = key(None, "record these steps as well")
+    groups: Count = key(
+        2,
+        "groups of a recorded step, the same questions in every step where possible; beside them the group of the "
+        "lowest score, that of the largest engine-learner difference and the first one that was dropped",
+        used_if=when(lambda c: c.own.used, "neither trainer.trace.freq nor trainer.trace.steps is set"),
+    )
+    max_mb: Positive = key(
+        256,
+        "disk of a run's records; older ones make room, the first one stays",
+        used_if=when(lambda c: c.own.used, "neither trainer.trace.freq nor trainer.trace.steps is set"),
+    )
 
     @property
     def used(self) -> bool:
@@ -29,54 +68,86 @@ class TraceConfig(Section):
 
 
 class TrainerConfig(Section):
-    # one process, or learner ranks and engines on the GPUs of one or more nodes (ray)
-    backend: Literal["local", "ray"] = "local"
-    device: Literal["cpu", "cuda"] | None = None  # where models compute; None: cuda if there is one
-    cpu_threads: limits.Count | None = None  # threads of torch on a CPU; None: all cores
-    seed: limits.Size = 1  # decides which examples are drawn, how answers are sampled, and new weights
-    nnodes: limits.Count = 1  # machines
-    n_gpus_per_node: limits.Count = 8  # GPUs a machine; on CPUs, learner ranks
-    total_epochs: limits.Count = 30  # passes over the training examples
-    total_training_steps: limits.Count | None = None  # RL steps; None: the whole batches of total_epochs
-    # seconds of a remote phase, after which the run ends and reports what hangs
-    phase_timeout_s: limits.Positive = 3600
-    heartbeat_timeout_s: limits.Positive = 300  # seconds without a sign of life from a process, after which likewise
-    max_restarts: limits.Size = 0  # times a run starts again from its checkpoint after a process died or hung
-    critic_warmup: limits.Size = 0  # steps in which only the critic trains
-    balance_batch: bool = True  # give ranks about equal numbers of tokens
-    max_staleness: limits.Size = 0  # steps a sample may be old; 1: the next collection overlaps the update
-    project_name: limits.Name | None = None  # project at a logger's service; None: rlrepro-<recipe>
-    experiment_name: limits.Name | None = None  # name of the run; None: <model>-seed<seed>, see core/config/README.md
-    reference: str | None = None  # id of the row of results/references.yaml that the run is to reproduce; None: none
-    default_local_dir: str | None = None  # run folder, or a URL; None: outputs/<recipe>/<experiment_name>
-    # where metrics go besides metrics.jsonl in the run folder; one that fails three times in a row is switched off
-    logger: tuple[Logger, ...] = ("console", "tensorboard")
-    log_val_generations: limits.Size = 0  # answers of a validation that go to the loggers
-    rollout_data_dir: str | None = None  # folder or URL for every training answer; None: no dump
-    validation_data_dir: str | None = None  # folder or URL for every validation answer; None: no dump
-    val_before_train: bool = True  # validate the starting model too
-    val_only: bool = False  # validate the model and end
-    test_freq: limits.OffOrCount = -1  # steps between validations, one follows the last; -1: never
-    save_freq: limits.OffOrCount = -1  # steps between checkpoints, one follows the last; -1: never
-    max_actor_ckpt_to_keep: limits.Count | None = None  # checkpoints that are kept, the newest ones; None: all
-    # where a run starts: its newest checkpoint (auto), step 0 (disable), resume_from_path
-    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    # checkpoint to resume from (a folder or URL global_step_N), with resume_mode=resume_path
-    resume_from_path: str | None = None
-    resume_with_changes: bool = False  # resume also with another base, other data or another objective; recorded
-    health: HealthConfig = HealthConfig()
-    trace: TraceConfig = TraceConfig()
+    backend: Literal["local", "ray"] = execution(
+        "local", "one process, or learner ranks and engines on the GPUs of one or more nodes (ray)"
+    )
+    device: Literal["cpu", "cuda"] | None = execution(None, "where models compute; null: cuda if there is one")
+    cpu_threads: Count | None = execution(None, "threads of torch on a CPU; null: all cores")
+    seed: Size = key(1, "decides which examples are drawn, how answers are sampled, and new weights")
+    nnodes: Count = execution(1, "machines", used_if=OVER_RAY)
+    n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", used_if=OVER_RAY)
+    total_epochs: Count = execution(
+        30,
+        "passes over the training examples",
+        used_if=when(lambda c: c.own.total_training_steps is None, "trainer.total_training_steps is given"),
+    )
+    total_training_steps: Count | None = execution(None, "RL steps; null: the whole batches of total_epochs")
+    phase_timeout_s: Positive = bookkeeping(
+        3600, "seconds of a remote phase, after which the run ends and reports what hangs", used_if=OVER_RAY
+    )
+    heartbeat_timeout_s: Positive = bookkeeping(
+        300, "seconds without a sign of life from a process, after which likewise", used_if=OVER_RAY
+    )
+    max_restarts: Size = bookkeeping(0, "times a run starts again from its checkpoint after a process died or hung")
+    critic_warmup: Size = key(0, "steps in which only the critic trains", used_if=CRITIC)
+    balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", used_if=OVER_RAY)
+    max_staleness: Size = key(0, "steps a sample may be old; 1: the next collection overlaps the update")
+    project_name: Name | None = bookkeeping(None, "project at a logger's service; null: rlrepro-<recipe>")
+    experiment_name: Name | None = bookkeeping(
+        None, "name of the run; null: <model>-seed<seed>, see core/config/README.md"
+    )
+    reference: str | None = bookkeeping(
+        None, "id of the row of results/references.yaml that the run is to reproduce; null: none"
+    )
+    default_local_dir: str | None = bookkeeping(None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>")
+    logger: tuple[Logger, ...] = bookkeeping(
+        ("console", "tensorboard"),
+        "where metrics go besides metrics.jsonl in the run folder; one that fails three times in a row is switched off",
+    )
+    log_val_generations: Size = bookkeeping(0, "answers of a validation that go to the loggers")
+    rollout_data_dir: str | None = bookkeeping(None, "folder or URL for every training answer; null: no dump")
+    validation_data_dir: str | None = bookkeeping(None, "folder or URL for every validation answer; null: no dump")
+    val_before_train: bool = bookkeeping(
+        True, "validate the starting model too", used_if=when(lambda c: not c.own.val_only, "trainer.val_only is on")
+    )
+    val_only: bool = bookkeeping(False, "validate the model and end")
+    test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
+    save_freq: OffOrCount = bookkeeping(-1, "steps between checkpoints, one follows the last; -1: never")
+    max_actor_ckpt_to_keep: Count | None = bookkeeping(
+        None,
+        "checkpoints that are kept, the newest ones; null: all",
+        used_if=when(lambda c: c.own.save_freq != -1, "trainer.save_freq is off"),
+    )
+    resume_mode: Literal["auto", "disable", "resume_path"] = bookkeeping(
+        "auto", "where a run starts: its newest checkpoint (auto), step 0 (disable), resume_from_path"
+    )
+    resume_from_path: str | None = bookkeeping(
+        None,
+        "checkpoint to resume from (a folder or URL global_step_N), with resume_mode=resume_path",
+        used_if=when(lambda c: c.own.resume_mode == "resume_path", "trainer.resume_mode is not resume_path"),
+    )
+    resume_with_changes: bool = bookkeeping(
+        False, "resume also with another base, other data or another objective; recorded"
+    )
+    health: HealthConfig = bookkeeping(HealthConfig())
+    trace: TraceConfig = bookkeeping(TraceConfig())
 
 
 class GlobalProfilerConfig(Section):
-    tool: Literal["torch"] | None = None  # profiler; None: no profile
-    steps: tuple[limits.Count, ...] | None = None  # steps that are profiled
-    save_path: str | None = None  # folder of torch's traces; None: <run folder>/profile
+    tool: Literal["torch"] | None = key(None, "profiler; null: no profile")
+    steps: tuple[Count, ...] | None = key(
+        None, "steps that are profiled", used_if=when(lambda c: c.own.tool, "global_profiler.tool is not set")
+    )
+    save_path: str | None = key(
+        None,
+        "folder of torch's traces; null: <run folder>/profile",
+        used_if=when(lambda c: c.own.tool, "global_profiler.tool is not set"),
+    )
 
 
 class RayKwargsConfig(Section):
-    ray_init: Open = FrozenDict(num_cpus=None)  # arguments of ray.init
-    timeline_json_file: str | None = None  # file for Ray's timeline of the run; None: none
+    ray_init: Open = key(FrozenDict(num_cpus=None), "arguments of ray.init", code=ARGUMENTS)
+    timeline_json_file: str | None = key(None, "file for Ray's timeline of the run; null: none")
 
 
 rules = RuleBook()
@@ -135,58 +206,4 @@ def profiles_of_no_step(c: View) -> Broken:
             "global_profiler.steps",
             f"names no step, so global_profiler.tool={c.profiler.tool} profiles nothing; set "
             "global_profiler.steps=[3,4], say; the first step is slower than the others",
-        )
-
-
-@rules.unused
-def one_process(c: View) -> Unused:
-    if c.trainer.backend == "local":
-        yield (
-            (
-                "trainer.nnodes",
-                "trainer.n_gpus_per_node",
-                "trainer.balance_batch",
-                "ray_kwargs.*",
-                "trainer.phase_timeout_s",
-                "trainer.heartbeat_timeout_s",
-                "*.fsdp_config.param_offload",
-                "*.fsdp_config.optimizer_offload",
-                "*.fsdp_config.offload_policy",
-                "*.fsdp_config.reshard_after_forward",
-                "*.fsdp_config.forward_prefetch",
-                "*.fsdp_config.fsdp_size",
-                "actor_rollout_ref.ref.fsdp_config.dtype",
-                "*.ulysses_sequence_parallel_size",
-                "actor_rollout_ref.rollout.tensor_model_parallel_size",
-                "*.strategy",
-                "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
-            ),
-            "trainer.backend=local runs one rank in this process",
-        )
-
-
-@rules.unused
-def profiles(c: View) -> Unused:
-    if c.profiler.tool is None:
-        yield (("global_profiler.*",), "global_profiler.tool is not set")
-
-
-@rules.unused
-def lengths_and_checkpoints(c: View) -> Unused:
-    if c.trainer.total_training_steps is not None:
-        yield (("trainer.total_epochs",), "trainer.total_training_steps is given")
-    if c.trainer.resume_mode != "resume_path":
-        yield (("trainer.resume_from_path",), "trainer.resume_mode is not resume_path")
-    if c.trainer.save_freq == -1:
-        yield (("trainer.max_actor_ckpt_to_keep",), "trainer.save_freq is off")
-    if c.trainer.val_only:
-        yield (("trainer.val_before_train",), "trainer.val_only is on")
-
-
-@rules.unused
-def nothing_is_recorded(c: View) -> Unused:
-    if not c.trainer.trace.used:
-        yield (
-            ("trainer.trace.groups", "trainer.trace.max_mb"),
-            "neither trainer.trace.freq nor trainer.trace.steps is set",
         )

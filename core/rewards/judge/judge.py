@@ -25,7 +25,7 @@ from core.rewards.judge.judge_verdict import NoVerdict, VerdictRule
 from core.rewards.model_score import Answer, ModelScore
 
 if TYPE_CHECKING:
-    from core.config.sections.judge import JudgeConfig
+    from core.config.sections.reward import JudgeConfig
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from reward_scores.http_client import Reply as HttpReply
 from reward_scores.score import ScoreStatus
 
 if TYPE_CHECKING:
-    from core.config.sections.judge import JudgeConfig
+    from core.config.sections.reward import JudgeConfig
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from core.errors import InputError
 from core.rewards.judge.judge_prompt import read_text
 
 if TYPE_CHECKING:
-    from core.config.sections.judge import JudgeConfig
+    from core.config.sections.reward import JudgeConfig
 
 BRACKETS = r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]"
 KEY = "reward_model.judge"

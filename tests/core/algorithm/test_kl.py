@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.algorithm.kl import KLController, kl_penalty, kl_rewards
-from core.config.names import KLKind
-from core.config.registry import KL_KINDS
+from core.config.registry import KL_KINDS, KLKind
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
-
 import pytest
 
-from core.config import code_keys, compose, convert, examine, recipes
+from core.config import compose, convert, examine, recipes, records
 from core.config.schema import Config
 from core.errors import InputError
 
-KEYS = {
-    key: hint
-    for _, module in (("", None), *recipes.extended())
-    for key, hint in convert.all_keys(module.SCHEMA if module else Config).items()
-}
+KEYS = {key: schema for schema in records.schemas() for key in convert.all_keys(schema)}
 
 
-def holds_text(hint: Any) -> bool:
-    """Return whether a value of this type can be text of any kind, or a mapping."""
-    if get_origin(hint) is Literal or hint in (int, float, bool, type(None)):
-        return False
-    parts = get_args(hint)[:1] if get_origin(hint) in (Annotated, tuple) else get_args(hint)
-    return get_origin(hint) is Mapping or not parts or any(map(holds_text, parts))
-
-
-def test_every_key_that_can_hold_text_has_a_kind():
-    """A new one belongs into core/config/code_keys.yaml, or into the file of that name of its recipe."""
-    table = code_keys.table()
-    assert [key for key, hint in KEYS.items() if holds_text(hint) and key not in table] == []
-    assert [key for key in table if key not in KEYS] == []
-    assert {*table.values()} == {*code_keys.NAMES_CODE}
-    consents = [key for key in KEYS if key.rpartition(".")[2].startswith(("trust", "allow"))]
-    assert {table.get(key) for key in consents} == {code_keys.CONSENT}
-    plugins = [key for key, hint in KEYS.items() if "your own as package.module:function" in str(hint)]
-    assert len(plugins) == 4 and {table[key] for key in plugins} == {code_keys.PLUGIN}
-
-
-def test_a_key_without_a_kind_counts_as_code(monkeypatch):
-    class Later(Config):
-        hook: str | None = None
-        depth: int = 3
-        kind: Literal["a", "b"] = "a"
-
-    assert code_keys.named(Later().replace(hook="x.py:f", depth=5, kind="b")) == {"hook": "x.py:f"}
+def test_the_keys_that_can_name_code():
+    kinds = {key: records.kind_of(key, schema) for key, schema in KEYS.items()}
+    plugins = {"algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.logger"}
+    plugins |= {"actor_rollout_ref.rollout.agent_loop"}
+    assert {key for key, kind in kinds.items() if kind == "plugin"} == plugins
+    ends = ("external_lib", "tool_config_path", "interaction_config_path", "module.path", "module.name")
+    assert all(kinds[key] == "code" for key in KEYS if key.endswith(ends))
+    assert kinds["custom_reward_function.path"] == kinds["custom_reward_function.name"] == "code"
+    assert all(kinds[key] == "consent" for key in KEYS if key.rpartition(".")[2].startswith(("trust_", "allow_")))
+    assert all(
+        kinds[key] == "arguments" for key in KEYS if key.endswith(("override_config", "engine_kwargs", "ray_init"))
+    )
 
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -74,28 +52,28 @@ CODE = {
 def test_an_artefact_that_names_code_is_refused(key):
     config = examine("grpo", (), (), {key: CODE[key]}).config
     with pytest.raises(InputError) as refused:
-        code_keys.refuse("ARTEFACT", config, "grpo")
+        records.refuse_code("ARTEFACT", config, "grpo")
     line = str(refused.value)
     assert line.startswith("ARTEFACT: its settings name code that would run here: ") and key in line
     append = line.rpartition("If you trust that code, append ")[2]
     import shlex
 
-    code_keys.refuse("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
+    records.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
     with pytest.raises(InputError):
-        code_keys.refuse("ARTEFACT", config, "grpo", ["trainer.seed=3"])
+        records.refuse_code("ARTEFACT", config, "grpo", ["trainer.seed=3"])
 
 
 def test_the_command_line_names_the_value_and_not_the_key_alone():
     config = examine("grpo", (), (), {"custom_reward_function.path": "evil.py"}).config
     with pytest.raises(InputError):
-        code_keys.refuse("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
+        records.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
 
 
 def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
     """An interpolation would be resolved after the check of what was given, and could read the environment."""
     monkeypatch.setenv("SECRET", "token")
     hidden = {"trainer.project_name": "evil.py:f", "algorithm.adv_estimator": "${trainer.project_name}"}
-    assert "evil.py:f" not in str(code_keys.named(examine("grpo", (), (), hidden).config))
+    assert "evil.py:f" not in str(records.code_in(examine("grpo", (), (), hidden).config))
     told = {"trainer.project_name": "${oc.env:SECRET}", "data.prompt_key": "a\\${oc.env:SECRET}"}
     config = examine("grpo", (), (), told).config
     assert (config.trainer.project_name, config.data.prompt_key) == tuple(told.values())
@@ -112,14 +90,14 @@ def test_what_is_no_code_passes():
         "reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}},
         "trainer.logger": ["console", "wandb"],
     }
-    code_keys.refuse("ARTEFACT", examine("grpo", (), (), plain).config, "grpo")
+    records.refuse_code("ARTEFACT", examine("grpo", (), (), plain).config, "grpo")
 
 
 def test_the_repositorys_own_presets_are_no_foreign_code():
     for recipe in recipes.names():
         for path in (recipes.folder(recipe) / "preset").glob("*.yaml"):
             config = examine(recipe, [f"preset={path.stem}"]).config
-            code_keys.refuse("ARTEFACT", config, recipe)
+            records.refuse_code("ARTEFACT", config, recipe)
 
 
 def test_a_recipes_name_is_no_path():

@@ -17,8 +17,8 @@ import yaml
 from pydantic import ValidationError
 
 from core.config import Config, compose, convert, diff, examine, from_yaml, recipes, to_yaml
-from core.config.derived_defaults import resolve
-from core.config.frozen import thaw
+from core.config.defaults import resolve
+from core.config.section import thaw
 from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking.health import CHECKS
@@ -239,7 +239,7 @@ def test_nulls_follow_other_keys(monkeypatch):
     assert config.actor_rollout_ref.rollout.name == "hf"
     assert compose("grpo").critic.enable is False
     assert resolve(config, "ppo") == config
-    monkeypatch.setattr("core.config.derived_defaults.find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr("core.config.defaults.find_spec", lambda name: name == "vllm")
     assert compose("ppo").actor_rollout_ref.rollout.name == "vllm"
 
 

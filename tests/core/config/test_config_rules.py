@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from fnmatch import fnmatchcase
 
 import pytest
 
 from core.config import convert, examine, rules
 from core.config.recipes import schema_of
-from core.config.view import View
+from core.config.rules import View
+from core.config.section import mark
 from core.tracking.health import CHECKS
 
 RECIPES = ("ppo", "dapo", "search_r1")  # that have rules or unused keys of their own, and one that has none
@@ -761,26 +761,19 @@ def test_a_key_without_effect_is_listed_with_the_reason(recipe, overrides, key):
     assert value == composed.given[key] and reason and "{" not in reason
 
 
-def test_every_entry_is_tried():
-    tried = set()
-    for recipe, overrides, key in IDLE:
-        composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
-        here = reached("unused_keys", composed, recipe)
-        tried.add(next(where for where, (patterns, _) in here if fits(key, patterns)))
-    assert statements("unused_keys") - tried == set()
-
-
-def fits(key, patterns):
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
-
-
-def test_patterns_of_unused_keys_match_keys():
-    known = list(convert.all_keys(schema_of("search_r1")))
+def test_every_condition_of_a_key_is_tried():
+    reasons = set()
     for recipe, overrides, _ in IDLE:
         composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
-        for _, (patterns, _) in reached("unused_keys", composed, recipe):
-            for pattern in patterns:
-                assert any(fnmatchcase(key, pattern) for key in known) or "_kwargs." in pattern, pattern
+        reasons |= {reason for _, reason in composed.unused.values()}
+    marks = [
+        (key, reason)
+        for recipe in RECIPES
+        for key, section in {"": schema_of(recipe), **convert.sections(schema_of(recipe))}.items()
+        for name in section.model_fields
+        for _, reason in mark(section, name, "used_if") or ()
+    ]
+    assert [(key, reason) for key, reason in marks if isinstance(reason, str) and reason not in reasons] == []
 
 
 def test_a_key_with_effect_is_not_listed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import compose, convert, examine, health_bounds
+from core.config import compose, convert, defaults, examine
 
 FULL = ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
 WEIGHTED = "algorithm.rollout_correction.rollout_is=token"
@@ -22,7 +22,7 @@ HALF = ["actor_rollout_ref.rollout.dtype=bfloat16"]
 )
 def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound):
     config = compose("grpo", ["preset=lab", *overrides])
-    assert health_bounds.logp_diff(config) == bound == config.trainer.health.logp_diff.bound
+    assert defaults.logp_diff(config) == bound == config.trainer.health.logp_diff.bound
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound)
 def test_in_lower_precision_the_bound_follows_what_it_costs(overrides, measured):
     """And ``action`` has an effect then."""
     composed = examine("grpo", ["preset=lab", *overrides, "trainer.health.logp_diff.action=stop"])
-    assert health_bounds.follows_rounding(composed.config) == measured
+    assert defaults.follows_rounding(composed.config) == measured
     unused = "trainer.health.logp_diff.action" in composed.unused
     assert unused == (not measured and composed.config.trainer.health.logp_diff.bound is None)
 
 
 def test_the_bound_is_twice_what_rounding_costs_but_no_difference_that_costs_accuracy():
-    assert [health_bounds.of_rounding(cost) for cost in (0.001, 0.032, 0.3, float("nan"))] == [0.02, 0.064, 0.1, 0.02]
+    assert [defaults.of_rounding(cost) for cost in (0.001, 0.032, 0.3, float("nan"))] == [0.02, 0.064, 0.1, 0.02]
 
 
 LOCAL = ["actor_rollout_ref.rollout.name=hf", "trainer.backend=local"]
@@ -81,7 +81,7 @@ def test_engine_and_learner_compute_alike_by_default(overrides, engine, learner)
     ],
 )
 def test_engine_and_learner_agree_exactly_where_nothing_but_rounding_parts_them(overrides, exact):
-    assert health_bounds.exact(compose("grpo", ["preset=lab", *overrides])) is exact
+    assert defaults.exact(compose("grpo", ["preset=lab", *overrides])) is exact
 
 
 JUDGED = ["reward_model.enable=True", "reward_model.judge.url=http://127.0.0.1:9", "reward_model.judge.model=m"]

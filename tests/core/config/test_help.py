@@ -6,7 +6,6 @@ import pytest
 
 from core.command_line import prepare
 from core.config import convert, help, recipes
-from core.config.section import Section
 
 
 def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]:
@@ -14,30 +13,6 @@ def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]
     with pytest.raises(SystemExit) as end:
         prepare(recipe, arguments)
     return (end.value.code, *capsys.readouterr())
-
-
-class Inner(Section):
-    # stands above
-    # in two lines
-    first: int = 1
-    second: tuple[str, ...] = (
-        "a value",
-        "of two lines",
-    )  # None: trails
-    third: str = "# no comment"
-
-
-class Outer(Inner):
-    fourth: int = 2  # of its own
-
-
-def test_comments_stand_above_or_beside_a_field_and_are_inherited():
-    assert help.field_comments(Inner) == {
-        "first": "stands above in two lines",
-        "second": "null: trails",
-        "third": "",
-    }
-    assert help.field_comments(Outer)["fourth"] == "of its own" and "first" in help.field_comments(Outer)
 
 
 @pytest.mark.parametrize("recipe", recipes.names())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.config.frozen import FrozenDict
+from core.config.section import FrozenDict
 from core.config.sections.data import DataConfig
 from core.data.stream import PromptStream, load_val_prompts
 from core.errors import InputError

@@ -476,7 +476,7 @@ def test_a_driver_that_never_closes_its_pool_leaves_nothing(write):
 
 
 def test_settings_with_frozen_mappings_reach_the_worker():
-    from core.config.frozen import freeze
+    from core.config.section import freeze
 
     grader = Scorers(freeze({"gsm8k": {"method": "flexible"}}))
     pool = Pool(grader, num_workers=1, memory_limit_mb=MEMORY_MB)

@@ -12,7 +12,7 @@ import pytest
 from core.checkpoint.run_state import DriverState
 from core.cluster.restarts import train
 from core.config import convert, examine
-from core.config.sections.health import HealthBound, HealthConfig
+from core.config.sections.trainer import HealthBound, HealthConfig
 from core.tracking.health import CHECKS, FALLS, RISES, Health, UnhealthyRun
 from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run, summarise

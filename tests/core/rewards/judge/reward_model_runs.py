@@ -12,9 +12,8 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
 from core.config import compose
-from core.config.sections.judge import RewardModelModelConfig
 from core.config.sections.model import FSDPConfig
-from core.config.sections.reward import RewardModelConfig
+from core.config.sections.reward import RewardModelConfig, RewardModelModelConfig
 from core.rewards.judge.shared_reward_model import shared_reward_model
 from core.rewards.model_score import Answer
 from tests.core.ray_cluster import write_model

@@ -15,9 +15,8 @@ import diskcache
 import numpy as np
 import pytest
 
-from core.config.sections.health import HealthConfig
-from core.config.sections.judge import JudgeConfig
-from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
+from core.config.sections.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
+from core.config.sections.trainer import HealthConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.failures import RewardError

@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from core.config import convert, examine, help, recipes
-from core.config.unknown_keys import CommandLine
-from core.config.verl_keys.conversions import CONVERSIONS, VALUES
-from core.config.verl_keys.reading import read, read_value
-from core.config.verl_keys.tables import tables
+from core.config.verl_names import CONVERSIONS, VALUES, CommandLine, read, read_value, table
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 HYBRID = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
 
@@ -142,18 +139,18 @@ def test_a_value_that_requests_something_is_not_accepted_by_type_alone():
 
 @pytest.mark.parametrize("recipe", ["ppo", "sft"])
 def test_the_tables_name_keys_that_exist_and_no_key_of_the_schema(recipe):
-    schema, table = recipes.schema_of(recipe), tables(recipe)
-    for there, here in table.same.items():
+    schema, names = recipes.schema_of(recipe), table(recipe)
+    for there, here in names["same"].items():
         target = here.removesuffix(".*")
         known = any(target in there for there in (convert.all_keys(schema), convert.sections(schema)))
         assert (
             known or convert.known(target, schema) or recipes.switch_of(f"{target}.enable") or recipes.switch_of(target)
         )
         assert there not in convert.all_keys(schema), there
-    for key, values in table.values.items():
+    for key, values in names["values"].items():
         assert key in convert.all_keys(schema) and values
-    assert not [key for key in (*table.no_effect, *table.asks_nothing) if key in convert.all_keys(schema)]
-    accepted = [*table.no_effect, *table.asks_nothing]
+    assert not [key for key in (*names["no_effect"], *names["asks_nothing"]) if key in convert.all_keys(schema)]
+    accepted = [*names["no_effect"], *names["asks_nothing"]]
     assert not [key for key in accepted if "*" in key.removeprefix("*.")], "what is accepted is named"
 
 
@@ -206,12 +203,18 @@ def test_a_search_finds_names_of_other_versions():
 )
 @pytest.mark.parametrize("recipe", ["ppo", "sft"])
 def test_any_value_of_any_name_of_the_tables_is_read_or_refused(recipe, value):
-    table, schema = tables(recipe), recipes.schema_of(recipe)
+    names, schema = table(recipe), recipes.schema_of(recipe)
     own = recipes.module_of(recipe, "verl_keys")
-    keys = {*table.same, *table.no_effect, *table.asks_nothing, *CONVERSIONS, *(own.CONVERSIONS if own else ())}
+    keys = {
+        *names["same"],
+        *names["no_effect"],
+        *names["asks_nothing"],
+        *CONVERSIONS,
+        *(own.CONVERSIONS if own else ()),
+    }
     line = CommandLine(recipe, schema, dict.fromkeys(keys, value))
     for key in keys:
         found = read(key.replace("*", "actor_rollout_ref.actor"), value, line)
         assert found is None or found.settings or found.unused or found.rule
-    for key in (*table.values, *VALUES, *table.hints):
+    for key in (*names["values"], *VALUES, *names["hints"]):
         read_value(key, value, line)
