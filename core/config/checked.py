@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from core.config import chat_template, convert, recipes, reference_rows, rules, verl_names
+from core.config import chat_template, convert, recipes, rules, verl_names
 from core.config.defaults import resolve
 from core.config.problem import Problem, show
 from core.config.rules import View
@@ -62,8 +62,7 @@ def examine(
     refused += chat_template.problems(config)
     view = View(config, layers.given, hooks, recipe)
     bad = {one.key for one in refused if isinstance(one, Problem)}
-    unknown, departures = reference_rows.check(recipe, config)
-    lines = [*refused, *_logins(config), *rules.problems(view, bad), *unknown]
+    lines = [*refused, *_logins(config), *rules.problems(view, bad)]
     without_effect = rules.reasons(view, [*layers.given, *convert.all_keys(schema)])
     foreign = layers.unused or layers.line.read
     older = verl_names.older_defaults(layers.line) if foreign else ()
@@ -71,7 +70,7 @@ def examine(
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
-        warnings=(*rules.warnings(view), *departures, *older, *_forgotten(base or {}, layers.given)),
+        warnings=(*rules.warnings(view), *older, *_forgotten(base or {}, layers.given)),
         given=layers.given,
         read=layers.line.read,
         unused={**layers.unused, **unused},

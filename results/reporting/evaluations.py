@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.config.reference_rows import KEY, unknown
 from core.data.parquet import sha256_of
 from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 RECORD, SCORES = "evaluation.json", "scores.jsonl.gz"
 FORMAT = 1
+KEY = "trainer.reference"
 ALSO_DECIDING = ("data.val_max_samples",)  # beside what the files of answers and scores name
 
 
@@ -55,7 +55,7 @@ def record_of(scores: Path, name: str, rows: Sequence[str]) -> tuple[dict[str, A
         raise InputError(f"{scores}: model={model['path']}: is the checkpoint of a run, which was trained here; {fix}")
     reference = manifest["config"].get(KEY)
     if reference is not None and reference not in rows:
-        raise InputError(f"{scores}: {unknown(reference, rows)}")
+        raise InputError(f"{scores}: {KEY}={reference}: results/references.yaml has no row of this id")
     recipe, _, own = name.partition("/")
     if recipe != manifest["recipe"] or not own or "/" in own:
         rule = f"an evaluation of {manifest['recipe']} is published as {manifest['recipe']}/NAME"

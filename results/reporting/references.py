@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.config.reference_rows import MODEL, Departure, departures, unknown
+from core.config.problem import show
 from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate
@@ -35,6 +35,41 @@ Row = Mapping[str, Any]
 
 
 # --- which runs stand beside a row ---
+
+MODEL = "actor_rollout_ref.model.path"
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A setting that differs from the row's. ``why`` is the row's reason to allow it, None where it does not."""
+
+    key: str
+    here: Any
+    there: Any
+    why: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key} is {show(self.here)} here, {show(self.there)} there"
+
+
+def departures(row: Row, recipe: str, flat: Mapping[str, Any]) -> list[Departure]:
+    """Return what differs from the row, in the row's order. ``flat`` is a configuration as flat key -> value."""
+    departed = [] if recipe == row["recipe"] else [Departure("the recipe", recipe, row["recipe"])]
+    allowed = {(one["key"], _plain(one["here"])): one["why"] for one in row.get("departures", ()) if "key" in one}
+    for key, there in {MODEL: row["model"], **row.get("settings", {})}.items():
+        here = flat.get(key)
+        if _plain(here) != _plain(there):
+            departed.append(Departure(key, here, there, allowed.get((key, _plain(here)))))
+    return departed
+
+
+def _plain(value: Any) -> str:
+    """Return one text for equal values: 1 and 1.0, a tuple and a list."""
+    return show(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+
+
+def unknown(name: str) -> str:
+    return f"trainer.reference={name}: results/references.yaml has no row of this id"
 
 
 @dataclass(frozen=True)
@@ -80,7 +115,7 @@ def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[
             continue
         folder = f"{summary['recipe']}/{summary['run']}"
         if summary["reference"] not in known:
-            problems.append(f"{folder}: {unknown(summary['reference'], list(known))}")
+            problems.append(f"{folder}: {unknown(summary['reference'])}")
             continue
         config = flatten(read_yaml((results / folder / "config.yaml").read_text(encoding="utf-8")))
         row = known[summary["reference"]]
@@ -102,7 +137,7 @@ def named_evaluations(results: Path, references: Mapping[str, Any]) -> list[Name
     known = {row["id"]: row for row in references["references"]}
     found = [one for one in read_evaluations(results) if "reference" in one]
     if strange := [one for one in found if one["reference"] not in known]:
-        raise InputError([f"{one['recipe']}/{one['run']}: {unknown(one['reference'], list(known))}" for one in strange])
+        raise InputError([f"{one['recipe']}/{one['run']}: {unknown(one['reference'])}" for one in strange])
     return [_evaluation(one, known[one["reference"]]) for one in found]
 
 

@@ -268,7 +268,7 @@ def test_an_id_that_no_row_has_is_refused_at_publishing_and_in_the_index(scores,
     with_row(results, other)
     assert published(scores, results) == 2
     error = capsys.readouterr().err
-    assert f"trainer.reference={ID}: results/references.yaml has no row of this id; the nearest ids are grpo-d" in error
+    assert f"trainer.reference={ID}: results/references.yaml has no row of this id" in error
     assert error.count("\n") == 1 and not (results / "grpo").exists()
     with_row(results, row())
     assert published(scores, results) == 0
