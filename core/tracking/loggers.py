@@ -90,16 +90,13 @@ class Loggers:
             except (ImportError, InputError):  # wrong whenever it is tried, unlike a service that is away
                 raise
             except Exception as error:
-                self._without(name, error, run.resume_step is not None)
-
-    def _without(self, name: str, error: Exception, resumed: bool) -> None:
-        """Refuse to begin without a logger that was requested; a run that is resumed goes on without it."""
-        reason = f"could not begin ({type(error).__name__}: {error})"
-        if not resumed:
-            fix = "mend its login or address, or leave it out: metrics.jsonl is written anyway"
-            raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
-        print(f"warning: trainer.logger={name}: {reason}; the resumed run goes on without it", file=sys.stderr)
-        self._note(name, reason)
+                reason = f"could not begin ({type(error).__name__}: {error})"
+                if run.resume_step is None:
+                    fix = "mend its login or address, or leave it out: metrics.jsonl is written anyway"
+                    raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
+                text = f"warning: trainer.logger={name}: {reason}; the resumed run goes on without it"
+                print(text, file=sys.stderr)
+                note(name, reason)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, logger in self._each.items():
@@ -110,8 +107,8 @@ class Loggers:
             self._try(name, f"the samples of step {step}", logger.samples, step, rows)
 
     def close(self, failed: bool) -> None:
+        self._failures.clear()  # also a logger that is off lets go of what it holds
         for name, logger in self._each.items():
-            self._failures[name] = 0  # also one that is off lets go of what it holds
             self._try(name, "its end", logger.close, failed)
 
     def _try(self, name: str, what: str, call: Callable[..., None], *arguments: Any) -> None:
@@ -119,17 +116,14 @@ class Loggers:
             return
         try:
             call(*arguments)
+            self._failures[name] = 0
         except Exception as error:
             self._failures[name] += 1
             off = "; it is switched off until the run is resumed" if self._failures[name] == PATIENCE else ""
             reason = f"{type(error).__name__}: {error}"
-            print(
-                f"warning: trainer.logger={name}: {what} was not logged ({reason}){off}; metrics.jsonl has it all",
-                file=sys.stderr,
-            )
+            text = f"{what} was not logged ({reason}){off}; metrics.jsonl has it all"
+            print(f"warning: trainer.logger={name}: {text}", file=sys.stderr)
             self._note(name, f"{what}: {reason}")
-        else:
-            self._failures[name] = 0
 
 
 # --- the console ---
@@ -164,10 +158,10 @@ class ConsoleLogger:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         shown = [f"{label} {value:{form}}" for label, value, form in headline(values)]
         shown += [f"{words} {values[name]:.1%}" for name, words in _FAILED.items() if values.get(name)]
-        for name in filter(is_validated, values):
-            source = name.removeprefix("val-core/")
-            label = source if validated_share(values, name) else source.replace("/acc/", "/score/")
-            shown.append(f"{label} {values[name]:.3f}")
+        for name in [name for name in values if name.startswith("val-core/") and "/acc/mean@" in name]:
+            source, _, count = name.removeprefix("val-core/").partition("/acc/mean@")
+            kind = "score" if f"val-aux/{source}/acc/min" in values else "acc"  # a value outside of 0 to 1: no accuracy
+            shown.append(f"{source}/{kind}/mean@{count} {values[name]:.3f}")
         total = f"/{self.run.total}" if self.run.total else ""
         self._write(f"step {step}{total} | " + " | ".join(shown))
 
@@ -189,17 +183,6 @@ def headline(values: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
         value = next((values[name] for name in names if name in values), None)
         if value is not None and not (label == "acc" and a_score):  # the reward again, of a function that gives scores
             yield label, value, form
-
-
-def is_validated(name: str) -> bool:
-    """Return whether a metric is a validation's mean of ``acc`` on a data source."""
-    return name.startswith("val-core/") and "/acc/mean@" in name
-
-
-def validated_share(values: Mapping[str, float], name: str) -> bool:
-    """Return whether such a metric is an accuracy: no answer's value was outside of 0 to 1."""
-    source = name.removeprefix("val-core/").partition("/acc/mean@")[0]
-    return f"val-aux/{source}/acc/min" not in values
 
 
 # --- files and services ---

@@ -10,7 +10,7 @@ tokens of prompts and responses, a second of the step, a GPU of the learner (on 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -72,14 +72,9 @@ def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str
     return {
         "training/global_step": metrics.step,
         "training/epoch": epoch,
-        "perf/time_per_step": metrics.values["timing_s/step"],
-        "perf/throughput": throughput(metrics.values, ranks),
+        "perf/time_per_step": (seconds := metrics.values["timing_s/step"]),  # unlike verl's without validation
+        "perf/throughput": metrics.values["perf/total_num_tokens"] / (seconds * ranks),
     }
-
-
-def throughput(values: Mapping[str, float], ranks: int) -> float:
-    """Return ``perf/throughput`` from the step's other metrics. Unlike verl's, the time of a step has no validation."""
-    return values["perf/total_num_tokens"] / (values["timing_s/step"] * ranks)
 
 
 def part_means(scores: Iterable[Score]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from core.files.durable_files import write_atomic
 from core.tracking import run_manifest
 from core.tracking import tracker as tracking
 from core.tracking.loggers import LoggedRun
-from core.tracking.metrics import data_metrics, progress_metrics, throughput
+from core.tracking.metrics import data_metrics, progress_metrics
 from core.tracking.records import read_jsonl
 from core.tracking.samples import generation_rows, spread_out
 from core.tracking.tracker import Tracker, dump_jsonl
@@ -680,9 +680,7 @@ def test_statistics_and_reports_import_nothing_heavy():
 def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
     """verl's compute_throughout_metrics: total_num_tokens / (time * n_gpus)."""
     config = compose("grpo", arguments)
-    assert (
-        config.learner_ranks == ranks and throughput({"perf/total_num_tokens": 4000.0, "timing_s/step": 20.0}, 8) == 25
-    )
+    assert config.learner_ranks == ranks
     metrics = StepMetrics(3)
     metrics.add({"timing_s/step": 20.0})
     answer = Trajectory([1] * 10, [2] * 5, [True] * 5, [0.0] * 5, (Segment("policy", "x"),), Stop.EOS, 2, 0)
