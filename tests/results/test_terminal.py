@@ -1,18 +1,13 @@
-"""What a run shows in the terminal when it ends, and progress bars."""
+"""What a run shows in the terminal when it ends."""
 
 from __future__ import annotations
 
-import io
 import json
-import time
 
 import pytest
 
-from core.tracking import progress as progress_module
-from core.tracking.progress import progress
 from results.reporting.run_reader import load_run
 from results.reporting.terminal import closing_lines
-from results.reporting.watching import WatchedRun
 from tests.core.synthetic import configured, make_run
 
 
@@ -67,24 +62,3 @@ def test_a_score_that_can_be_negative_is_no_accuracy(folder):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curve = closing_lines(load_run(folder))[0]
     assert curve.startswith("score on lab/hops: -1 ") and "%" not in curve
-    assert not WatchedRun(folder).look(time.time()).shares
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream, shown", [(Terminal, True), (io.StringIO, False)])
-def test_a_bar_is_shown_on_a_terminal_only_and_not_for_short_work(monkeypatch, stream, shown):
-    monkeypatch.setattr(progress_module, "DELAY_S", 0.05)
-    for pause in (0.0, 0.1):
-        monkeypatch.setattr("sys.stderr", out := stream())
-        with progress("validation", 2, "prompt") as count:
-            time.sleep(pause)
-            count()
-            time.sleep(0.15 if pause else 0)
-            count()
-            count()  # one more than was expected is no error
-        assert ("validation" in out.getvalue()) == (shown and pause > 0)
-    count()  # nor is one that comes late

@@ -1,0 +1,284 @@
+"""Loggers: what each shows, where one that fails costs its own numbers alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from core.config import Config, compose, convert, examine, paths
+from core.errors import InputError
+from core.tracking.loggers import LoggedRun
+from core.tracking.records import read_jsonl
+from core.tracking.tracker import Tracker
+from core.types import StepMetrics
+from tests.core.synthetic import configured, sample_rows, step_metrics
+
+ROOT = Path(__file__).parents[3]
+
+
+def metrics_of(step: int, **values: float) -> StepMetrics:
+    metrics = StepMetrics(step)
+    metrics.add(values or {"critic/score/mean": 0.1 * step})
+    return metrics
+
+
+def with_trainer(**changes) -> Config:
+    return configured({f"trainer.{name}": value for name, value in changes.items()})
+
+
+def test_the_console_shows_one_line_a_step(tmp_path, capsys):
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
+    tracker.progress(20)
+    metrics = step_metrics(3, 1)
+    metrics.add({"val-core/lab/hops/acc/mean@1": 0.5, "val-aux/lab/hops/acc/mean@1/ci_low": 0.4})
+    tracker.log(metrics)
+    tracker.close("finished")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 3/20 | reward 0.6")
+    for label in ("acc 0.", "length ", "entropy ", "kl ", "time 1.", "lab/hops/acc/mean@1 0.500"):
+        assert label in line
+    assert "ci_low" not in line
+
+
+@pytest.mark.parametrize(
+    ("values", "shown", "hidden"),
+    [
+        ({"reward/failed_rate": 0.125}, ["| scorer failed on 12.5%"], []),
+        ({"reward/val_failed_rate": 0.5}, ["| scorer failed in validation on 50.0%"], []),
+        ({"reward/failed_rate": 0.0}, [], ["failed"]),
+        ({"critic/score/min": -1.0, "critic/score/mean": 0.2, "reward/acc/mean": 0.2}, ["reward 0.2"], ["acc"]),
+        ({"critic/score/min": -1.0, "critic/score/mean": 0.2, "reward/acc/mean": 0.6}, ["acc 0.600"], []),
+        ({"val-core/x/acc/mean@1": 0.2, "val-aux/x/acc/min": -1.0}, ["x/score/mean@1 0.200"], ["acc"]),
+    ],
+)  # fmt: skip
+def test_the_console_says_what_failed_and_calls_no_score_an_accuracy(tmp_path, capsys, values, shown, hidden):
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
+    tracker.log(metrics_of(3, **values))
+    tracker.close("finished")
+    line = capsys.readouterr().out
+    assert all(one in line for one in shown) and not any(one in line for one in hidden), line
+
+
+def test_a_terminal_gets_a_bar(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
+    tracker.progress(4)
+    for step in range(1, 5):
+        tracker.log(step_metrics(step, 1))
+    tracker.close("finished")
+    shown = capsys.readouterr()
+    assert "4/4" in shown.err and "reward=0." in shown.err and "length=" in shown.err
+    assert "step 4/4 | reward" in shown.out
+
+
+def test_tensorboard_forgets_what_follows_the_checkpoint(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = with_trainer(logger=("tensorboard",), log_val_generations=2)
+    tracker = Tracker(tmp_path, config)
+    for step in range(1, 5):
+        tracker.log(metrics_of(step, reward=float(step)))
+    tracker.log_samples(4, sample_rows(4))
+    tracker.close("failed")
+    time.sleep(1.1)  # event files are read in the order of their names, which hold the second of their start
+    tracker = Tracker(tmp_path, config, resume_step=2)
+    tracker.log(metrics_of(3, reward=30.0))
+    tracker.close("finished")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = with_trainer(logger=("wandb",), log_val_generations=2)
+    tracker = Tracker(tmp_path, config)
+    tracker.log(metrics_of(1))
+    tracker.log_samples(1, sample_rows(1))
+    run_id = tracker.manifest["run_id"]
+    tracker.close("finished")
+    Tracker(tmp_path, config, resume_step=1).close("finished")
+    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert runs and all(name.endswith(run_id) for name in runs)
+
+
+def test_wandb_gets_group_and_tags(tmp_path, monkeypatch):
+    import wandb
+
+    given = {}
+    run = SimpleNamespace(log=lambda *a, **k: None, finish=lambda exit_code: None)
+    monkeypatch.setattr(wandb, "init", lambda **arguments: given.update(arguments) or run)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "recipes.grpo.main_grpo", "preset=a", "preset=lab"])
+    name = {"trainer.experiment_name": "lab-seed7", "trainer.seed": 7, "trainer.logger": ("wandb",)}
+    config = configured({**name, "actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B"})
+    Tracker(tmp_path, config, recipe="grpo").close("finished")
+    assert given["group"] == "lab" and given["name"] == "lab-seed7"
+    assert given["tags"] == ["grpo", "lab", "Qwen2.5-0.5B"]
+
+
+@pytest.mark.parametrize(
+    "name, seed, group",
+    [
+        ("lab-seed1", 1, "lab"),
+        ("seed1-lab", 1, "lab"),
+        ("lab-seed1-cispo", 1, "lab-cispo"),
+        ("lab-seed12", 1, "lab-seed12"),  # another number that begins alike
+        ("lab", 1, "lab"),
+        ("seed3", 3, "seeds"),
+    ],
+)
+def test_a_group_is_the_experiment_without_its_seed(tmp_path, name, seed, group):
+    config = configured({"trainer.experiment_name": name, "trainer.seed": seed})
+    assert LoggedRun(config, tmp_path, "id", None).group == group
+
+
+def mlflow_runs(uri: str, project: str):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    return client, client.search_runs([client.get_experiment_by_name(project).experiment_id])
+
+
+def test_mlflow_keeps_values_and_settings_and_a_resumed_run_goes_on_as_the_same(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow-skinny is an optional extra: pip install '.[mlflow]'")
+    uri = (tmp_path / "store").as_uri()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    config = with_trainer(logger=("mlflow",), log_val_generations=2, project_name="p", experiment_name="run-seed1")
+    tracker = Tracker(tmp_path / "run", config, recipe="grpo")
+    for step in (1, 2):
+        tracker.log(metrics_of(step, **{"val-core/lab/hops/acc/mean@2": 0.1 * step}))
+    tracker.log_samples(2, sample_rows(2))
+    tracker.close("failed")
+    client, (run,) = mlflow_runs(uri, "p")
+    assert (run.info.status, run.info.run_name) == ("FAILED", "run-seed1")
+    assert run.data.params["trainer.experiment_name"] == "run-seed1" and len(run.data.params) == len(convert.all_keys())
+    assert (run.data.tags["group"], run.data.tags["recipe"]) == ("run", "grpo")
+    tracker = Tracker(tmp_path / "run", config, resume_step=1)
+    tracker.log(metrics_of(2, **{"val-core/lab/hops/acc/mean@2": 0.5}))
+    tracker.close("finished")
+    client, (run,) = mlflow_runs(uri, "p")
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "val-core/lab/hops/acc/mean_at_2")
+    assert sorted((each.step, each.value) for each in history) == [(1, 0.1), (2, 0.2), (2, 0.5)]
+    assert [each.path for each in client.list_artifacts(run.info.run_id, "generations")] == ["generations/2.jsonl"]
+
+
+def test_mlflow_writes_into_the_run_folder_where_no_server_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow-skinny is an optional extra: pip install '.[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    Tracker(tmp_path / "run", with_trainer(logger=("mlflow",), project_name="p")).close("finished")
+    assert len(mlflow_runs((tmp_path / "run" / "mlruns").as_uri(), "p")[1]) == 1
+
+
+OWN_LOGGER = """
+import json
+
+
+class Lines:
+    fails = ()
+
+    def __init__(self, run):
+        self.path, self.tags = run.run_dir / "own.jsonl", run.tags
+
+    def write(self, what):
+        if what in self.fails:
+            raise ConnectionError("no route to host")
+        with open(self.path, "a") as file:
+            file.write(json.dumps(what) + "\\n")
+
+    def log(self, step, values):
+        self.write(step)
+
+    def samples(self, step, rows):
+        self.write(f"samples {step}")
+
+    def close(self, failed):
+        self.write("failed" if failed else "closed")
+
+
+class Away(Lines):
+    fails = (2, 3, 4)
+
+
+class Flickers(Lines):
+    fails = (1, 2, 4, 5, "closed")
+
+
+class Absent(Lines):
+    def __init__(self, run):
+        raise ConnectionError("no route to host")
+"""
+
+
+def own(tmp_path, name: str, resume_step=None, **changes) -> Tracker:
+    path = tmp_path / "own_logger.py"
+    path.write_text(OWN_LOGGER)
+    return Tracker(tmp_path / "run", with_trainer(logger=(f"{path}:{name}",), **changes), resume_step=resume_step)
+
+
+def logged(tmp_path) -> list:
+    return [json.loads(line) for line in (tmp_path / "run" / "own.jsonl").read_text().splitlines()]
+
+
+def test_a_logger_of_ones_own_is_named_by_its_path(tmp_path):
+    tracker = own(tmp_path, "Lines", log_val_generations=1)
+    tracker.log(metrics_of(1))
+    tracker.log_samples(1, sample_rows(1))
+    tracker.close("finished")
+    assert logged(tmp_path) == [1, "samples 1", "closed"]
+    composed = examine("grpo", ["trainer.logger=[console,my_pkg.my_logger:MyLogger]"])
+    assert composed.problems == () and composed.config.trainer.logger == ("console", "my_pkg.my_logger:MyLogger")
+    with pytest.raises(InputError, match="trainer.logger=nowhere.at_all:X: no module 'nowhere'"):
+        Tracker(tmp_path / "other", with_trainer(logger=("nowhere.at_all:X",)))
+
+
+def test_a_dry_run_looks_for_the_file_of_a_logger(tmp_path):
+    config = compose("grpo", [f"trainer.logger=['{tmp_path}/absent.py:Lines']"])
+    assert [problem.key for problem in paths.missing(config, frozenset({"trainer.logger"}))] == ["trainer.logger"]
+    assert "function: trainer.logger can be loaded and called" in paths.checked_at_start(config)
+
+
+def test_a_failing_logger_costs_no_line_of_metrics_and_is_switched_off(tmp_path, capsys):
+    tracker = own(tmp_path, "Away")
+    for step in range(1, 7):
+        tracker.log(metrics_of(step))
+    tracker.close("finished")
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert logged(tmp_path) == [1, "closed"]  # off after three failures in a row, and told that the run has ended
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 3 and all("was not logged (ConnectionError: no route" in line for line in warnings)
+    assert ["switched off" in line for line in warnings] == [False, False, True]
+    (session,) = tracker.manifest["sessions"]
+    assert list(session["logger_failures"].values()) == ["step 4: ConnectionError: no route to host"]
+    assert tracker.manifest["status"] == "finished"
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text()) == tracker.manifest
+    resumed = own(tmp_path, "Away", resume_step=6)
+    resumed.log(metrics_of(7))
+    resumed.close("finished")
+    assert logged(tmp_path) == [1, "closed", 7, "closed"]  # resuming tries again
+
+
+def test_a_logger_that_fails_now_and_then_stays(tmp_path, capsys):
+    tracker = own(tmp_path, "Flickers")
+    for step in range(1, 8):
+        tracker.log(metrics_of(step))
+    tracker.close("finished")
+    assert logged(tmp_path) == [3, 6, 7] and tracker.manifest["status"] == "finished"
+    assert "switched off" not in capsys.readouterr().err
+
+
+def test_a_logger_that_cannot_begin_ends_a_new_run_and_not_a_resumed_one(tmp_path, capsys):
+    with pytest.raises(InputError, match=r"Absent: could not begin \(ConnectionError: no route to host\); mend its"):
+        own(tmp_path, "Absent")
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"
+    tracker = own(tmp_path, "Absent", resume_step=0)
+    tracker.log(metrics_of(1))
+    tracker.close("finished")
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
+    assert "the resumed run goes on without it" in capsys.readouterr().err

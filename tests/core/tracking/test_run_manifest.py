@@ -1,0 +1,127 @@
+"""The run manifest is complete about where numbers come from, and survives damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from core.config import Config, compose, convert, from_yaml
+from core.tracking import run_manifest
+from core.tracking.tracker import Tracker
+from tests.core.synthetic import configured, make_run
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "\x00" * 50, '{"run": 1}'], ids=repr)
+def test_a_damaged_manifest_is_written_anew_on_resume(text, tmp_path, caplog):
+    make_run(tmp_path, steps=3, questions=5)
+    (tmp_path / "manifest.json").write_text(text)
+    Tracker(tmp_path, configured(), resume_step=3, recipe="grpo").close("finished")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["status"] == "finished" and manifest["recipe"] == "grpo" and "damaged" in manifest["rebuilt"]
+    assert [one["resumed_from_step"] for one in manifest["sessions"]] == [3]
+    assert (tmp_path / "manifest.json.damaged").read_text() == text
+    assert "manifest.json is damaged" in caplog.text and "written anew" in caplog.text
+
+
+def test_the_status_follows_how_the_run_ended(tmp_path):
+    def status(name: str) -> str:
+        return json.loads((tmp_path / name / "manifest.json").read_text())["status"]
+
+    tracker = Tracker(tmp_path / "a", configured())
+    assert status("a") == "running"
+    tracker.close("finished")
+    assert status("a") == "finished"
+    tracker.close("failed")
+    assert status("a") == "finished"
+    with pytest.raises(ValueError, match="'done'.*finished, stopped, failed"):
+        tracker.close("done")
+
+
+def test_the_manifest_says_where_numbers_come_from(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "recipes.grpo.main_grpo", "a=[1, 2]"])
+    data = tmp_path / "train.parquet"
+    data.write_bytes(b"rows")
+    config = configured({"trainer.seed": 7, "trainer.experiment_name": "x", "data.train_files": (str(data),)})
+    tracker = Tracker(tmp_path / "grpo" / "lab_s7", config)
+    tracker.progress(20)
+    tracker.close("finished")
+    manifest = json.loads((tmp_path / "grpo" / "lab_s7" / "manifest.json").read_text())
+    assert (manifest["recipe"], manifest["run"], manifest["total_steps"]) == ("grpo", "lab_s7", 20)
+    assert manifest["seeds"] == {"trainer.seed": 7, "data.seed": None}
+    sha256 = hashlib.sha256(b"rows").hexdigest()
+    assert manifest["data"] == [{"path": str(data), "bytes": 4, "sha256": sha256}]
+    assert manifest["changed_from_defaults"]["trainer.seed"] == [1, 7]
+    session = manifest["sessions"][0]
+    assert session["packages"]["numpy"] == np.__version__
+    assert session["hardware"]["cores"] >= 1 and session["hardware"]["cpu"]
+    assert session["command"] == "python -m recipes.grpo.main_grpo 'a=[1, 2]'"
+    assert session["started"] <= session["ended"]
+    assert yaml.safe_load((tmp_path / "grpo" / "lab_s7" / "config.yaml").read_text())["trainer"]["seed"] == 7
+
+
+def test_changed_keys_reach_into_mappings_of_the_users_own():
+    config = compose("grpo", ["+actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib=2"])
+    key = "actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib"
+    assert run_manifest.changed_keys(config, "grpo")[key] == [None, 2]
+
+
+def test_changed_keys_reach_into_nested_parts():
+    config = convert.replaced(Config(), {"actor_rollout_ref.actor.optim.lr": 3e-6})
+    assert run_manifest.changed_keys(config, "ppo") == {"actor_rollout_ref.actor.optim.lr": [1e-6, 3e-6]}
+
+
+def test_a_real_configuration_is_kept_whole_and_its_changes_are_those_that_were_made(tmp_path):
+    overrides = ["data.train_files=a.parquet", "actor_rollout_ref.actor.clip_ratio=0.3", "trainer.seed=5"]
+    plain, config = compose("grpo"), compose("grpo", overrides)
+    tracker = Tracker(tmp_path / "grpo" / "run", config)
+    tracker.close("finished")
+    assert from_yaml((tracker.run_dir / "config.yaml").read_text()) == config
+    before, now = (run_manifest.changed_keys(each, "grpo") for each in (plain, config))
+    made = {key: pair[1] for key, pair in now.items() if before.get(key) != pair}
+    assert made == {
+        "data.train_files": ["a.parquet"],
+        "actor_rollout_ref.actor.clip_ratio": 0.3,
+        "trainer.seed": 5,
+    }
+    assert tracker.manifest["changed_from_defaults"] == now
+
+
+def git(folder: Path, *command: str) -> None:
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.com"]
+    subprocess.run(["git", "-C", str(folder), *identity, *command], check=True, capture_output=True)
+
+
+def test_git_state_sees_every_change(tmp_path):
+    assert run_manifest.git_state(tmp_path) == {"commit": None, "dirty": None, "diff_sha256": None}
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a.py").write_text("x = 1\n")
+    git(tmp_path, "add", "a.py")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    clean = run_manifest.git_state(tmp_path)
+    assert len(clean["commit"]) == 40 and clean["dirty"] is False and clean["diff_sha256"] is None
+    (tmp_path / "results/run").mkdir(parents=True)
+    (tmp_path / "results/run/summary.json").write_text("{}\n")
+    assert run_manifest.git_state(tmp_path) == clean, "what an earlier run has left is no change of the code"
+    hashes = set()
+    for name, text in (("a.py", "x = 2\n"), ("a.py", "x = 3\n"), ("new.py", "y = 1\n"), ("new.py", "y = 2\n")):
+        (tmp_path / name).write_text(text)
+        state = run_manifest.git_state(tmp_path)
+        assert state["dirty"] is True
+        hashes.add(state["diff_sha256"])
+    assert len(hashes) == 4
+    (tmp_path / "inside").mkdir()
+    assert run_manifest.git_state(tmp_path / "inside")["commit"] is None  # somebody else's checkout around ours
+
+
+def test_git_is_not_needed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_manifest.git_state()["commit"] is None
+    assert run_manifest.hardware()["gpus"] == []

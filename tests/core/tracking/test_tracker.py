@@ -1,0 +1,258 @@
+"""The run folder: on disk before the next step, the same after a kill and a resume."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from core.config import Config
+from core.errors import WriteFailed
+from core.tracking import tracker as tracking
+from core.tracking.records import read_jsonl
+from core.tracking.samples import generation_rows, spread_out
+from core.tracking.tracker import Tracker, dump_jsonl
+from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
+from reward_scores.score import Score
+from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics
+
+ROOT = Path(__file__).parents[3]
+
+
+def metrics_of(step: int, **values: float) -> StepMetrics:
+    metrics = StepMetrics(step)
+    metrics.add(values or {"critic/score/mean": 0.1 * step})
+    return metrics
+
+
+def with_trainer(**changes) -> Config:
+    return configured({f"trainer.{name}": value for name, value in changes.items()})
+
+
+def test_a_step_is_on_disk_when_log_returns(tmp_path):
+    tracker = Tracker(tmp_path / "grpo" / "run", configured())
+    value = 0.1 + 0.2  # a number with no short decimal form
+    tracker.log(metrics_of(1, **{"critic/score/mean": value}))
+    assert read_jsonl(tracker.run_dir / "metrics.jsonl") == [{"step": 1, "critic/score/mean": value}]
+    tracker.close("finished")
+
+
+def test_steps_rise(tmp_path):
+    tracker = Tracker(tmp_path, configured())
+    tracker.log(metrics_of(0))
+    tracker.log(metrics_of(1))
+    with pytest.raises(ValueError, match="step 1 logged after 1"):
+        tracker.log(metrics_of(1))
+    tracker.close("failed")
+
+
+CRASHING = """
+import os, signal
+from tests.core.synthetic import *
+tracker = Tracker({folder!r}, configured())
+for step in range(8):
+    tracker.log(step_metrics(step, 1))
+    tracker.log_validation(step, records(step, 1, 5))
+    tracker.log_samples(step, sample_rows(step))
+with open(tracker.run_dir / "metrics.jsonl", "a") as file:
+    file.write('{{"step": 8, "critic/sc')  # killed while writing step 8
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_and_resumed_is_the_same_as_never_interrupted(tmp_path):
+    def finish(tracker: Tracker, start: int) -> None:
+        for step in range(start, 12):
+            tracker.log(step_metrics(step, 1))
+            tracker.log_validation(step, records(step, 1, 5))
+            tracker.log_samples(step, sample_rows(step))
+        tracker.close("finished")
+
+    code = CRASHING.format(folder=str(tmp_path / "killed"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    run_id = json.loads((tmp_path / "killed" / "manifest.json").read_text())["run_id"]
+    finish(Tracker(tmp_path / "killed", configured(), resume_step=5), 6)
+    finish(Tracker(tmp_path / "whole", configured()), 0)
+    names = ["metrics.jsonl", "samples.jsonl", *(f"validation/{step}.jsonl" for step in range(12))]
+    for name in names:
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    manifest = json.loads((tmp_path / "killed" / "manifest.json").read_text())
+    assert manifest["run_id"] == run_id and manifest["status"] == "finished"
+    assert [s["resumed_from_step"] for s in manifest["sessions"]] == [None, 5]
+    assert [s["ended"] is None for s in manifest["sessions"]] == [True, False]
+
+
+def test_later_validations_are_dropped_on_resume(tmp_path):
+    make_run(tmp_path, steps=10, questions=5)
+    Tracker(tmp_path, configured(), resume_step=7).close("stopped")
+    assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == ["0.jsonl", "5.jsonl"]
+    assert {row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")} == {0, 5}
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 7
+
+
+DAMAGE = {
+    "cut": b'{"step": 1, "critic/sc',
+    "a flipped bit": b'{"step": 1, "critic/score/mean": \xb00.1}',
+    "no mapping": b"[1, 2]",
+    "a step that is text": b'{"step": "1"}',
+    "nested too deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_line_is_set_aside_on_resume(kind, name, tmp_path, caplog):
+    make_run(tmp_path, steps=3, questions=5)
+    path = tmp_path / name
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], DAMAGE[kind], *lines[1:]]) + b"\n")
+    Tracker(tmp_path, configured(), resume_step=3).close("stopped")
+    assert path.read_bytes().splitlines() == lines
+    assert DAMAGE[kind] in (tmp_path / f"{name}.damaged").read_bytes().splitlines()
+    assert f"{name}: 1 damaged lines (line 2: " in caplog.text
+    caplog.clear()
+    Tracker(tmp_path, configured(), resume_step=3).close("stopped")
+    assert caplog.text == "", "it is said once"
+
+
+def test_a_reader_names_the_damaged_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": \n{"a": 2}\n{"a"')
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: "):
+        read_jsonl(tmp_path / "rows.jsonl")
+
+
+def test_files_of_other_names_do_not_block_a_resume(tmp_path):
+    make_run(tmp_path, steps=3, questions=5)
+    for name in ("validation/notes.jsonl", "trace/step_old.npz", "previous/1a/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a person's own")
+    Tracker(tmp_path, configured(), resume_step=2).close("stopped")
+    assert (tmp_path / "validation" / "notes.jsonl").exists()
+    Tracker(tmp_path, configured()).close("stopped")
+    assert (tmp_path / "previous" / "1" / "trace" / "step_old.npz").exists()
+
+
+def test_half_a_surrogate_pair_is_kept_as_an_escape(tmp_path):
+    tracker = Tracker(tmp_path, configured())
+    rows = [{**row, "output": "a\ud800b"} for row in sample_rows(1)]
+    tracker.log_samples(1, rows)
+    assert {row["output"] for row in read_jsonl(tmp_path / "samples.jsonl")} == {"a\ud800b"}
+    tracker.close("finished")
+
+
+@contextmanager
+def full_disk(limit: int = 0):
+    """No file may grow beyond ``limit`` bytes: a write fails with EFBIG, of which the system writes what fits."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_records_and_no_line_of_metrics(tmp_path, caplog):
+    tracker = Tracker(tmp_path, configured())
+    tracker.log(metrics_of(1))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with full_disk(len(before) + 7):
+        for step in (2, 3):
+            tracker.log(metrics_of(step))
+            tracker.log_samples(step, sample_rows(step))
+            tracker.log_validation(step, records(step, 1, 5))
+            tracker.dump(tmp_path / "answers", step, sample_rows(step))
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before, "no part of a line"
+    assert caplog.text.count("File too large") == 4, "each is said once"
+    assert "samples.jsonl could not be written (File too large; " in caplog.text and "GiB free" in caplog.text
+    assert not list(tmp_path.rglob("*.partial")) and not list((tmp_path / "answers").iterdir())
+    tracker.log(metrics_of(4))
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "metrics.jsonl can be written again" in caplog.text
+    tracker.close("finished")
+    dropped = json.loads((tmp_path / "manifest.json").read_text())["sessions"][-1]["records_dropped"]
+    assert dropped == {"metrics.jsonl": 2, "samples.jsonl": 2, "validation": 2, "answers": 2}
+
+
+def test_the_status_is_written_on_a_full_disk(tmp_path):
+    status = "stopped"
+    tracker = Tracker(tmp_path, configured())
+    size = (tmp_path / "manifest.json").stat().st_size
+    with full_disk(size):
+        tracker.note("stopped_because", "x" * 100)
+        tracker.close(status)
+    assert json.loads((tmp_path / "manifest.json").read_text())["status"] == status
+    assert (tmp_path / "manifest.json").stat().st_size == size
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path):
+    with full_disk(10), pytest.raises(WriteFailed) as raised:
+        Tracker(tmp_path, configured())
+    text = str(raised.value)
+    assert str(tmp_path) in text and "File too large" in text and "GiB free" in text and "make room" in text
+    assert "\n" not in text
+
+
+def test_a_gap_is_said(tmp_path, capsys):
+    make_run(tmp_path, steps=3, questions=5)
+    Tracker(tmp_path, configured(), resume_step=9).close("stopped")
+    assert "resumed after step 9, but metrics.jsonl ends at step 3" in capsys.readouterr().err
+    assert "gap" in json.loads((tmp_path / "manifest.json").read_text())["sessions"][-1]
+
+
+def test_a_fresh_start_sets_the_earlier_run_aside(tmp_path):
+    make_run(tmp_path, steps=3, questions=5)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    make_run(tmp_path, steps=1, questions=5)
+    make_run(tmp_path, steps=1, questions=5)
+    assert (tmp_path / "previous" / "1" / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "previous" / "2" / "validation").is_dir()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_samples_are_kept_for_the_report_and_limited_for_the_loggers(tmp_path, capsys):
+    rows = [{"input": f"q{i}", "output": "a", "gts": "b", "score": 0.0} for i in range(100)]
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",), log_val_generations=2))
+    tracker.log_samples(5, rows)
+    tracker.close("finished")
+    kept = read_jsonl(tmp_path / "samples.jsonl")
+    assert len(kept) == tracking.KEPT_SAMPLES and {row["step"] for row in kept} == {5}
+    assert len({row["input"] for row in kept}) == tracking.KEPT_SAMPLES
+    assert capsys.readouterr().out.count("step 5 sample") == 2
+
+
+def test_spread_out_takes_from_everywhere():
+    rows = [{"i": i} for i in range(10)]
+    assert [row["i"] for row in spread_out(rows, 3)] == [0, 3, 6]
+    assert spread_out(rows, 99) == rows and spread_out([], 3) == []
+
+
+def test_dumps_have_verls_fields(tmp_path):
+    prompt = Prompt(3, "gsm8k/3", (1, 2), (), "7", "openai/gsm8k")
+    segments = (Segment("policy", "It is "), Segment("tool", "<r>"), Segment("policy", "7"))
+    trajectory = Trajectory([1, 2], [3, 4], [True, True], [0.0, 0.0], segments, Stop.LENGTH, 0, 0)
+    score = Score(0.5, {"acc": 1.0, "overlong": -0.5}, pred="7")
+    tokenizer = SimpleNamespace(decode={(1, 2): "What?"}.get)
+    (row,) = generation_rows(4, [ScoredGroup(prompt, (trajectory,), (score,))], tokenizer)
+    dump_jsonl(tmp_path / "dumps", 4, [row])
+    (read,) = read_jsonl(tmp_path / "dumps" / "4.jsonl")
+    verl = {"input": "What?", "output": "It is <r>7", "gts": "7", "score": 0.5, "step": 4, "acc": 1.0}
+    assert verl.items() <= read.items()
+    assert read["overlong"] == -0.5 and read["uid"] == "gsm8k/3" and read["stop"] == "length"
+
+
+def test_statistics_and_reports_import_nothing_heavy():
+    code = (
+        "import sys, results.reporting.run_report, core.tracking.tracker, core.tracking.validation\n"
+        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'matplotlib', 'wandb', 'tensorboard', 'datasets'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
