@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import InputError
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from core.tracking.records import intact_rows
 from core.types import Prompt, Segment, Stop, Trajectory
 

@@ -41,11 +41,10 @@ from core.answers import (
 )
 from core.command_line import is_dry_run
 from core.config import Config, convert, examine, recipes, records
-from core.config.locations import is_url, written_here
 from core.config.paths import is_local
 from core.config.problem import show
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase
-from core.files.durable_files import file_sha256, write_atomic
+from core.files import file_sha256, is_url, write_atomic, written_here
 from core.safe_text.printable import printable
 from core.tracking import run_manifest
 from core.tracking.progress import progress
@@ -54,7 +53,7 @@ from core.types import Prompt, ScoredGroup
 from reward_scores import SCORERS, scorer_for
 
 if TYPE_CHECKING:
-    from core.checkpoint.manifest import Checkpoint
+    from core.checkpoint.store import Checkpoint
     from core.ray_trainer import RayPPOTrainer
     from core.tracking.validation import ValRecord
 

@@ -12,11 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.checkpoint.manifest import Checkpoint, verify
-from core.checkpoint.store import CheckpointStore, fetched
-from core.config.locations import written_here
+from core.checkpoint.store import Checkpoint, CheckpointStore, fetched, verify
 from core.errors import InputError
-from core.files.file_names import inside
+from core.files import inside, written_here
 from core.learner.hf_export import ADAPTERS, export_hf
 
 TRAINING_STATE = (".pt", ".distcp", ".metadata")  # endings of files that resume a run and are not exported

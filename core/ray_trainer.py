@@ -23,7 +23,6 @@ from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.losses import MetricSums
 from core.algorithm.rollout_mismatch import MISMATCH_READS, add_mismatch, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
-from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config.schema import Config
@@ -333,9 +332,7 @@ class RayPPOTrainer:
 
     async def roll_group(self, ordinal: int) -> ScoredGroup | AnsweredGroup:
         """Answer the prompt of an ordinal and score the answers, where each is scored on its own."""
-        group = await self.rollout.roll_group(self.stream.prompt(ordinal))
-        kill_point("rollout", self.session.step + 1)
-        return group
+        return await self.rollout.roll_group(self.stream.prompt(ordinal))
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it."""
@@ -380,12 +377,10 @@ class RayPPOTrainer:
             lr_multiplier = multiplier(config.critic.optim, step - 1, self.session.total_steps)
             with metrics.time("update_critic"):
                 metrics.add(self.workers.update_critic(batch, lr_multiplier))
-        kill_point("update", step)
         if step > config.trainer.critic_warmup:
             lr_multiplier = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.session.total_steps)
             with metrics.time("update_actor"):
                 metrics.add(self.workers.update_actor(batch, lr_multiplier))
-        kill_point("sync", step)
 
     def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the session, which records and saves it."""

@@ -21,19 +21,16 @@ import torch
 
 from core.algorithm.kl import KLController
 from core.checkpoint import run_state
-from core.checkpoint.background_writer import BackgroundWriter
-from core.checkpoint.changes import Change
-from core.checkpoint.kill_points import kill_point
-from core.checkpoint.manifest import Checkpoint
-from core.checkpoint.provenance import ModelFingerprint, Provenance
-from core.checkpoint.store import CheckpointStore, resolve_resume
+from core.checkpoint.provenance import Change, ModelFingerprint, Provenance, check_resume
+from core.checkpoint.remote_copy import RemoteCopy
+from core.checkpoint.store import BackgroundWriter, Checkpoint, CheckpointStore, resolve_resume
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
 from core.config import convert, defaults
-from core.config.locations import check_writable, remote_run
 from core.config.paths import run_folder
 from core.data.stream import PromptStream
 from core.errors import InputError, WriteFailed, memory_phase, writing
+from core.files import check_writable, is_url
 from core.learner.saving import planned_fingerprints
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
@@ -73,7 +70,8 @@ class Session:
         self.health, self.repeats = Health(), Repeats()
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
-        self.remote = remote_run(config.trainer.default_local_dir, self.store)
+        url = config.trainer.default_local_dir
+        self.remote = RemoteCopy(url, self.store) if is_url(url) else None
         self.writer = BackgroundWriter(self.store, self.remote and self.remote.send)
         self.workers: Workers | None = None
         self.models: Mapping[str, ModelFingerprint] = {}
@@ -110,6 +108,7 @@ class Session:
                 models, or is of a run with another base, other data or another objective.
         """
         trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
+        self.prompt_of = stream.prompt
         self.contents = run_manifest.contents(self.config)
         self.total_steps = trainer.total_training_steps
         if self.total_steps is None:
@@ -137,7 +136,8 @@ class Session:
         """Compare the run with the checkpoint, as far as the run is known. Raises InputError."""
         trainer = self.config.trainer
         allow = trainer.resume_with_changes or trainer.val_only  # which trains nothing
-        self.changes = checkpoint.check_compatible(self.provenance(checkpoint.provenance), allow=allow)
+        saved = checkpoint.provenance
+        self.changes = check_resume(checkpoint.folder, saved, self.provenance(saved), allow=allow)
 
     def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
         """Take the models into the run and return the state to go on from, as if the run had never stopped."""
@@ -259,7 +259,6 @@ class Session:
         self.tracker.log(metrics)
         if self.is_due(self.config.trainer.save_freq, self.step, state):
             self.save()
-        kill_point("between", self.step)
         self._stop_if_unhealthy(violations, batch)
 
     def _add_up_times(self, metrics: StepMetrics) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from core.command_line import is_dry_run
-from core.config.locations import written_here
 from core.errors import InputError
+from core.files import written_here
 from data_preprocess.schema import write_rows
 
 SPLITS = ("train", "test")

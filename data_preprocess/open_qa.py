@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.config.locations import written_here
 from core.errors import InputError
+from core.files import written_here
 from data_preprocess.cli import Example, read_file
 from data_preprocess.schema import make_row
 from data_preprocess.search_r1_prompts import PROMPTS, SEARCH_PROMPT

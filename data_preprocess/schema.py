@@ -12,7 +12,7 @@ from typing import Any
 
 from core.data.parquet import ExampleFile, Problems, sha256_of
 from core.errors import InputError
-from core.files.durable_files import replacing
+from core.files import replacing
 
 
 @dataclass(frozen=True)

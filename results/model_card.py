@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.config.locations import written_here
 from core.errors import InputError
 from core.export import export
+from core.files import written_here
 from results.reporting.model_card import model_card
 from results.reporting.run_reader import load_run, run_copy
 

@@ -1,8 +1,8 @@
-"""Which run a checkpoint or a result belongs to.
+"""Which run a checkpoint or a result belongs to, and what a run that resumes has otherwise than the run that wrote it.
 
 That is its models (and the weights that they started from), seed, ranks, threads, configuration, the contents of the
-files that it names, and package versions. Two of them are compared in ``core/checkpoint/changes.py``. This module
-imports neither torch nor transformers.
+files that it names, and package versions. What a key's change means is said by its field (``core/config/records.py``).
+This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from core.config.locations import local_path
+from core.config import records
+from core.config.checked import schema_for
+from core.config.problem import brief, show
+from core.config.section import BOOKKEEPING, FILES, IDENTITY
+from core.errors import InputError
+from core.files import local_path
 
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "ray")
 FORMATS = ("model*.safetensors", "pytorch_model*.bin")  # of weights, in the order in which transformers looks for them
 BLOCK = 1 << 24  # bytes
 THREADS = 8  # that hash; each has a block in memory
+SEED = "trainer.seed"  # has a refusal of its own, which no flag lifts
+MODELS = {"actor_rollout_ref.model.path": "actor", "critic.model.path": "critic"}
+
+# ---------------------------------------------------------------- models and the weights that they started from
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,9 @@ def _digest(number: int, begin: int, end: int, file: Path) -> str:
     return digest.hexdigest()
 
 
+# ---------------------------------------------------------------- a run, and another that goes on from it
+
+
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Return the installed versions, by default of the packages that decide the numbers."""
     versions = {}
@@ -168,3 +180,111 @@ class Provenance:
     def from_json(cls, value: Mapping[str, Any]) -> Provenance:
         models = {name: ModelFingerprint.from_json(model) for name, model in value["models"].items()}
         return cls(**{**value, "models": models})
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key (or ranks, threads, a package) with the value of the checkpoint and that of the run."""
+
+    key: str
+    there: Any
+    here: Any
+    refused: bool = False  # another objective, other data or another base: not without trainer.resume_with_changes
+
+    def __str__(self) -> str:
+        return f"{self.key} was {brief(show(self.there, self.key))}, is {brief(show(self.here, self.key))}"
+
+
+def check_resume(folder: Path, saved: Provenance | None, run: Provenance, *, allow: bool = False) -> list[Change]:
+    """Check whether ``run`` may go on from the checkpoint in ``folder``, which ``saved`` wrote.
+
+    Returns:
+        What differs and is allowed to (ranks, threads, package versions, keys that change no objective; with ``allow``
+        all). Where this is not empty, the resumed run is not promised to be bit-identical to an uninterrupted one.
+
+    Raises:
+        InputError: the weights are of another model, or the seed is another one (examples and sampling seeds are
+            functions of it: prompts would be trained twice, others never), or, without ``allow``, base, data or
+            objective are other ones.
+    """
+    if saved is None:
+        raise InputError(f"{folder}: the manifest does not say which run it is of, so it cannot be resumed")
+    for name in sorted(saved.models.keys() | run.models.keys()):
+        if name in saved.models and name in run.models:
+            _check_model(folder, name, saved.models[name], run.models[name])
+            continue
+        holds, needs = ("holds a", "has none") if name in saved.models else ("holds no", "has one")
+        raise InputError(
+            f"{folder} {holds} {name}, but this run {needs} (algorithm.adv_estimator decides whether there is a "
+            "critic). Resume with the configuration of the run, or choose another trainer.experiment_name"
+        )
+    if saved.seed != run.seed:
+        raise InputError(
+            f"{SEED}={run.seed}, but {folder} was written with seed {saved.seed}: a resumed run must keep its seed, "
+            f"which decides the order of the data. Set {SEED}={saved.seed}, or choose another trainer.experiment_name"
+        )
+    changed = sorted([*_settings(saved, run), *_surroundings(saved, run)], key=lambda change: not change.refused)
+    if refused := [change for change in changed if change.refused and not allow]:
+        rule = (
+            f"{folder} is of a run with these other settings, and a resumed run must keep its base, its data, what it "
+            "trains and how it is measured. Take the changes back, or choose another trainer.experiment_name; "
+            "trainer.resume_with_changes=True goes on with them and records them"
+        )
+        raise InputError([*map(str, refused), rule])
+    return changed
+
+
+def _check_model(folder: Path, name: str, there: ModelFingerprint, here: ModelFingerprint) -> None:
+    if differences := there.differences(here):
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise InputError(
+            f"{folder} is a checkpoint of another model ({name}): {'; '.join(differences[:3])}{more}. A resumed run "
+            "must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the run started "
+            "from, or choose another trainer.experiment_name"
+        )
+    if here.has_adapters and there.base and here.base and there.base.sha256 != here.base.sha256:
+        key = next(key for key, model in MODELS.items() if model == name)
+        raise InputError(
+            f"{key}={here.base}: {folder} holds adapters of another base, {there.base} as it was then; adapters fit "
+            "the weights that they were trained on alone. Give the run that base, wherever it is now, or choose "
+            "another trainer.experiment_name"
+        )
+
+
+def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
+    """Yield every key whose other value counts, by its role; of a file the content counts where its hash is known."""
+    schema = schema_for(run.config)
+    there, here = (records.completed(each.config, schema) for each in (saved, run))
+    keys = there.keys() | here.keys() | saved.contents.keys() | run.contents.keys()
+    if "critic" not in {*saved.models, *run.models}:  # its keys follow the policy's, and nothing reads them
+        keys = {key for key in keys if not key.startswith("critic.")}
+    for key in sorted({*keys} - {SEED}):
+        role, pair = records.role_of(key), [there.get(key), here.get(key)]
+        hashes = [_hashes(key, saved), _hashes(key, run)]
+        known = None not in hashes  # where one is not recorded the names have to do
+        if known and (hashes[0] != hashes[1] or role == FILES):  # a file may have moved
+            same = hashes[0] == hashes[1]
+        else:
+            same = pair[0] == pair[1]
+        if not same and role != BOOKKEEPING:
+            shown = [_named(*one) for one in zip(pair, hashes, strict=True)] if known else pair
+            yield Change(key, *shown, refused=role in (IDENTITY, FILES))
+
+
+def _hashes(key: str, of: Provenance) -> list[str] | None:
+    """Return the hashes of what a key names, or None where they are not recorded."""
+    if key not in MODELS:
+        return of.contents.get(key)
+    base = of.bases.get(MODELS[key])
+    return [base.sha256] if base is not None else None
+
+
+def _named(value: Any, hashes: list[str]) -> str:
+    return f"{brief(show(value))} (SHA-256 {', '.join(one[:12] for one in hashes)})"
+
+
+def _surroundings(saved: Provenance, run: Provenance) -> Iterator[Change]:
+    pairs = [(name, getattr(saved, name), getattr(run, name)) for name in ("ranks", "threads")]
+    names = sorted(saved.versions.keys() | run.versions.keys())
+    pairs += [(name, saved.versions.get(name), run.versions.get(name)) for name in names]
+    yield from (Change(*pair) for pair in pairs if pair[1] != pair[2])

@@ -1,29 +1,26 @@
 """Files of a checkpoint besides weights: optimizer states, RNG states, and the state of the driver.
 
-Tensors go through ``torch.save`` and come back with ``weights_only=True``. The driver's state goes into
-``driver.json``, its arrays into ``driver.npz``; it comes back equal to the bit and of the same types. Nothing is
-pickled. torch is imported on first use only.
+All go through ``torch.save`` and come back with ``weights_only=True``, equal to the bit. torch is imported on first use
+only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import decimal
-import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from core.config import code_by_path, registry
 from core.data.sampler import derive_seed
 from core.errors import InputError
 from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
-from reward_scores.score import Score, ScoreStatus
+from reward_scores.score import Score, ScoreStatus, plain
+
+DRIVER = "driver.pt"
 
 # ---------------------------------------------------------------- tensors
 
@@ -113,7 +110,7 @@ class DriverState:
     """State of the driver, enough to go on after ``step`` complete steps.
 
     ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored to their group, or to a
-    ``Dropped``. ``values`` is whatever else is JSON: the KL controller's state, keep rate, counters.
+    ``Dropped``. ``values`` are numbers, texts and tensors: the KL controller's state, the keep rate, counters.
     """
 
     step: int
@@ -122,117 +119,63 @@ class DriverState:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write ``driver.json`` and ``driver.npz``.
-
-        Raises:
-            InputError: a value is of a type that cannot be stored; names it.
-        """
-        encoder = StateEncoder()
-        fields = {
-            "step": self.step,
-            "next_ordinal": self.next_ordinal,
-            "carried": encoder.encode(dict(self.carried), "carried"),
-            "values": encoder.encode(dict(self.values), "values"),
-        }
-        (folder / "driver.json").write_text(json.dumps(fields), encoding="ascii")
-        with open(folder / "driver.npz", "wb") as file:
-            np.savez(file, allow_pickle=False, **encoder.buffers())
+        """Write ``driver.pt``. Raises InputError where a value is of a type that cannot be stored; names it."""
+        fields = {"step": self.step, "next_ordinal": self.next_ordinal, "values": dict(self.values)}
+        carried = {ordinal: _as_fields(one) for ordinal, one in self.carried.items()}
+        save_tensors(folder / DRIVER, {**fields, "carried": carried})
 
     @classmethod
-    def load(cls, folder: Path) -> DriverState:
-        fields = json.loads((folder / "driver.json").read_text(encoding="ascii"))
-        with np.load(folder / "driver.npz", allow_pickle=False) as arrays:
-            buffers = {name: arrays[name] for name in arrays.files}
-        carried, values = decode(fields["carried"], buffers), decode(fields["values"], buffers)
-        return cls(fields["step"], fields["next_ordinal"], carried, values)
+    def load(cls, folder: Path, prompt_of: Callable[[int], Prompt] | None = None) -> DriverState:
+        """Read ``driver.pt``. ``prompt_of`` returns the prompt of an ordinal, which the run's seed decides."""
+        fields = load_tensors(folder / DRIVER)
+        carried = {ordinal: _from_fields(one, ordinal, prompt_of) for ordinal, one in fields["carried"].items()}
+        return cls(fields["step"], fields["next_ordinal"], carried, fields["values"])
 
 
-TAG = "is"  # {"is": type name, "of": content}: anything that JSON has no type for
-
-CARRIED = (Prompt, Segment, Trajectory, Score, ScoredGroup, Dropped)
-_DATACLASSES = {cls.__name__: cls for cls in CARRIED}
-_ENUMS = {cls.__name__: cls for cls in (Stop, ScoreStatus)}
-# What an example may hold beyond JSON: type name -> (type, to text, from text)
-_AS_TEXT = {
-    "bytes": (bytes, bytes.hex, bytes.fromhex),
-    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
-    "Decimal": (decimal.Decimal, str, decimal.Decimal),
-}
+def _as_fields(one: ScoredGroup | Dropped) -> dict[str, Any]:
+    """Return what a checkpoint holds of a carried group: all but its prompt."""
+    if isinstance(one, Dropped):
+        return dataclasses.asdict(one)
+    return {
+        "trajectories": [_trajectory_fields(trajectory) for trajectory in one.trajectories],
+        "scores": [_score_fields(score) for score in one.scores],
+        "baseline": None if one.baseline is None else _score_fields(one.baseline),
+    }
 
 
-def _dataclass(name: str) -> type | None:
-    """Return the dataclass of this name that a checkpoint may hold, one of an extension's included."""
-    path = registry.CARRIED.get(name)
-    return code_by_path.load_object(path) if path else _DATACLASSES.get(name)
+def _from_fields(fields: dict[str, Any], ordinal: int, prompt_of: Callable[[int], Prompt]) -> ScoredGroup | Dropped:
+    if "trajectories" not in fields:
+        return Dropped(**fields)
+    baseline = fields["baseline"]
+    return ScoredGroup(
+        prompt_of(ordinal),
+        tuple(map(_trajectory, fields["trajectories"])),
+        tuple(map(_score, fields["scores"])),
+        None if baseline is None else _score(baseline),
+    )
 
 
-class StateEncoder:
-    """An encoder of values as JSON; the arrays among them are strung together, one buffer a dtype."""
+def _trajectory_fields(trajectory: Trajectory) -> dict[str, Any]:
+    import torch
 
-    def __init__(self) -> None:
-        self.arrays: dict[str, list[np.ndarray]] = {}
-        self._used: dict[str, int] = {}
-
-    def encode(self, value: Any, where: str) -> Any:
-        """Return the value as JSON has it; ``where`` names it in errors. Raises InputError for a type it lacks."""
-        kind = type(value)
-        if value is None or kind in (bool, int, float, str):
-            return value
-        if kind is list:
-            return [self.encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        if not isinstance(value, Mapping):
-            return {TAG: kind.__name__, "of": self._content(value, kind, where)}
-        if all(type(key) is str for key in value) and TAG not in value:
-            return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
-        pairs = [[self.encode(key, where), self.encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
-        return {TAG: "dict", "of": pairs}
-
-    def buffers(self) -> dict[str, np.ndarray]:
-        """Return the arrays of what was encoded, one a dtype."""
-        return {name: np.concatenate(parts) for name, parts in self.arrays.items()}
-
-    def _content(self, value: Any, kind: type, where: str) -> Any:
-        name = kind.__name__
-        if kind is tuple:
-            return [self.encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        if _dataclass(name) is kind:
-            items = [(item.name, getattr(value, item.name)) for item in dataclasses.fields(value)]
-            return {key: self.encode(item, f"{where}.{key}") for key, item in items}
-        if _ENUMS.get(name) is kind:
-            return value.value
-        if name in _AS_TEXT and _AS_TEXT[name][0] is kind:
-            return _AS_TEXT[name][1](value)
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-            array = np.asarray(value)
-            buffer = array.dtype.str.replace("<", "").replace("|", "")
-            start = self._used.get(buffer, 0)
-            self.arrays.setdefault(buffer, []).append(array.reshape(-1))
-            self._used[buffer] = start + array.size
-            return [array.dtype.str, list(array.shape), start]
-        raise InputError(f"{where} is a {kind.__module__}.{name}, which a checkpoint cannot store")
+    fields = {item.name: getattr(trajectory, item.name) for item in dataclasses.fields(trajectory)}
+    arrays = {name: torch.from_numpy(value.copy()) for name, value in fields.items() if isinstance(value, np.ndarray)}
+    segments = [(segment.role, segment.text) for segment in trajectory.segments]
+    others = {"segments": segments, "stop": trajectory.stop.value, "tool_scores": dict(trajectory.tool_scores)}
+    return {**fields, **arrays, **others}
 
 
-def decode(value: Any, buffers: Mapping[str, np.ndarray]) -> Any:
-    """Return the value that an :class:`StateEncoder` encoded; ``buffers`` are its arrays, one a dtype."""
-    if type(value) is list:
-        return [decode(item, buffers) for item in value]
-    if type(value) is not dict:
-        return value
-    if TAG not in value:
-        return {key: decode(item, buffers) for key, item in value.items()}
-    name, content = value[TAG], value["of"]
-    if name == "dict":
-        return {decode(key, buffers): decode(item, buffers) for key, item in content}
-    if name == "tuple":
-        return tuple(decode(item, buffers) for item in content)
-    if (kind := _dataclass(name)) is not None:
-        return kind(**{key: decode(item, buffers) for key, item in content.items()})
-    if name in _ENUMS:
-        return _ENUMS[name](content)
-    if name in _AS_TEXT:
-        return _AS_TEXT[name][2](content)
-    dtype, shape, start = content
-    flat = buffers[dtype.replace("<", "").replace("|", "")][start : start + int(np.prod(shape))]
-    return flat.reshape(shape).astype(dtype) if name == "ndarray" else np.dtype(dtype).type(flat[0])
+def _trajectory(fields: dict[str, Any]) -> Trajectory:
+    arrays = {name: value.numpy() for name, value in fields.items() if hasattr(value, "numpy")}
+    segments = tuple(Segment(*segment) for segment in fields["segments"])
+    return Trajectory(**{**fields, **arrays, "segments": segments, "stop": Stop(fields["stop"])})
+
+
+def _score_fields(score: Score) -> dict[str, Any]:
+    fields = {item.name: getattr(score, item.name) for item in dataclasses.fields(score)}
+    numbers = {"value": plain(score.value), "parts": {name: plain(value) for name, value in score.parts.items()}}
+    return {**fields, **numbers, "notes": dict(score.notes), "status": score.status.value}
+
+
+def _score(fields: dict[str, Any]) -> Score:
+    return Score(**{**fields, "status": ScoreStatus(fields["status"])})

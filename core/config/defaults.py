@@ -8,11 +8,11 @@ from typing import Any
 
 from core.config import convert, registry
 from core.config.limits import FULL_PRECISION
-from core.config.locations import is_url
 from core.config.paths import run_folder
 from core.config.schema import Config
 from core.config.sections.actor import ActorConfig
 from core.config.sections.rollout import RolloutConfig
+from core.files import is_url
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from core.config import chat_template, convert, registry
 from core.config.limits import is_plugin
-from core.config.locations import is_url, url_problem
 from core.config.problem import Problem
 from core.config.schema import Config
+from core.files import is_url, url_problem
 
 MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
 # The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.

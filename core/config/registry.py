@@ -183,9 +183,6 @@ MODALITIES = dict.fromkeys(  # model_type -> "module:class" of core.modality.Mod
 MEDIA_COLUMNS = {  # key of the section data that names a column of media -> how a cell's part is read
     "image_key": f"{VISION}.images:stored_bytes"
 }
-CARRIED = {  # name -> "module:class" of a dataclass in media, which a checkpoint may hold
-    name: f"{VISION}.images:{name}" for name in ("Pictures", "Picture", "PictureFormat")
-}
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
     *("ignore_reinit_error", "include_dashboard", "dashboard_host", "dashboard_port", "job_config"),

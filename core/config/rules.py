@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from core.config import convert, defaults, recipes, registry, rulebook
-from core.config.locations import is_url
 from core.config.paths import is_local
 from core.config.problem import Problem
 from core.config.rulebook import RefusedValue, RuleBook
 from core.config.schema import Config
 from core.config.section import Section, hints, is_section, mark
 from core.config.sections import actor, algorithm, correction, critic, data, model, reward, rollout, sizes, trainer
+from core.files import is_url
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

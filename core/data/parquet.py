@@ -29,11 +29,9 @@ from typing import Any
 import numpy as np
 
 from core.config import code_by_path, registry
-from core.config.locations import is_url, local_path
 from core.config.sections.data import DataConfig
 from core.errors import InputError
-from core.files.durable_files import file_sha256
-from core.files.whole_files import FIX, damage
+from core.files import DOWNLOAD_AGAIN, damage, file_sha256, is_url, local_path
 from core.modality import MediaError
 
 Message = Mapping[str, Any]
@@ -269,7 +267,7 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, med
         rule = "is a folder" if path.is_dir() else "does not exist"
         raise InputError([f"{where}: the parquet file {rule}; {MAKE_ONE}"])
     if what := damage(path):
-        raise InputError([f"{where}: not a readable parquet file ({what}); {FIX}"])
+        raise InputError([f"{where}: not a readable parquet file ({what}); {DOWNLOAD_AGAIN}"])
     try:
         file = pq.ParquetFile(path)  # not read_table, which takes a folder named a=b for a column
         names = file.schema_arrow.names

@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from core.checkpoint.manifest import check_index
 from core.config import chat_template, registry
-from core.config.locations import is_url, local_path
 from core.errors import InputError
-from core.files.whole_files import FIX, damage
+from core.files import DOWNLOAD_AGAIN, damage, is_url, local_path
 from core.learner.log_probs import FP32Head
 from core.modality import TEXT, Modality, modality_of
 
@@ -49,9 +47,7 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weight
     if not (local / "config.json").exists():
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
     if what := damage(local, weights=weights or not is_url(path)):
-        raise InputError(f"{key}={path}: {what}; {FIX}")
-    for index in local.glob("*.index.json"):
-        check_index(index)
+        raise InputError(f"{key}={path}: {what}; {DOWNLOAD_AGAIN}")
     return str(local)
 
 

@@ -38,12 +38,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from core.checkpoint.manifest import DamagedCheckpoint
 from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
+from core.checkpoint.store import DamagedCheckpoint
 from core.config.section import FrozenDict
-from core.files.durable_files import file_sha256, fsync
-from core.files.file_names import inside
+from core.files import file_sha256, fsync, inside
 from core.learner.hf_export import export_hf, full_disk_as_oserror, load_weights
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, save_adapters, trained_weights

@@ -30,7 +30,7 @@ import numpy as np
 
 from core.config.paths import run_folder
 from core.data.vocabulary import end_ids
-from core.files.durable_files import PARTIAL, fsync
+from core.files import PARTIAL, fsync
 from core.tracking.records import Records
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 

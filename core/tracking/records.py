@@ -1,7 +1,7 @@
 """Files that a person reads afterwards: JSON lines, on disk before the next step, and what a write that fails costs.
 
 A record that cannot be written costs a warning and itself, never the training. Checkpoints are not among them, see
-:mod:`core.checkpoint.background_writer`.
+:mod:`core.checkpoint.store`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import WriteFailed, unwritten
-from core.files.durable_files import PARTIAL, write_atomic
+from core.files import PARTIAL, write_atomic
 
 log = logging.getLogger(__name__)
 Row = Mapping[str, Any]

@@ -1,7 +1,7 @@
 """The run manifest, ``manifest.json`` of a run folder: where its numbers come from.
 
 It holds command, commit, packages, machine, seeds and data hashes. It is not the checkpoint manifest, which lists the
-files of one checkpoint (:mod:`core.checkpoint.manifest`). Imports neither torch nor ray nor vllm: versions come from
+files of one checkpoint (:mod:`core.checkpoint.store`). Imports neither torch nor ray nor vllm: versions come from
 the installed metadata, GPUs from ``nvidia-smi``.
 """
 
@@ -25,9 +25,9 @@ from typing import Any
 
 from core.checkpoint.provenance import Base, package_versions
 from core.config import Config, convert, defaults, paths
-from core.config.locations import is_url, local_path
 from core.config.secret_keys import command_line
 from core.data.parquet import sha256_of
+from core.files import is_url, local_path
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from typing import Any
 from tqdm import tqdm
 
 from core.config import Config, to_yaml
-from core.config.locations import is_url, write_remote_text
 from core.errors import writing
-from core.files.durable_files import write_atomic
+from core.files import is_url, write_atomic, write_remote_text
 from core.tracking import records, run_manifest
 from core.tracking.loggers import LoggedRun, Loggers, headline
 from core.tracking.records import Records, Row, drop_steps_after, intact_rows, json_line, read_jsonl

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from core.vision.images import Pictures
 
 log = logging.getLogger(__name__)

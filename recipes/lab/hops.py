@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.files.durable_files import replacing
+from core.files import replacing
 
 LETTERS = string.ascii_lowercase
 CYCLE = 8

@@ -14,7 +14,7 @@ from typing import Any
 
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from data_preprocess.open_qa import make_qa_row
 from data_preprocess.schema import Written
 from recipes.real.passages import NQ_FILE, NQ_SOURCE, Question, data_file, read_questions, split_questions

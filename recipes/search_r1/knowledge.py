@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from data_preprocess.schema import make_row, write_rows
 from recipes.search_r1.search_loop import AFTER, BEFORE, INVALID
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from core.files.answer_cache import AnswerCache
+from core.answer_cache import AnswerCache
 from recipes.search_r1.index.passages import Passage, RetrievalError
 from recipes.search_r1.wire import from_kept
 

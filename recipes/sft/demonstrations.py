@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.config.locations import local_path
 from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
 from core.data.parquet import Example, Problems, media_columns
 from core.engines.stopping import eos_ids
 from core.errors import InputError
+from core.files import local_path
 from core.learner.models import resolve_path
 from core.types import TrainBatch
 

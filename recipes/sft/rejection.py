@@ -23,12 +23,11 @@ from typing import Any
 from core.answers import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
 from core.command_line import is_dry_run
 from core.config import examine, recipes
-from core.config.locations import written_here
 from core.data.parquet import sha256_of
 from core.data.sampler import permutation
 from core.errors import InputError
 from core.evaluate import digest_of
-from core.files.durable_files import replacing, write_atomic
+from core.files import replacing, write_atomic, written_here
 from core.tracking import run_manifest
 from core.tracking.validation import ValRecord
 from core.types import Prompt, Stop

@@ -7,7 +7,6 @@ only where a validation needs them.
 
 from __future__ import annotations
 
-from core.checkpoint.kill_points import kill_point
 from core.data.stream import PromptStream, agent_names, load_val_prompts
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
@@ -57,7 +56,6 @@ class SFTTrainer(RayPPOTrainer):
         first, count = self.collect_state.next_ordinal, self.config.data.train_batch_size
         batch = [self.stream.prompt(ordinal) for ordinal in range(first, first + count)]
         self.collect_state = CollectState(first + count)
-        kill_point("rollout", step)
         return demonstration_batch(batch, self.tokenizer.pad_token_id)
 
     def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:

@@ -22,7 +22,7 @@ from core.answers import read_manifest
 from core.command_line import is_dry_run
 from core.errors import InputError
 from core.evaluate import refuse_unscored
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from core.safe_text.printable import printable
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.records import read_jsonl

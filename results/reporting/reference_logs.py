@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from core.tracking.confidence_intervals import Estimate, wilson
 from core.tracking.run_manifest import ROOT
 from results.reporting.numbers import percent

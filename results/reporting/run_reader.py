@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from core.config import convert, recipes, records
-from core.config.locations import local_path
 from core.config.secret_keys import hidden
 from core.config.section import BOOKKEEPING
 from core.config.yaml_files import read_yaml
 from core.errors import InputError
+from core.files import local_path
 from core.tracking import run_manifest
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.records import intact_rows, read_jsonl

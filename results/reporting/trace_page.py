@@ -19,7 +19,7 @@ import numpy as np
 from markupsafe import Markup
 
 from core.errors import InputError
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from results.reporting.pages import Block, Link, Text
 from results.reporting.run_reader import RecordedRun, load_run
 from results.reporting.trace_checks import Finding, Seen, findings

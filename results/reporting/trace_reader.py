@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import InputError
-from core.files.durable_files import PARTIAL
+from core.files import PARTIAL
 from core.trace.trace_recorder import FOLDER, FORMAT
 from core.tracking.records import step_of
 

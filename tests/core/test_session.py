@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.checkpoint.background_writer import BackgroundWriter
-from core.checkpoint.store import CheckpointStore
+from core.checkpoint.store import BackgroundWriter, CheckpointStore
 from core.cluster.restarts import train
 from core.errors import WriteFailed
 from core.session import Session

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint.kill_points import VARIABLE
 from core.checkpoint.run_state import load_tensors
 from core.checkpoint.store import CheckpointStore
+from tests.faults.killing import VARIABLE, killed
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.001
@@ -35,7 +35,7 @@ CmdFactory = Callable[[Path], list[str]]
 
 @dataclass(frozen=True)
 class AtPoint:
-    """At the named moment of ``core.checkpoint.kill_points``, once."""
+    """At the named moment of ``tests.faults.killing``, once."""
 
     phase: str
     step: int
@@ -99,8 +99,10 @@ def run_with_kills(
     """
     landed = []
     for kill in kills:
-        extra = {VARIABLE: f"{kill.phase}:{kill.step}"} if isinstance(kill, AtPoint) else {}
-        with launched(cmd_factory(folder), folder, {**(env or {}), **extra}) as process:
+        command, extra = cmd_factory(folder), {}
+        if isinstance(kill, AtPoint):
+            command, extra = killed(command, kill.phase, kill.step)
+        with launched(command, folder, {**(env or {}), **extra}) as process:
             if isinstance(kill, AtTime):
                 _sleep_while_alive(process, kill.seconds)
                 process.kill()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.checkpoint.kill_points import PHASES
 from core.checkpoint.run_state import save_tensors
 from core.checkpoint.store import CheckpointStore
 from tests.faults.kill_and_resume import (
@@ -21,6 +20,7 @@ from tests.faults.kill_and_resume import (
     run_uninterrupted,
     run_with_kills,
 )
+from tests.faults.killing import PHASES
 
 # With two checkpoints kept and one every other step, pruning begins with the third
 STEP_OF = {phase: 4 + index for index, phase in enumerate(("rollout", "update", "sync", "between"))}
@@ -70,7 +70,7 @@ def test_sixty_random_moments(tmp_path):
     [
         ("rng", "actor/model.safetensors"),
         ("momentum", "actor/model.safetensors"),
-        ("ordinal", "driver.json"),
+        ("ordinal", "driver.pt"),
         ("counter", "metrics line"),
         ("metrics", "lines of metrics"),
     ],
@@ -81,8 +81,8 @@ def test_the_comparison_catches(bug, shows_in, whole, tmp_path):
 
 
 def test_a_command_that_fails_by_itself_is_not_taken_for_killed(tmp_path):
-    failing = lambda folder: [sys.executable, "-c", "raise SystemExit('no such luck')"]  # noqa: E731
-    with pytest.raises(RunFailed, match="no such luck"):
+    failing = lambda folder: [sys.executable, "-m", "no_such_module"]  # noqa: E731
+    with pytest.raises(RunFailed, match="No module named no_such_module"):
         run_uninterrupted(failing, tmp_path / "run")
     with pytest.raises(RunFailed, match="exit status 1, expected -9"):
         run_with_kills(failing, tmp_path / "run", [AtPoint("update", 1)], random.Random(0))

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from core.checkpoint.kill_points import PHASES
 from core.checkpoint.provenance import base_of
 from tests.checkpoints import ROOT, flip_bit
 from tests.faults.kill_and_resume import (
@@ -29,6 +28,7 @@ from tests.faults.kill_and_resume import (
     run_uninterrupted,
     run_with_kills,
 )
+from tests.faults.killing import PHASES
 from tests.faults.tiny_run import command, prepare
 
 STEPS = 6

@@ -13,7 +13,6 @@ from tests.recipes.sft_data import prepare, settings
 
 # Checkpoints at 2, 4 and 6, of which two are kept; epochs of 13 chats end within steps of 4
 KILLS = (
-    AtPoint("rollout", 3),
     AtPoint("update", 3),
     AtPoint("checkpoint_write", 4),
     AtPoint("sync", 5),

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from core.checkpoint.kill_points import kill_point
-from core.checkpoint.run_state import DriverState
+from core.checkpoint.run_state import DriverState, load_tensors, rng_state, save_tensors, set_rng_state
 from core.checkpoint.store import CheckpointStore
+from tests.faults.killing import kill_at
 
 BUGS = ("rng", "momentum", "ordinal", "metrics", "counter")
 PROMPTS = 4  # ordinals a step
@@ -44,8 +44,7 @@ class Toy:
             if self.bug == "momentum":
                 self.weights["momentum"] *= 0
             if self.bug != "rng":
-                random.setstate(state.values["random"])
-                np.random.set_state(state.values["numpy"])
+                set_rng_state(load_tensors(checkpoint.path("rng.pt")))
         if self.bug != "metrics" and self.metrics.exists():
             lines = [line for line in self.metrics.read_text().splitlines() if json.loads(line)["step"] <= self.step]
             self.metrics.write_text("".join(f"{line}\n" for line in lines))
@@ -55,28 +54,28 @@ class Toy:
         step = self.step + 1
         rows = np.random.default_rng(self.next_ordinal).normal(size=(PROMPTS, 50)).astype(np.float32)
         noise = np.random.normal(scale=0.1 + 0.1 * random.random(), size=PROMPTS).astype(np.float32)
-        kill_point("rollout", step)
+        kill_at("rollout", step)
         time.sleep(0.003)
         error = rows @ (self.weights["w"] - 1) + noise
-        kill_point("update", step)
+        kill_at("update", step)
         self.weights["momentum"] = np.float32(0.9) * self.weights["momentum"] + rows.T @ error / PROMPTS
         self.weights["w"] = self.weights["w"] - np.float32(0.01) * self.weights["momentum"]
-        kill_point("sync", step)
+        kill_at("sync", step)
         self.next_ordinal += PROMPTS
         self.seen += PROMPTS
         self.step = step
         values = {"step": step, "loss": float((error**2).mean()), "seen": self.seen}
         with open(self.metrics, "a") as file:
             file.write(json.dumps({**values, "timing_s/step": time.perf_counter() - start}) + "\n")
-        kill_point("between", step)
+        kill_at("between", step)
 
     def save(self) -> None:
-        generators = {"random": random.getstate(), "numpy": np.random.get_state()}
         with self.store.writing(self.step) as folder:
             (folder / "actor").mkdir()
             save_file(self.weights, folder / "actor" / "model.safetensors")
             time.sleep(0.002)
-            DriverState(self.step, self.next_ordinal, values={"seen": self.seen, **generators}).save(folder)
+            DriverState(self.step, self.next_ordinal, values={"seen": self.seen}).save(folder)
+            save_tensors(folder / "rng.pt", rng_state())
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from core.tracking.run_manifest import git_state, hardware
 
 ROOT = Path(__file__).resolve().parents[2]

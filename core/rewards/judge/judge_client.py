@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.dataclasses import dataclass
 
-from core.files.answer_cache import AnswerCache
+from core.answer_cache import AnswerCache
 from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
 from reward_scores.http_client import Reply as HttpReply
 from reward_scores.score import ScoreStatus

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from core.files.durable_files import write_atomic
+from core.files import write_atomic
 from recipes.search_r1.index.passages import Passage, RetrievalError
 
 ABOUT, OFFSETS, UNPACKED, SEEN = "corpus.json", "offsets.npy", "passages.jsonl", "corpus_seen.json"

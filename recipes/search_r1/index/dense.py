@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from core.files.durable_files import replacing
+from core.files import replacing
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
 from recipes.search_r1.index.encoder import Encoder, weights_hash
 from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint, id_order

@@ -9,9 +9,8 @@ import shutil
 
 import pytest
 
-from core.checkpoint import manifest
-from core.checkpoint.manifest import DamagedCheckpoint
-from core.checkpoint.store import CheckpointStore
+from core.checkpoint import store as checkpoint_store
+from core.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from core.errors import InputError
 from tests.checkpoints import FILES, RUN, flip_bit, names, write
 
@@ -82,21 +81,13 @@ def test_a_failing_block_leaves_nothing_behind(tmp_path):
     assert names(tmp_path) == {"global_step_1", "latest_checkpointed_iteration.txt"}
 
 
-def test_a_step_written_twice_is_replaced(tmp_path):
+def test_a_step_written_twice_keeps_the_first_under_another_name(tmp_path):
     store = CheckpointStore(tmp_path)
     write(store, 1)
     with store.writing(1) as folder:
         (folder / "new").write_text("new")
     assert set(store.latest().files) == {"new"}
-    assert names(tmp_path) == {"global_step_1", "latest_checkpointed_iteration.txt"}
-
-
-def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path):
-    write(CheckpointStore(tmp_path), 1)
-    os.rename(tmp_path / "global_step_1", tmp_path / ".old-global_step_1")
-    store = CheckpointStore(tmp_path)
-    store.claim()
-    assert store.latest().step == 1
+    assert names(tmp_path) == {"global_step_1", "damaged-global_step_1", "latest_checkpointed_iteration.txt"}
 
 
 # ---------------------------------------------------------------- damage
@@ -192,10 +183,10 @@ def test_the_writer_sets_damaged_ones_aside_and_prunes(tmp_path):
 def test_a_later_format_is_refused_and_not_skipped(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     write(store, 1)
-    monkeypatch.setattr(manifest, "FORMAT", 3)
+    monkeypatch.setattr(checkpoint_store, "FORMAT", 4)
     write(store, 2)
     monkeypatch.undo()
-    with pytest.raises(InputError, match="has format 3, this code reads 2"):
+    with pytest.raises(InputError, match="has format 4, this code reads 3"):
         store.latest()
 
 

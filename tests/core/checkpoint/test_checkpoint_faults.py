@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from core.checkpoint.kill_points import VARIABLE, kill_point
 from core.checkpoint.store import CheckpointStore
 from core.errors import InputError
 from tests.checkpoints import ROOT, names, run, write
@@ -92,15 +91,6 @@ def test_writers_killed_at_random_moments_leave_a_complete_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_writers_killed_two_hundred_times(tmp_path):
     assert kill_writers(tmp_path, 200, random.Random(1)) > 50
-
-
-def test_kill_points_are_named_and_silent_by_default(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    kill_point("update", 3)
-    monkeypatch.setenv(VARIABLE, "update:4")
-    kill_point("update", 3)
-    with pytest.raises(ValueError, match="not one of rollout, update"):
-        kill_point("updated", 3)
 
 
 def test_a_full_disk_is_explained_and_the_previous_checkpoint_stands(tmp_path):

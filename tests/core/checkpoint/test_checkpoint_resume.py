@@ -7,19 +7,23 @@ from dataclasses import replace
 import pytest
 
 from core.checkpoint import provenance
-from core.checkpoint.manifest import DamagedCheckpoint
-from core.checkpoint.provenance import Base, ModelFingerprint, base_of
-from core.checkpoint.store import CheckpointStore, resolve_resume
+from core.checkpoint.provenance import Base, ModelFingerprint, Provenance, base_of, check_resume
+from core.checkpoint.store import CheckpointStore, DamagedCheckpoint, resolve_resume
 from core.config import compose
 from core.config.convert import as_json
 from core.errors import InputError
 from tests.checkpoints import FILES, RUN, Settings, flip_bit, names, run, write
 
 
+def check(store: CheckpointStore, run: Provenance, *, allow: bool = False) -> list:
+    found = store.latest()
+    return check_resume(found.folder, found.provenance, run, allow=allow)
+
+
 def test_the_same_run_is_compatible(tmp_path):
     store = CheckpointStore(tmp_path)
     write(store, 1)
-    assert store.latest().check_compatible(RUN) == []
+    assert check(store, RUN) == []
 
 
 def test_what_may_differ_is_listed(tmp_path):
@@ -31,7 +35,7 @@ def test_what_may_differ_is_listed(tmp_path):
         config={**RUN.config, "trainer.total_training_steps": 9, "trainer.save_freq": 7, "trainer.health.x": 1},
         versions={"torch": "2.11.0", "vllm": "0.32.0"},
     )
-    assert list(map(str, store.latest().check_compatible(other))) == [
+    assert list(map(str, check(store, other))) == [
         "trainer.total_training_steps was null, is 9",
         "threads was 2, is 1",
         "torch was 2.13.0, is 2.11.0",
@@ -71,14 +75,14 @@ def test_another_model_or_seed_is_refused(other, tmp_path):
     store = CheckpointStore(tmp_path)
     write(store, 1)
     with pytest.raises(InputError, match=message):
-        store.latest().check_compatible(replace(RUN, **changes))
+        check(store, replace(RUN, **changes))
 
 
 def test_a_checkpoint_of_nobody_knows_what_is_refused(tmp_path):
     store = CheckpointStore(tmp_path)
     write(store, 1, provenance=None)
     with pytest.raises(InputError, match="does not say which run"):
-        store.latest().check_compatible(RUN)
+        check(store, RUN)
 
 
 # ---------------------------------------------------------------- where a run goes on
@@ -191,9 +195,9 @@ def test_another_base_data_or_objective_is_refused_unless_it_is_allowed(case, tm
     write(store, 1, WRITTEN)
     run = replace(WRITTEN, **changes)
     with pytest.raises(InputError) as caught:
-        store.latest().check_compatible(run)
+        check(store, run)
     assert line in str(caught.value).splitlines() and "trainer.resume_with_changes=True" in str(caught.value)
-    assert [str(one) for one in store.latest().check_compatible(run, allow=True)] == [line]
+    assert [str(one) for one in check(store, run, allow=True)] == [line]
 
 
 def test_what_has_only_moved_or_cannot_matter_is_the_same_run(tmp_path):
@@ -201,7 +205,7 @@ def test_what_has_only_moved_or_cannot_matter_is_the_same_run(tmp_path):
     write(store, 1, WRITTEN)
     moved = changed(**{MODEL: "/elsewhere/one", "data.train_files": ["/elsewhere/a"], "trainer.logger": ["jsonl"]})
     run = replace(WRITTEN, models=of_base("a" * 64, "/elsewhere/one"), **moved)
-    assert store.latest().check_compatible(run) == []
+    assert check(store, run) == []
 
 
 def test_a_checkpoint_of_another_version_resumes(tmp_path):
@@ -213,10 +217,10 @@ def test_a_checkpoint_of_another_version_resumes(tmp_path):
     del then["critic.ppo_mini_batch_size"], then["data.gen_batch_size"]  # as if they were new, and followed from others
     store = CheckpointStore(tmp_path)
     write(store, 1, replace(RUN, config=then))
-    assert store.latest().check_compatible(replace(RUN, config=now)) == []
+    assert check(store, replace(RUN, config=now)) == []
     write(store, 2, replace(RUN, config={**then, "do_search": False}))
     with pytest.raises(InputError, match="do_search was false, is null"):
-        store.latest().check_compatible(replace(RUN, config=now))
+        check(store, replace(RUN, config=now))
 
 
 def test_an_unchanged_base_is_not_read_again(tmp_path, monkeypatch):

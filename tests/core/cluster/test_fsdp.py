@@ -17,7 +17,7 @@ from core.cluster import local_workers
 from core.cluster.fsdp import LearnerRank
 from core.cluster.local_workers import LocalWorkers
 from core.config.sections.model import FSDPConfig
-from core.files.durable_files import file_sha256
+from core.files import file_sha256
 from core.learner.batching import mini_batches, rank_shares
 from core.learner.lora import merged_weights
 from core.learner.models import load_critic, load_policy

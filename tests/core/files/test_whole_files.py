@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from core.config import compose
 from core.data.parquet import ExampleFile
 from core.errors import InputError
-from core.files.whole_files import damage
+from core.files import damage
 from core.learner.models import readable, resolve_path
 from core.ray_trainer import RayPPOTrainer
 

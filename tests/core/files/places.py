@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fsspec
 
-from core.files.remote import cache
+from core import files
 
 LOGIN = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -22,8 +22,8 @@ LOGIN = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFA
 def fresh(monkeypatch, tmp_path: Path) -> Path:
     """Makes the cache an empty folder, as on another machine, and returns it."""
     folder = tmp_path / f"cache-{uuid.uuid4().hex[:6]}"
-    monkeypatch.setenv(cache.VARIABLE, str(folder))
-    cache._copied.cache_clear()
+    monkeypatch.setenv(files.CACHE, str(folder))
+    files._copied.cache_clear()
     return folder
 
 

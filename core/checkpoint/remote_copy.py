@@ -3,7 +3,7 @@
 Everything is written to the local run folder first. A complete checkpoint is then sent: the run's files, the
 checkpoint's files, and its manifest last, so that a folder there with a manifest is a complete checkpoint. A start
 fetches what is newer there than here. Two runs at one URL are noticed when one finds a checkpoint that it did not
-send; no lock of an object store is relied on.
+send; no lock of an object store is relied on. Databases (a judge's replies) stay on their machine.
 """
 
 from __future__ import annotations
@@ -11,42 +11,34 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sqlite3
-import tempfile
-from contextlib import closing
 from pathlib import Path
 
-from core.checkpoint.kill_points import kill_point
-from core.checkpoint.manifest import MANIFEST, NAME, DamagedCheckpoint, verify
-from core.checkpoint.store import LOCK, TRACKER, CheckpointStore
+from core.checkpoint.store import LOCK, MANIFEST, NAME, TRACKER, CheckpointStore, DamagedCheckpoint, verify
 from core.errors import InputError
-from core.files.file_names import inside
-from core.files.remote.cache import listing
-from core.files.remote.urls import Remote, explained, place
-from core.files.remote.writing import check_writable, put_file, tried
+from core.files import Place, check_writable, explained, inside, listing, make_parent, place, tried
 
 KEY = "trainer.default_local_dir"
 NOT_SENT = ("global_step_", ".tmp-", ".old-", ".trash-", "damaged-", LOCK)  # beginnings of names in a run folder
 UNFINISHED = (".partial", ".old")  # endings of files and folders that are renamed once they are complete
-DATABASE, BESIDE = ".db", ("-wal", "-shm", "-journal")  # of SQLite: what a judge replied, and loggers' own
+DATABASES = (".db", ".db-wal", ".db-shm", ".db-journal")  # which another thread may be writing
 
 log = logging.getLogger(__name__)
 
 
-class RemoteRun:
+class RemoteCopy:
     """What is at ``url`` of the run whose checkpoints are those of ``store``."""
 
     def __init__(self, url: str, store: CheckpointStore):
         self.url, self.store = url.rstrip("/"), store
         self.newest = -1  # step that this process has seen or put there
-        self._sent: dict[str, tuple[tuple[int, int], ...]] = {}  # file of the run -> its state when it was sent
-        self._found: Remote | None = None
+        self._sent: dict[str, tuple[int, int]] = {}  # file of the run -> its state when it was sent
+        self._place: Place | None = None
 
     @property
-    def place(self) -> Remote:
-        if self._found is None:
-            self._found = place(self.url, KEY)
-        return self._found
+    def place(self) -> Place:
+        if self._place is None:
+            self._place = place(self.url, KEY)
+        return self._place
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints there, ascending. Raises what the driver does."""
@@ -73,39 +65,34 @@ class RemoteRun:
             there, here = self.steps(), self.store.complete_steps()
             self.newest, own = max(there, default=-1), max(here, default=-1)
             if self.newest > own or not (self.store.root / MANIFEST).exists():
-                self._fetch_files()
+                self._fetch("", self.store.root, without=[f"{each}*" for each in NOT_SENT])
             newer = [step for step in reversed(there) if step > own]
-            if newer and not any(map(self._fetch, newer)) and not here:
+            if newer and not any(map(self._fetch_checkpoint, newer)) and not here:
                 raise InputError(f"{KEY}={self.url}: every checkpoint there is damaged; to start over choose another")
 
-    def _fetch_files(self) -> None:
-        fs, path = self.place
+    def _fetch(self, folder: str, into: Path, without: list[str]) -> None:
+        """Fetch a folder of the run's; nothing where there is none."""
+        source = Place(self.place.fs, f"{self.place.path}/{folder}".rstrip("/"))
         try:
-            names = [name for name in listing(self.place, tuple(f"{each}*" for each in NOT_SENT)) if name]
+            names = [name for name in listing(source, without) if name]
         except FileNotFoundError:
             return
         for name in names:
-            target = inside(self.store.root, name, self.url)
+            target = inside(into, name, self.url)
             target.parent.mkdir(parents=True, exist_ok=True)
-            for beside in BESIDE if name.endswith(DATABASE) else ():  # of another state of the database
-                target.with_name(target.name + beside).unlink(missing_ok=True)
-            fs.get_file(f"{path}/{name}", str(target))
+            source.fs.get_file(f"{source.path}/{name}", str(target))
 
-    def _fetch(self, step: int) -> bool:
+    def _fetch_checkpoint(self, step: int) -> bool:
         """Fetch one checkpoint; return whether it arrived as it was written."""
-        fs, path = self.place
-        source, final = f"{path}/global_step_{step}", self.store.folder(step)
-        log.info("fetching %s/global_step_%d to %s", self.url, step, final)
+        final = self.store.folder(step)
+        log.info("fetching %s/%s to %s", self.url, final.name, final)
         partial = final.with_name(f".tmp-{final.name}-{os.getpid()}")
-        for name in listing(Remote(fs, source)):
-            target = inside(partial, name, self.url)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fs.get_file(f"{source}/{name}", str(target))
+        self._fetch(final.name, partial, without=[])
         self.store.adopt(partial, step)
         try:
             verify(final)
         except DamagedCheckpoint as error:
-            log.warning("%s/global_step_%d is not taken: %s", self.url, step, error)
+            log.warning("%s/%s is not taken: %s", self.url, final.name, error)
             shutil.rmtree(final)
             return False
         return True
@@ -133,16 +120,13 @@ class RemoteRun:
         target, folder = f"{path}/global_step_{step}", self.store.folder(step)
         if fs.exists(f"{target}/{MANIFEST}"):  # written anew: not complete until the new manifest is there
             fs.rm_file(f"{target}/{MANIFEST}")
-        files = sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
-        for name in files:
-            if name != MANIFEST:
-                self._put(folder / name, f"{target}/{name}")
-        kill_point("remote_manifest", step)
+        for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+            if file.name != MANIFEST or file.parent != folder:
+                self._put(file, f"{target}/{file.relative_to(folder)}")
         self._put(folder / MANIFEST, f"{target}/{MANIFEST}")
         fs.pipe_file(f"{path}/{TRACKER}", f"{step}\n".encode())  # scripts read it: only a complete step is named
         self.newest = step
-        complete = sorted({*there, step})
-        for old in complete[: -self.store.keep] if self.store.keep else ():
+        for old in sorted({*there, step})[: -self.store.keep] if self.store.keep else ():
             fs.rm_file(f"{path}/global_step_{old}/{MANIFEST}")
             fs.rm(f"{path}/global_step_{old}", recursive=True)
 
@@ -155,29 +139,14 @@ class RemoteRun:
         for file in sorted(each for each in self.store.root.rglob("*") if each.is_file()):
             name = str(file.relative_to(self.store.root))
             unfinished = any(part.endswith(UNFINISHED) for part in name.split("/"))
-            if unfinished or name.startswith(NOT_SENT) or name.endswith((TRACKER, *BESIDE)):
+            if unfinished or name.startswith(NOT_SENT) or name.endswith((TRACKER, *DATABASES)):
                 continue
-            state = _state(file)
-            if state and self._sent.get(name) != state:
+            stat = file.stat()
+            state = stat.st_size, stat.st_mtime_ns
+            if self._sent.get(name) != state:
                 self._put(file, f"{self.place.path}/{name}")
                 self._sent[name] = state
 
     def _put(self, file: Path, target: str) -> None:
-        """Copy a file there; of a database that is written to meanwhile, its last complete state.
-
-        A database is read by SQLite alone: another reader of its files in this process would release its locks.
-        """
-        if file.suffix != DATABASE:
-            return put_file(self.url, KEY, file, target)
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, file.name)
-            with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as into:
-                source.backup(into)
-            put_file(self.url, KEY, copy, target)
-
-
-def _state(file: Path) -> tuple[tuple[int, int], ...]:
-    """Return what changes with a file's content, and with what lies beside a database; nothing for one that is gone."""
-    beside = [file.with_name(file.name + end) for end in BESIDE] if file.suffix == DATABASE else []
-    stats = [each.stat() for each in (file, *beside) if each.exists()]
-    return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+        make_parent(self.url, self.place.fs, target)
+        self.place.fs.put_file(str(file), target)

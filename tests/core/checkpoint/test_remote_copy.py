@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import threading
 from pathlib import Path
@@ -11,13 +10,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from core.checkpoint.kill_points import VARIABLE
+from core import files as core_files
+from core.checkpoint.remote_copy import RemoteCopy
 from core.checkpoint.store import TRACKER, CheckpointStore
 from core.config import compose, paths
 from core.errors import InputError, WriteFailed
-from core.files.remote import writing, written_through
-from core.files.remote.written_through import RemoteRun
-from tests.core.files.remote.places import fresh
+from tests.core.files.places import fresh
 from tests.core.scripted_run import configured, prepare, scripted
 
 URL = "memory://bucket/grpo/run"
@@ -25,7 +23,7 @@ URL = "memory://bucket/grpo/run"
 
 @pytest.fixture
 def memory(monkeypatch):
-    monkeypatch.setattr(writing, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(core_files, "PAUSES_S", (0.0, 0.0))
     fs = fsspec.filesystem("memory")
     fs.store.clear()
     return fs
@@ -37,9 +35,9 @@ def checkpoint(store: CheckpointStore, step: int, text: str = "weights") -> None
         (folder / "actor" / "a.txt").write_text(f"{text} {step}")
 
 
-def remote(folder: Path, *steps: int, keep: int | None = None) -> RemoteRun:
+def remote(folder: Path, *steps: int, keep: int | None = None) -> RemoteCopy:
     """A run folder that has written these steps through."""
-    run = RemoteRun(URL, CheckpointStore(folder, keep=keep))
+    run = RemoteCopy(URL, CheckpointStore(folder, keep=keep))
     for step in steps:
         checkpoint(run.store, step)
         run.send(step)
@@ -51,8 +49,8 @@ def there(memory) -> set[str]:
 
 
 def test_the_manifest_is_sent_last(memory, tmp_path, monkeypatch):
-    sent, put = [], RemoteRun._put
-    monkeypatch.setattr(RemoteRun, "_put", lambda self, file, to: (sent.append(to), put(self, file, to)))
+    sent, put = [], RemoteCopy._put
+    monkeypatch.setattr(RemoteCopy, "_put", lambda self, file, to: (sent.append(to), put(self, file, to)))
     remote(tmp_path / "run", 2)
     assert sent[-1].endswith("global_step_2/manifest.json")
     assert (
@@ -72,17 +70,17 @@ def test_what_was_interrupted_is_not_complete_there(memory, tmp_path, monkeypatc
             raise ConnectionError("reset by peer")
         memory.put_file(str(file), target)
 
-    monkeypatch.setattr(RemoteRun, "_put", breaks)
+    monkeypatch.setattr(RemoteCopy, "_put", breaks)
     with pytest.raises(InputError, match=f"trainer.default_local_dir={URL}: cannot be written .ConnectionError: reset"):
         run.send(4)
     assert "global_step_4/actor/a.txt" in there(memory) and run.steps() == [2]
-    fresh = RemoteRun(URL, CheckpointStore(tmp_path / "other"))
+    fresh = RemoteCopy(URL, CheckpointStore(tmp_path / "other"))
     fresh.open(writes=True)
     assert fresh.store.latest().step == 2
 
 
 def test_a_place_that_fails_twice_is_tried_again(memory, tmp_path, monkeypatch):
-    left, put = [1, 1], RemoteRun._put
+    left, put = [1, 1], RemoteCopy._put
 
     def fails_twice(self, file, target):
         if left:
@@ -90,14 +88,14 @@ def test_a_place_that_fails_twice_is_tried_again(memory, tmp_path, monkeypatch):
             raise TimeoutError("slow")
         put(self, file, target)
 
-    monkeypatch.setattr(RemoteRun, "_put", fails_twice)
+    monkeypatch.setattr(RemoteCopy, "_put", fails_twice)
     assert remote(tmp_path / "run", 2).steps() == [2]
 
 
 def test_as_many_are_kept_there_as_here(memory, tmp_path):
     run = remote(tmp_path / "run", 2, 4, 6, keep=2)
     assert run.steps() == [4, 6] and not [name for name in there(memory) if "global_step_2" in name]
-    other = RemoteRun(URL, CheckpointStore(tmp_path / "other", keep=2))
+    other = RemoteCopy(URL, CheckpointStore(tmp_path / "other", keep=2))
     other.open(writes=True)
     checkpoint(other.store, 8)
     other.send(8)
@@ -107,25 +105,25 @@ def test_as_many_are_kept_there_as_here(memory, tmp_path):
 def test_a_damaged_one_there_is_skipped_and_all_damaged_are_an_error(memory, tmp_path):
     remote(tmp_path / "run", 2, 4)
     memory.pipe_file("/bucket/grpo/run/global_step_4/actor/a.txt", b"wEights 4")
-    fresh = RemoteRun(URL, CheckpointStore(tmp_path / "fresh"))
+    fresh = RemoteCopy(URL, CheckpointStore(tmp_path / "fresh"))
     fresh.open(writes=True)
     assert fresh.store.latest().step == 2
     memory.pipe_file("/bucket/grpo/run/global_step_2/actor/a.txt", b"wEights 2")
     with pytest.raises(InputError, match="every checkpoint there is damaged"):
-        RemoteRun(URL, CheckpointStore(tmp_path / "again")).open(writes=True)
+        RemoteCopy(URL, CheckpointStore(tmp_path / "again")).open(writes=True)
 
 
 def test_a_newer_one_here_is_kept(memory, tmp_path):
     run = remote(tmp_path / "run", 2)
     checkpoint(run.store, 4)
-    again = RemoteRun(URL, CheckpointStore(tmp_path / "run"))
+    again = RemoteCopy(URL, CheckpointStore(tmp_path / "run"))
     again.open(writes=True)
     assert again.store.latest().step == 4 and again.newest == 2
 
 
 def test_another_run_at_the_url_is_noticed(memory, tmp_path):
     run = remote(tmp_path / "run", 2)
-    other = RemoteRun(URL, CheckpointStore(tmp_path / "other"))
+    other = RemoteCopy(URL, CheckpointStore(tmp_path / "other"))
     other.open(writes=True)
     checkpoint(other.store, 6)
     other.send(6)
@@ -160,11 +158,13 @@ def test_a_checkpoint_to_start_from_may_be_a_url(memory, tmp_path, monkeypatch):
         store.at(URL)
 
 
-def test_what_is_still_being_written_is_not_sent(memory, tmp_path):
-    run = RemoteRun(URL, CheckpointStore(tmp_path / "run"))
+def test_what_is_still_being_written_and_a_database_are_not_sent(memory, tmp_path):
+    run = RemoteCopy(URL, CheckpointStore(tmp_path / "run"))
     for name in (
         "a.jsonl",
         "b.jsonl.partial",
+        "judge/cache.db",
+        "judge/cache.db-wal",
         "trace/step_2/x",
         "trace/step_3.partial/x",
         "trace/step_4.old/x",
@@ -173,49 +173,6 @@ def test_what_is_still_being_written_is_not_sent(memory, tmp_path):
         (tmp_path / "run" / name).write_text("x")
     run.send_files()
     assert there(memory) == {"a.jsonl", "trace/step_2/x"}
-
-
-def table(path: Path) -> list[int]:
-    with sqlite3.connect(path) as database:
-        return [row[0] for row in database.execute("select n from t order by n")]
-
-
-def filled(path: Path, *numbers: int) -> sqlite3.Connection:
-    """A database that is still open: what was written last is in a file beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(path)
-    database.execute("pragma journal_mode=wal")
-    database.execute("create table if not exists t (n)")
-    database.executemany("insert into t values (?)", [(number,) for number in numbers])
-    database.commit()
-    return database
-
-
-def test_a_database_is_sent_as_it_was_committed_and_again_when_it_grew(memory, tmp_path):
-    run = RemoteRun(URL, CheckpointStore(tmp_path / "run"))
-    with filled(tmp_path / "run" / "judge" / "cache.db", 1, 2) as database:
-        checkpoint(run.store, 2)
-        run.send(2)
-        assert not [name for name in there(memory) if name.endswith(("-wal", "-shm"))]
-        database.execute("insert into t values (3)")
-        database.commit()
-        run.send_files()
-        assert (tmp_path / "run" / "judge" / "cache.db-wal").stat().st_size > 0
-    fresh = RemoteRun(URL, CheckpointStore(tmp_path / "other"))
-    fresh.open(writes=True)
-    assert table(tmp_path / "other" / "judge" / "cache.db") == [1, 2, 3]
-
-
-def test_what_lies_beside_an_old_database_is_not_read_into_a_fetched_one(memory, tmp_path):
-    run = RemoteRun(URL, CheckpointStore(tmp_path / "run"))
-    filled(tmp_path / "run" / "judge" / "cache.db", 1, 2).close()
-    checkpoint(run.store, 2)
-    run.send(2)
-    old = filled(tmp_path / "old" / "cache.db", 7)
-    shutil.copytree(tmp_path / "old", tmp_path / "other" / "judge")  # as a killed process leaves it
-    old.close()
-    RemoteRun(URL, CheckpointStore(tmp_path / "other")).open(writes=True)
-    assert table(tmp_path / "other" / "judge" / "cache.db") == [1, 2]
 
 
 # --- whole runs ---
@@ -227,15 +184,15 @@ def trainer(files: Path, steps: int, *overrides: str):
 
 
 def test_steps_go_on_while_a_checkpoint_is_sent_and_its_manifest_is_last(memory, tmp_path, monkeypatch):
-    trained, order, put = [threading.Event() for _ in range(6)], [], writing.put_file
+    trained, order, put = [threading.Event() for _ in range(6)], [], RemoteCopy._put
 
-    def slow(url, key, file, target):
+    def slow(self, file, target):
         if "global_step_2/" in target:
             assert trained[3].wait(30), "the next step waited until a checkpoint was sent"
         order.append(target.removeprefix("/bucket/grpo/run/"))
-        put(url, key, file, target)
+        put(self, file, target)
 
-    monkeypatch.setattr(written_through, "put_file", slow)
+    monkeypatch.setattr(RemoteCopy, "_put", slow)
     monkeypatch.chdir(tmp_path)
     run = trainer(prepare(tmp_path / "files"), 4).init_workers()
     complete = run.complete_step
@@ -252,13 +209,13 @@ def test_steps_go_on_while_a_checkpoint_is_sent_and_its_manifest_is_last(memory,
 
 
 def full_at(monkeypatch, *steps: int) -> None:
-    def full(url, key, file, target):
+    def full(self, file, target):
         if any(f"global_step_{step}/" in target for step in steps):
             raise OSError("quota exceeded")
-        put(url, key, file, target)
+        put(self, file, target)
 
-    put = writing.put_file
-    monkeypatch.setattr(written_through, "put_file", full)
+    put = RemoteCopy._put
+    monkeypatch.setattr(RemoteCopy, "_put", full)
 
 
 def test_a_checkpoint_that_cannot_be_sent_is_complete_here_and_the_next_one_is_sent(
@@ -274,7 +231,7 @@ def test_a_checkpoint_that_cannot_be_sent_is_complete_here_and_the_next_one_is_s
 
 
 def test_a_last_checkpoint_that_cannot_be_sent_ends_the_run_and_is_complete_here(memory, tmp_path, monkeypatch):
-    put = writing.put_file
+    put = RemoteCopy._put
     full_at(monkeypatch, 2)
     monkeypatch.chdir(tmp_path)
     files = prepare(tmp_path / "files")
@@ -284,7 +241,7 @@ def test_a_last_checkpoint_that_cannot_be_sent_ends_the_run_and_is_complete_here
     ):
         run.fit()
     assert run.session.store.latest().step == 2 and not run.session.remote.steps()
-    monkeypatch.setattr(written_through, "put_file", put)
+    monkeypatch.setattr(RemoteCopy, "_put", put)
     again = trainer(files, 4).init_workers()
     assert again.session.step == 2 and again.session.remote.steps() == [2]
 
@@ -349,26 +306,28 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(memory, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["update:4", "remote_manifest:2", "remote_manifest:4", "checkpoint_tracker:4"])
+@pytest.mark.parametrize(
+    "moment", [("update", 4), ("remote_manifest", 2), ("remote_manifest", 4), ("checkpoint_tracker", 4)]
+)
 def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(moment, tmp_path):
+    from tests.faults.killing import killed
     from tests.faults.tiny_run import command
     from tests.faults.tiny_run import prepare as prepare_files
 
     prepare_files(tmp_path / "files")
     factory = command(tmp_path / "files", "grpo", 4, "actor_rollout_ref.actor.use_kl_loss=False")
-    root, env = Path(__file__).resolve().parents[4], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    root, env = Path(__file__).resolve().parents[3], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = str(root)
 
-    def start(machine: str, url: str, **extra: str) -> int:
+    def start(machine: str, url: str, phase: str = "", step: int = 0) -> int:
         (tmp_path / machine).mkdir(exist_ok=True)
-        done = subprocess.run(
-            factory(url), cwd=tmp_path / machine, env={**env, **extra}, capture_output=True, text=True
-        )
+        command, extra = killed(factory(url), phase, step) if phase else (factory(url), {})
+        done = subprocess.run(command, cwd=tmp_path / machine, env={**env, **extra}, capture_output=True, text=True)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
         return done.returncode
 
     url = f"file://{tmp_path}/bucket/grpo/run"
-    assert start("one", url, **{VARIABLE: moment}) == -signal.SIGKILL
+    assert start("one", url, *moment) == -signal.SIGKILL
     shutil.rmtree(tmp_path / "one")
     assert start("two", url) == 0
     assert start("three", f"file://{tmp_path}/bucket/grpo/whole") == 0
@@ -387,7 +346,7 @@ def test_a_run_over_ray_reads_from_urls_and_writes_to_them(tmp_path):
     urls = [f"data.train_files={at}/files/train.parquet", f"actor_rollout_ref.model.path={at}/files/model"]
     urls += [f"trainer.rollout_data_dir={at}/dump", "trainer.trace.freq=1", "trainer.backend=ray"]
     start = command(tmp_path / "files", "grpo", 2, "actor_rollout_ref.actor.use_kl_loss=False", *urls)
-    root = Path(__file__).resolve().parents[4]
+    root = Path(__file__).resolve().parents[3]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root), "RLREPRO_CACHE": str(tmp_path / "cache")}
     (tmp_path / "here").mkdir()
     done = subprocess.run(
