@@ -69,16 +69,7 @@ class LocalWorkers:
     ranks = 1
     overlaps = False
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        device: torch.device,
-        *,
-        needs_ref: bool,
-        needs_critic: bool,
-        needs_engine: bool = True,  # a step that is computed again answers nothing
-    ):
+    def __init__(self, config: Config, tokenizer: Any, device: torch.device, *, needs_ref: bool, needs_critic: bool):
         self.config = config
         self.tokenizer = copy.deepcopy(tokenizer)  # saved on another thread than the one that makes prompts
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -92,7 +83,7 @@ class LocalWorkers:
         }
         policy = load_policy(model).to(device)
         self.engine: RolloutEngine = NoEngine()
-        if config.needs_engine and needs_engine:
+        if config.needs_engine:
             self.engine = make_engine(config, lambda: copy.deepcopy(policy).requires_grad_(False), tokenizer, device)
         self.ref = self.critic = None
         if needs_ref and not model.lora_rank:

@@ -224,38 +224,6 @@ def load_whole_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, pa
     set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
-def optimizer_tensors(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return parameter/moment -> tensor of an optimizer's ``state_dict``, empty before its first step."""
-    names = list(trained_weights(module))
-    return {f"{names[i]}/{part}": value for i, parts in state["state"].items() for part, value in parts.items()}
-
-
-def modules_of(workers: Any) -> dict[str, nn.Module]:
-    """Return model -> module of the workers of one process, the reference policy included."""
-    reference = {} if workers.ref is None else {"ref": workers.ref.module}
-    return {name: part.module for name, part in workers.trained.items()} | reference
-
-
-def state_of(workers: Any) -> dict[str, dict[str, Tensor]]:
-    """Return model -> tensors, not copied: the moments of its optimizer as ``optimizer/parameter/moment``, weights."""
-    state = {name: dict(module.state_dict()) for name, module in modules_of(workers).items()}
-    for name, part in workers.trained.items():
-        moments = optimizer_tensors(part.module, part.stepper.optimizer.state_dict())
-        state[name] = {**{f"optimizer/{moment}": value for moment, value in moments.items()}, **state[name]}
-    return state
-
-
-def load_optimizer_tensors(part: Actor | Critic, tensors: Mapping[str, Tensor]) -> None:
-    """Put what :func:`optimizer_tensors` returned into the optimizer; rates and bounds stay the configuration's."""
-    number = {name: i for i, name in enumerate(trained_weights(part.module))}
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        parameter, _, moment = name.rpartition("/")
-        state.setdefault(number[parameter], {})[moment] = value
-    optimizer = part.stepper.optimizer
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
 def planned_fingerprints(
     config: Config, *, critic: bool, known: Mapping[str, Base] = FrozenDict()
 ) -> dict[str, ModelFingerprint]:

@@ -63,7 +63,7 @@ def test_every_file_and_folder_is_on_disk_before_it_gets_its_name(tmp_path, monk
     temporary = str(tmp_path / f".tmp-global_step_1-{os.getpid()}")
     renamed = events.index(("rename", temporary))
     before, after = [path for _, path in events[:renamed]], events[renamed + 1 :]
-    for name in ("actor", *FILES, "manifest.json"):
+    for name in ("actor", *FILES, f"manifest.json.{os.getpid()}.partial"):
         assert f"{temporary}/{name}" in before
     assert before[-1] == temporary
     assert after[0] == ("fsync", str(tmp_path))

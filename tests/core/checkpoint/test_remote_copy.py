@@ -205,7 +205,7 @@ def test_steps_go_on_while_a_checkpoint_is_sent_and_its_manifest_is_last(memory,
     for step in (2, 4):
         of_step = [name for name in order if name.startswith(f"global_step_{step}/")]
         assert of_step[-1] == f"global_step_{step}/manifest.json" and len(of_step) > 2
-    assert order.index("global_step_2/manifest.json") < order.index("global_step_4/driver.json")
+    assert order.index("global_step_2/manifest.json") < order.index("global_step_4/driver.pt")
 
 
 def full_at(monkeypatch, *steps: int) -> None:

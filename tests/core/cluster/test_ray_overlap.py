@@ -16,7 +16,7 @@ import torch
 
 from core.cluster.ray_workers import RayWorkers
 from core.cluster.restarts import train
-from core.config import compose
+from core.config import Config, compose
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.ray_cluster import cluster_config, local_ray
 from tests.faults.tiny_run import command, prepare
@@ -146,7 +146,12 @@ def files(tmp_path_factory):
 def fit(files: Path, name: str, *overrides: str) -> Fitted:
     arguments = command(files, "dapo", STEPS, *STALE, *FILTERED, *overrides)(files / name)[3:]
     tries: list[Trainer] = []
-    train(Trainer, compose("dapo", arguments), 0, lambda run, _: tries.append(run))
+
+    def begun(config: Config) -> Trainer:
+        tries.append(Trainer(config))
+        return tries[-1]
+
+    train(begun, compose("dapo", arguments))
     return Fitted(files / name, tries)
 
 

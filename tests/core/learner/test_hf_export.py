@@ -42,7 +42,7 @@ def save(root, model, step: int = 3) -> CheckpointStore:
     with store.writing(step) as folder:
         export_hf(model, tiny_tokenizer(), folder / "actor")
         save_tensors(folder / "actor" / "optimizer.pt", {"x": torch.ones(2)})
-        (folder / "driver.json").write_text("{}")
+        (folder / "driver.pt").write_text("{}")
     return store
 
 
