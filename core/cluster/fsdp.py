@@ -119,7 +119,7 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device, layer_siz
     dtype = compute_dtype(config.dtype)
     mesh = make_mesh(device, config.fsdp_size, layer_size)
     if layer_size > 1:
-        from core.cluster.tensor_parallel.split_layers import split_layers
+        from core.cluster.split_layers import split_layers
 
         split_layers(module, mesh["tensor"])
         mesh = mesh[mesh.mesh_dim_names[:-1]]

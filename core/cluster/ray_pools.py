@@ -1,8 +1,8 @@
-"""The processes of a run on Ray: a connection, placement groups, and an actor for each learner rank and engine.
+"""The processes of a run on Ray: a connection, pools of nodes, and an actor for each learner rank and engine.
 
-A node has a placement group with a bundle a rank (:mod:`core.cluster.ray_placement`). By default the engines sit
-beside the ranks and alternate with them on their GPUs (or, on the CPU, on the node's cores); with
-``hybrid_engine=False`` they have a pool of their own.
+A pool has a placement group for each of its nodes, with a bundle for each process. By default the engines sit beside
+the ranks and alternate with them on their GPUs (or, on the CPU, on the node's cores); with ``hybrid_engine=False`` they
+have a pool of their own. The driver runs where it was started, and rank 0 is on its node where there is room.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import builtins
 import logging
 import os
+import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 from ray.exceptions import RayError
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.checkpoint.store import LOCK
 from core.cluster.address import address_problem, cluster_address
 from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import RayEngine, RayRewardModel
-from core.cluster.ray_placement import device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
 from core.cluster.signals import kept_from_children
 from core.config import registry
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+START_S = 300.0  # for the cluster to have room
+WAIT_S = 0.5
 # A cluster that a token protects refuses others without naming the token.
 TOKEN_HINT = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
 
@@ -56,39 +58,7 @@ def rank_name(rank: int) -> str:
 LEARNER = actor_class(LearnerProcess, 3)
 ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (EngineProcess, RewardModelProcess))
 
-
-def code_of_here() -> tuple[str, str]:
-    """Return where this process has core from, and a hash of the files of core and reward_scores there.
-
-    It is sent to other processes by value, and so imports what it needs itself.
-    """
-    import hashlib
-    from pathlib import Path
-
-    import core
-
-    package, digest = Path(core.__file__).resolve().parent, hashlib.sha256()
-    for name in ("core", "reward_scores"):
-        for path in sorted((package.parent / name).rglob("*.py")):
-            digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
-    return str(package), digest.hexdigest()
-
-
-def check_code(actors: Mapping[str, Any], wait: Callable[[dict[str, ray.ObjectRef]], list[Any]]) -> None:
-    """Check that the actors run the code of this process: a clone's environment may have another checkout installed.
-
-    ``wait`` returns the results of calls. Raises InputError, which names both folders.
-    """
-    by_value = types.FunctionType(code_of_here.__code__, {"__builtins__": builtins})
-    calls = {name: actor.__ray_call__.remote(lambda _: by_value()) for name, actor in actors.items()}
-    here, digest = code_of_here()
-    for name, (there, other) in zip(calls, wait(calls), strict=True):
-        if other != digest:
-            what = f"{there} has other files there" if there == here else f"it has core from {there}"
-            raise InputError(
-                f"core={here}: {name} runs other code than this process, {what}; install this checkout where Ray's "
-                "processes start (pip install -e .), or set PYTHONPATH to it"
-            )
+# ---------------------------------------------------------------- a connection, and the code of the processes
 
 
 def connect(config: Config, device: torch.device) -> None:
@@ -126,6 +96,112 @@ def connect(config: Config, device: torch.device) -> None:
         raise InputError(f"ray_kwargs.ray_init={options}: {error}{TOKEN_HINT if unsaid else ''}") from error
 
 
+def code_of_here() -> tuple[str, str]:
+    """Return where this process has core from, and a hash of the files of core and reward_scores there.
+
+    It is sent to other processes by value, and so imports what it needs itself.
+    """
+    import hashlib
+    from pathlib import Path
+
+    import core
+
+    package, digest = Path(core.__file__).resolve().parent, hashlib.sha256()
+    for name in ("core", "reward_scores"):
+        for path in sorted((package.parent / name).rglob("*.py")):
+            digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
+    return str(package), digest.hexdigest()
+
+
+def check_code(actors: Mapping[str, Any], wait: Callable[[dict[str, ray.ObjectRef]], list[Any]]) -> None:
+    """Check that the actors run the code of this process: a clone's environment may have another checkout installed.
+
+    ``wait`` returns the results of calls. Raises InputError, which names both folders.
+    """
+    by_value = types.FunctionType(code_of_here.__code__, {"__builtins__": builtins})
+    calls = {name: actor.__ray_call__.remote(lambda _: by_value()) for name, actor in actors.items()}
+    here, digest = code_of_here()
+    for name, (there, other) in zip(calls, wait(calls), strict=True):
+        if other != digest:
+            what = f"{there} has other files there" if there == here else f"it has core from {there}"
+            raise InputError(
+                f"core={here}: {name} runs other code than this process, {what}; install this checkout where Ray's "
+                "processes start (pip install -e .), or set PYTHONPATH to it"
+            )
+
+
+# ---------------------------------------------------------------- pools
+
+
+def own_node() -> str:
+    """Return the id of the node that this process is on."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def node_of(group: Any) -> str:
+    """Return the id of the node that a placement group is on."""
+    (node,) = set(placement_group_table(group)["bundles_to_node_id"].values())
+    return node
+
+
+class Pool:
+    """``nodes`` with ``per_node`` bundles each, for processes of ``gpus`` GPUs where there are any.
+
+    The first node is ``first_on`` if there is room. Ray's argument for that is private, but its public one
+    (``bundle_label_selector``) would let a run wait for this node where others are free.
+    """
+
+    def __init__(self, device: torch.device, nodes: int, per_node: int, gpus: int = 1, first_on: str | None = None):
+        self.per_node, self.gpus = per_node, gpus if device.type == "cuda" else 0
+        bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if self.gpus else {})}
+        targets = [first_on, *[None] * (nodes - 1)]
+        self.groups = [
+            placement_group([bundle] * per_node, strategy="STRICT_PACK", _soft_target_node_id=node) for node in targets
+        ]
+
+    def __len__(self) -> int:
+        return len(self.groups) * self.per_node
+
+    def place(self, index: int, *, beside: bool = False) -> dict[str, Any]:
+        """Return the options of the actor in bundle ``index``. One ``beside`` another gets no GPU of Ray's."""
+        node, bundle = divmod(index, self.per_node)
+        strategy = PlacementGroupSchedulingStrategy(self.groups[node], placement_group_bundle_index=bundle)
+        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": 0 if beside else self.gpus}
+
+    def shares(self, processes: int, cores: int | None) -> list[int]:
+        """Return for each node into how many parts its ``processes`` divide cores: the node's, or ``cores``."""
+        if cores:
+            return [processes] * len(self.groups)
+        nodes = [node_of(group) for group in self.groups]
+        return [processes * nodes.count(node) for node in nodes]  # groups may share a node
+
+    def put_first(self, node: str) -> None:
+        """Put the group on this node first: after a restart it may be free too late for the group that asked for it."""
+        self.groups.sort(key=lambda group: node_of(group) != node)
+
+    def remove(self) -> None:
+        for group in self.groups:
+            remove_placement_group(group)
+
+
+def wait_for_room(config: Config, pools: Mapping[str, Pool]) -> None:
+    """Wait until the pools are there; ``pools`` maps the keys that size one to it. Raises InputError."""
+    waiting = [group for pool in pools.values() for group in pool.groups]
+    deadline = time.monotonic() + min(START_S, config.trainer.phase_timeout_s)
+    while waiting and time.monotonic() < deadline:  # in short waits, because a Ctrl-C is answered between them only
+        if waiting[0].wait(WAIT_S):
+            waiting.pop(0)
+    if waiting:
+        raise InputError(
+            f"{' '.join(pools)}: no room for that many bundles on that many nodes; the cluster has "
+            f"{ray.cluster_resources()} in all and {ray.available_resources()} left. Ask for less, or wait for other "
+            "runs to end"
+        )
+
+
+# ---------------------------------------------------------------- the actors
+
+
 class RayProcesses:
     """The actors of a run, from the connection to their end.
 
@@ -151,18 +227,16 @@ class RayProcesses:
         self.engine_gpus = rollout.tensor_model_parallel_size if splits else 1  # of each engine
         self.engine: RayEngine | None = None
         self.reward_model: RayRewardModel | None = None
-        self.groups: list[Any] = []  # a node each
-        self.engine_groups: list[Any] = []  # of the engines' own pool
-        self.reward_groups: list[Any] = []  # of the reward model's own pool
+        self.pools: dict[str, Pool] = {}  # "ranks", "engines", "reward"; without the last two they are beside the ranks
         self.owns_ray = not ray.is_initialized()
         if learners:
             _check_layers(config)
         try:
             if self.owns_ray:
                 connect(config, device)
-            self.device = device_of(config, device)
-            pools = reserve(config, self.device, self.engine_gpus, learners=learners)
-            self.groups, self.engine_groups, self.reward_groups = pools
+            if trainer.device is None and ray.cluster_resources().get("GPU"):  # this machine need not have one
+                self.device = torch.device("cuda")
+            self._reserve()
             self._start(learner)
             if config.reward_model.loads_model:
                 self.reward_model = self._start_reward_model()
@@ -177,18 +251,42 @@ class RayProcesses:
         shared = bool(self.ranks) and part.hybrid_engine and self.device.type == "cuda"
         return shared and part.rollout.free_cache_engine
 
+    def _reserve(self) -> None:
+        """Reserve the nodes of all pools, the first of the ranks' on the node of this process if it can be."""
+        trainer, part, reward = self.config.trainer, self.config.actor_rollout_ref, self.config.reward_model
+        rollout, here, asked = part.rollout, own_node(), {}
+
+        def pool(name: str, section: Any, keys: str, gpus: int = 1, first_on: str | None = None) -> None:
+            made = Pool(self.device, section.nnodes, section.n_gpus_per_node // gpus, gpus, first_on)
+            self.pools[name] = made
+            asked[f"{keys}.nnodes={section.nnodes} {keys}.n_gpus_per_node={section.n_gpus_per_node}"] = made
+
+        if not self.ranks:
+            pool("engines", trainer, "trainer", self.engine_gpus)
+        else:
+            pool("ranks", trainer, "trainer", first_on=here)
+            if not part.hybrid_engine:
+                pool("engines", rollout, "actor_rollout_ref.rollout", self.engine_gpus)
+        if reward.loads_model and reward.enable_resource_pool:
+            pool("reward", reward, "reward_model")
+        wait_for_room(self.config, asked)
+        if self.ranks:
+            self.pools["ranks"].put_first(here)
+
     def _start(self, learner: dict[str, Any]) -> None:
         """Load the engines, put them to sleep where they share GPUs, then load the learners.
 
         The learners' actors are there before, because the engines' GPUs are theirs, but hold nothing on a GPU yet.
         """
         cores = self.config.trainer.cpu_threads
-        parts = self._parts(self.groups, 1 if cores else self.per_node)
-        for rank in range(self.ranks):
-            node = rank // self.per_node
-            place = self._place(self.groups[node], rank % self.per_node, gpus=1)
-            self.learners.append(LEARNER.options(**place).remote(cores, parts[node]))
-            self.watch.add(rank_name(rank), self.learners[-1])
+        parts: list[int] = []
+        if self.ranks:
+            pool = self.pools["ranks"]
+            parts = pool.shares(1 if cores else self.per_node, cores)
+            for rank in range(self.ranks):
+                share = parts[rank // self.per_node]
+                self.learners.append(LEARNER.options(**pool.place(rank)).remote(cores, share))
+                self.watch.add(rank_name(rank), self.learners[-1])
         engines = self._make_engines(parts) if self.config.needs_engine else []
         check_code(self.watch.actors, lambda calls: self.watch.wait("start", calls))
         # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
@@ -199,9 +297,31 @@ class RayProcesses:
         if self.learners:
             self._load_learners(learner)
 
-    def _parts(self, groups: Sequence[Any], processes: int) -> list[int]:
-        """Return, for each group, into how many parts its processes divide cores: the node's or those of a key."""
-        return [processes] * len(groups) if self.config.trainer.cpu_threads else parts_of(groups, processes)
+    def _make_engines(self, rank_shares: list[int]) -> list[str]:
+        """Make an actor for each engine and return their names. ``rank_shares`` are those of the ranks on each node."""
+        names, cores = [], self.config.trainer.cpu_threads
+        for place, share, gpus in self._engine_places(rank_shares):
+            names.append(f"engine {len(names)}")
+            self.watch.add(names[-1], ENGINE.options(**place).remote(self.config, self.device, cores, share, gpus))
+        return names
+
+    def _engine_places(self, rank_shares: list[int]) -> Iterator[tuple[dict[str, Any], int, list[Any]]]:
+        """Yield for each engine where it is, its share of cores, and its GPUs where Ray assigned them to ranks."""
+        cores = self.config.trainer.cpu_threads
+        if "engines" in self.pools:
+            pool = self.pools["engines"]
+            shares = pool.shares(pool.per_node, cores)
+            yield from ((pool.place(index), shares[index // pool.per_node], []) for index in range(len(pool)))
+            return
+        pool = self.pools["ranks"]
+        if self.device.type == "cuda":
+            gpus = self.watch.call("start", "gpus", {rank_name(r): (ray.get_gpu_ids,) for r in range(self.ranks)})
+            for rank in range(0, self.ranks, self.engine_gpus):
+                own = sum(gpus[rank : rank + self.engine_gpus], [])
+                yield pool.place(rank, beside=True), rank_shares[rank // self.per_node], own
+            return
+        for node, share in enumerate(pool.shares(1, cores)):
+            yield pool.place(node * self.per_node, beside=True), share, []
 
     def _load_learners(self, learner: dict[str, Any]) -> None:
         first = rank_name(0)
@@ -229,49 +349,19 @@ class RayProcesses:
                 "rank writes its part of a checkpoint there; set it to a folder of a file system that all nodes share"
             )
 
-    def _make_engines(self, parts: Sequence[int]) -> list[str]:
-        """Make an actor for each engine and return their names. ``parts`` are those of the ranks on each node. Beside
-        learners Ray's GPUs are the learners', and an engine receives the numbers of its own."""
-        if self.engine_groups:
-            shares = self._parts(self.engine_groups, self.engine_groups[0].bundle_count)
-            pools = zip(self.engine_groups, shares, strict=True)
-            each = [(group, index, share, ()) for group, share in pools for index in range(group.bundle_count)]
-        elif self.device.type == "cuda":
-            gpus = self.watch.call("start", "gpus", {rank_name(r): (ray.get_gpu_ids,) for r in range(self.ranks)})
-            each = []
-            for rank in range(0, self.ranks, self.engine_gpus):
-                node, index = divmod(rank, self.per_node)
-                each.append((self.groups[node], index, parts[node], sum(gpus[rank : rank + self.engine_gpus], [])))
-        else:
-            shares = self._parts(self.groups, 1)
-            each = [(group, 0, share, ()) for group, share in zip(self.groups, shares, strict=True)]
-        names, cores = [], self.config.trainer.cpu_threads
-        for group, index, share, own_gpus in each:
-            place = self._place(group, index, gpus=self.engine_gpus if self.engine_groups else 0)
-            names.append(f"engine {len(names)}")
-            actor = ENGINE.options(**place).remote(self.config, self.device, cores, share, own_gpus)
-            self.watch.add(names[-1], actor)
-        return names
-
-    def _place(self, group: Any, index: int, gpus: int) -> dict[str, Any]:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        gpus_each = gpus if self.device.type == "cuda" else 0
-        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus_each}
-
     def _start_reward_model(self) -> RayRewardModel:
         """Start the reward model, on GPUs of its own where there are any: it works while the engines decode."""
-        reward, cores = self.config.reward_model, self.config.trainer.cpu_threads
-        places, names = [{"num_cpus": 0, "num_gpus": int(self.device.type == "cuda")}], [RayRewardModel.NAME]
-        if self.reward_groups:
-            indices = range(reward.n_gpus_per_node)
-            places = [self._place(group, index, gpus=1) for group in self.reward_groups for index in indices]
-            names = [f"{RayRewardModel.NAME} rank {rank}" for rank in range(reward.ranks)]
-        for name, place in zip(names, places, strict=True):
+        reward, cores, name = self.config.reward_model, self.config.trainer.cpu_threads, RayRewardModel.NAME
+        places = {name: {"num_cpus": 0, "num_gpus": int(self.device.type == "cuda")}}
+        if "reward" in self.pools:
+            places = {f"{name} rank {rank}": self.pools["reward"].place(rank) for rank in range(reward.ranks)}
+        for each, place in places.items():
             parts = 1 if cores else max(self.per_node, reward.n_gpus_per_node)
-            self.watch.add(name, REWARD_MODEL.options(**place).remote(cores, parts))
-        (address,) = self.watch.call("start", "host", {names[0]: (ray.util.get_node_ip_address,)})
-        self.watch.call("load", "join", {name: (r, address, self.config, self.device) for r, name in enumerate(names)})
-        return RayRewardModel(self.watch, names)
+            self.watch.add(each, REWARD_MODEL.options(**place).remote(cores, parts))
+        (address,) = self.watch.call("start", "host", {next(iter(places)): (ray.util.get_node_ip_address,)})
+        joining = {each: (rank, address, self.config, self.device) for rank, each in enumerate(places)}
+        self.watch.call("load", "join", joining)
+        return RayRewardModel(self.watch, list(places))
 
     def close(self) -> None:
         """End the actors and what else this object started. A second call does nothing."""
@@ -289,10 +379,9 @@ class RayProcesses:
                 log.warning("ray_kwargs.timeline_json_file=%s was not written: %s", path, error)
         for actor in self.watch.actors.values():
             ray.kill(actor)
-        for group in self.groups + self.engine_groups + self.reward_groups:
-            remove_placement_group(group)
-        self.watch.actors, self.learners, self.engine = {}, [], None
-        self.groups, self.engine_groups, self.reward_groups = [], [], []
+        for pool in self.pools.values():
+            pool.remove()
+        self.watch.actors, self.learners, self.engine, self.pools = {}, [], None, {}
         if self.owns_ray:
             ray.shutdown()
 
@@ -301,6 +390,6 @@ def _check_layers(config: Config) -> None:
     """Check, on models without weights, that ranks can share layers where the configuration asks for it."""
     parts = (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic)
     if any(part.layer_ranks > 1 for part in parts):
-        from core.cluster.tensor_parallel.split_layers import check_layers
+        from core.cluster.split_layers import check_layers
 
         check_layers(config, critic=config.critic.enable)

@@ -21,7 +21,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.cluster import fsdp
-from core.cluster.tensor_parallel.split_layers import split_layers
+from core.cluster.split_layers import split_layers
 from core.config import Config, compose
 from core.config.recipes import trainer_of
 from core.learner import attention, learner, log_probs, packing
@@ -124,7 +124,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.cluster.fsdp.load_policy", load
     yield "core.cluster.fsdp.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
     yield "core.cluster.fsdp.fill", lambda *_, **__: None
-    yield "core.cluster.tensor_parallel.split_layers.split_layers", real(split_layers)
+    yield "core.cluster.split_layers.split_layers", real(split_layers)
     yield "core.cluster.fsdp.copy", SimpleNamespace(deepcopy=real(copy.deepcopy))
     yield "core.cluster.fsdp.init_device_mesh", real(fsdp.init_device_mesh)
     yield "core.cluster.fsdp.ProcessRanks", RanksAlone

@@ -14,9 +14,9 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
-from core.cluster import ray_placement, ray_pools
+from core.cluster import ray_pools
 from core.cluster.processes import LearnerProcess
-from core.cluster.ray_placement import bundle, make_pool, node_of, parts_of
+from core.cluster.ray_pools import Pool, node_of
 from core.config import compose
 from core.errors import InputError
 from tests.core.cluster.stub_processes import Device, layout, put_stubs
@@ -61,7 +61,7 @@ def stubs(monkeypatch):
     for name in ("LEARNER", "ENGINE"):
         monkeypatch.setattr(ray_pools, name, None)
     put_stubs(ray_pools)
-    monkeypatch.setattr(ray_placement, "START_S", 20.0)
+    monkeypatch.setattr(ray_pools, "START_S", 20.0)
 
 
 def config(nodes: int, *overrides: str):
@@ -132,7 +132,7 @@ def test_ranks_and_engines_of_two_nodes(cluster):
 
 def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
     for home in gpu_nodes():
-        groups = make_pool(2, [bundle(CUDA)] * GPUS, first_on=home)
+        groups = Pool(CUDA, 2, GPUS, first_on=home).groups
         with removed(groups):
             assert all(group.wait(20) for group in groups)
             assert node_of(groups[0]) == home != node_of(groups[1])
@@ -143,8 +143,10 @@ def test_four_nodes_are_reserved_whole(cluster, monkeypatch):
     monkeypatch.setattr(ray_pools.RayProcesses, "_start", lambda *_: None)
     processes = ray_pools.RayProcesses(config(4), None, CUDA)
     try:
-        assert {node_of(group) for group in processes.groups} == set(gpu_nodes())
-        assert [group.bundle_specs for group in processes.groups] == [[{"CPU": 1.0, "GPU": 1.0}] * GPUS] * 4
+        assert {node_of(group) for group in processes.pools["ranks"].groups} == set(gpu_nodes())
+        assert [group.bundle_specs for group in processes.pools["ranks"].groups] == [
+            [{"CPU": 1.0, "GPU": 1.0}] * GPUS
+        ] * 4
         assert ray.available_resources().get("GPU", 0) == 0
     finally:
         processes.close()
@@ -153,12 +155,12 @@ def test_four_nodes_are_reserved_whole(cluster, monkeypatch):
 def test_rank_0_is_beside_the_loop_whichever_group_came_to_its_node(cluster, monkeypatch):
     """As after a restart: the node is not free again when the first group is placed."""
     monkeypatch.setattr(ray_pools.RayProcesses, "_start", lambda *_: None)
-    monkeypatch.setattr(ray_placement, "make_pool", lambda nodes, bundles, first_on: make_pool(nodes, bundles))
+    monkeypatch.setattr(ray_pools, "Pool", lambda *sizes: Pool(*sizes[:4]))
     for home in gpu_nodes():
-        monkeypatch.setattr(ray_placement, "own_node", lambda home=home: home)
+        monkeypatch.setattr(ray_pools, "own_node", lambda home=home: home)
         processes = ray_pools.RayProcesses(config(4), None, CUDA)
         with removed([]):
-            first, *others = map(node_of, processes.groups)
+            first, *others = map(node_of, processes.pools["ranks"].groups)
             processes.close()
         assert first == home and set(others) == set(gpu_nodes()) - {home}
 
@@ -180,18 +182,19 @@ def test_engines_apart_have_nodes_and_gpus_of_their_own(cluster):
 
 
 def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster, monkeypatch):
-    monkeypatch.setattr(ray_placement, "START_S", 1.0)
+    monkeypatch.setattr(ray_pools, "START_S", 1.0)
     with pytest.raises(InputError, match="trainer.nnodes=5 trainer.n_gpus_per_node=8: no room for that many") as caught:
         ray_pools.RayProcesses(config(5), None, CUDA)
     assert "'GPU': 32.0" in str(caught.value)
 
 
 def test_ranks_of_two_groups_on_one_node_divide_its_cores(cluster):
-    cpu, home = [bundle(Device("cpu"))] * 4, gpu_nodes()[1]
-    groups = [*make_pool(1, cpu, first_on=home), *make_pool(1, cpu, first_on=home)]
-    with removed(groups):
-        assert all(group.wait(20) for group in groups)
-        assert parts_of(groups, 4) == [8, 8] and parts_of(groups[:1], 4) == [4]
+    pool, other = (Pool(Device("cpu"), 1, 4, first_on=gpu_nodes()[1]) for _ in range(2))
+    with removed([*pool.groups, *other.groups]):
+        assert all(group.wait(20) for group in [*pool.groups, *other.groups])
+        assert pool.shares(4, None) == [4] and pool.shares(4, 6) == [4]
+        pool.groups += other.groups
+        assert pool.shares(4, None) == [8, 8]
 
 
 @pytest.mark.slow

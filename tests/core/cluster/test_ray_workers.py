@@ -364,7 +364,7 @@ def test_a_death_while_samples_are_written_ends_them(small, victim):
 
 
 def test_a_cluster_without_room_says_so(model, monkeypatch):
-    monkeypatch.setattr("core.cluster.ray_placement.START_S", 1.0)
+    monkeypatch.setattr("core.cluster.ray_pools.START_S", 1.0)
     config = cluster_config(
         model, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", ranks=16
     )

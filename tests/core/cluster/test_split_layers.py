@@ -6,7 +6,7 @@ import pytest
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.cluster.fsdp import ProcessRanks
-from core.cluster.tensor_parallel.split_layers import check_layers, plan_of
+from core.cluster.split_layers import check_layers, plan_of
 from core.errors import InputError
 from tests.core import fsdp_ranks
 from tests.core.cluster.test_fsdp import (
