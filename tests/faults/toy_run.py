@@ -15,7 +15,14 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from core.checkpoint.run_state import DriverState, load_tensors, rng_state, save_tensors, set_rng_state
+from core.checkpoint.run_state import (
+    DriverState,
+    load_tensors,
+    rng_state,
+    save_tensors,
+    seed_generators,
+    set_rng_state,
+)
 from core.checkpoint.store import CheckpointStore
 from tests.faults.killing import kill_at
 
@@ -30,8 +37,7 @@ class Toy:
         self.metrics = folder / "metrics.jsonl"
         self.step, self.next_ordinal, self.seen = 0, 0, 0
         self.weights = {"w": np.zeros(50, np.float32), "momentum": np.zeros(50, np.float32)}
-        random.seed(1)
-        np.random.seed(1)
+        seed_generators(1)
 
     def resume(self) -> None:
         self.store.claim()
