@@ -1,4 +1,4 @@
-"""The errors that callers tell apart: bad input, a broken invariant, a lost process, memory that did not suffice."""
+"""The errors that callers tell apart, and text that a terminal may show."""
 
 import errno
 import os
@@ -6,6 +6,25 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+# Spaces of other widths, and what joins and parts letters of several scripts, change nothing but how a text looks
+SHOWN = "\n\t\u00a0\u2002\u2003\u2009\u200c\u200d\u202f\u3000"
+
+
+def printable(text: str, but: str = SHOWN) -> str:
+    """Return the text as a terminal may show it: its control characters are escapes, and none acts.
+
+    A model's text may hold sequences that clear the screen, write to the clipboard (OSC 52) or change the order of
+    what stands beside them. Characters in ``but`` stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """Return the text with escapes for what a terminal cannot show: line breaks, controls, broken characters."""
+    return printable(text, but="")
 
 
 class InputError(ValueError):

@@ -43,9 +43,8 @@ from core.command_line import is_dry_run
 from core.config import Config, convert, examine, recipes, records
 from core.config.paths import is_local
 from core.config.problem import show
-from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase
+from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
 from core.files import file_sha256, is_url, write_atomic, written_here
-from core.safe_text.printable import printable
 from core.tracking import run_manifest
 from core.tracking.progress import progress
 from core.tracking.records import json_line

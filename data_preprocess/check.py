@@ -17,9 +17,8 @@ import numpy as np
 
 from core.data.dataset import ChatError, Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
-from core.errors import InputError
+from core.errors import InputError, printable
 from core.rewards.check import GOLD_REMARK
-from core.safe_text.printable import printable
 
 
 @dataclass

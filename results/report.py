@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from core.errors import InputError
+from core.errors import InputError, printable
 from core.files import written_here
-from core.safe_text.printable import printable
 from results.reporting import readme_tables
 from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy
 from results.reporting.run_report import headline, write_report

@@ -14,9 +14,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from core.errors import InputError
+from core.errors import InputError, printable
 from core.files import written_here
-from core.safe_text.printable import printable
 from results.reporting.run_reader import run_copy
 from results.reporting.trace_page import PAGE, write_trace
 

@@ -40,7 +40,7 @@ LAYERS = (
     ("learner", "tracking"),
     ("algorithm", "checkpoint", "data", "modality", "model_shapes"),
     ("config",),
-    ("types", "errors", "safe_text", "files", "requirements_check", "__init__"),
+    ("types", "errors", "files", "requirements_check", "__init__"),
 )
 # Commands at the top of core that belong to an extension.
 COMMANDS = ("plan", "evaluate", "replay")

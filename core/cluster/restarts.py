@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config import convert
-from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, write_failed
-from core.safe_text.printable import printable
+from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, printable, write_failed
 from core.tracking.health import UnhealthyRun
 
 if TYPE_CHECKING:

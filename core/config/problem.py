@@ -8,7 +8,7 @@ from typing import Any
 
 from core.config.secret_keys import hidden
 from core.config.section import thaw
-from core.safe_text.printable import one_line
+from core.errors import one_line
 
 
 @dataclasses.dataclass(frozen=True)

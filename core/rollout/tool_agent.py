@@ -19,7 +19,7 @@ from core.data.chat_frames import ChatError, rendered
 from core.data.dataset import Worded, truncate
 from core.data.parquet import Example
 from core.data.vocabulary import writable
-from core.errors import InputError
+from core.errors import InputError, printable
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.call_formats.call_formats import FORMATS, Call, Chat, Piece, tell_hermes
 from core.rollout.outside_code import ApartLoop, Failed, described, guarded
@@ -28,7 +28,6 @@ from core.rollout.tools import KEY as TOOLS_KEY
 from core.rollout.tools import ToolError, ToolInstance, ToolSpec, chosen, kwargs_of, load_tools
 from core.rollout.users import KEY as USERS_KEY
 from core.rollout.users import UserInEpisode, UserTurn, chosen_user, load_users
-from core.safe_text.printable import printable
 from core.types import Prompt
 
 if TYPE_CHECKING:

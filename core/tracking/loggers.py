@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from core.config import convert, registry
 from core.config.code_by_path import load_object
-from core.errors import InputError
-from core.safe_text.printable import printable
+from core.errors import InputError, printable
 from core.tracking.records import Row, json_line
 
 if TYPE_CHECKING:

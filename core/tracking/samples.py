@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from core.safe_text.printable import printable
+from core.errors import printable
 from core.tracking.records import Row
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import sys
 
 from core.config import examine
 from core.config.paths import run_folder
-from core.safe_text.printable import printable
+from core.errors import printable
 from results.reporting.run_reader import NotARun, load_run
 from results.reporting.run_report import headline, write_report
 from results.reporting.terminal import closing_lines

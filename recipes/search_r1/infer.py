@@ -20,8 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from core.command_line import is_dry_run
-from core.errors import InputError
-from core.safe_text.printable import printable
+from core.errors import InputError, printable
 
 OVERRIDE = re.compile(r"[\w.+~]+=")
 

@@ -20,10 +20,9 @@ from typing import Any
 
 from core.answers import read_manifest
 from core.command_line import is_dry_run
-from core.errors import InputError
+from core.errors import InputError, printable
 from core.evaluate import refuse_unscored
 from core.files import write_atomic
-from core.safe_text.printable import printable
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.records import read_jsonl
 from core.tracking.validation import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from core.safe_text.printable import printable
+from core.errors import printable
 from results.reporting.pages import sparkline
 from results.reporting.run_reader import RecordedRun
 

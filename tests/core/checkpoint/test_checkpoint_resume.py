@@ -32,7 +32,7 @@ def test_what_may_differ_is_listed(tmp_path):
     other = replace(
         RUN,
         threads=1,
-        config={**RUN.config, "trainer.total_training_steps": 9, "trainer.save_freq": 7, "trainer.health.x": 1},
+        config={**RUN.config, "trainer.total_training_steps": 9, "trainer.save_freq": 7},
         versions={"torch": "2.11.0", "vllm": "0.32.0"},
     )
     assert list(map(str, check(store, other))) == [
