@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from core.config.sections.trainer import HealthConfig
+    from core.config.sections.health import HealthConfig
 
 Values = Mapping[str, float]
+SCORE, TRIGRAMS = "critic/score/mean", "response/repeated_trigrams"
+CUT, LENGTH = "response_length/clip_ratio", "response_length/mean"
 FAILED = "reward/failed_rate"  # share of all answers of a step, dropped groups included, that have no score
-
-# Check -> the metric whose mean over the last steps is compared with its mean over the first, RISE_STEPS of each.
-RISES = {"repetition": "response/repeated_trigrams", "unfinished": "response_length/clip_ratio"}
-FALLS = {"shortening": "response_length/mean"}  # in shares of the first
-RISE_STEPS = 3
+REMEMBERED = (SCORE, FAILED, TRIGRAMS, CUT, LENGTH)
+TREND_STEPS = 3  # a trend compares the mean of the last steps with that of the first, so many of each
 
 
 class UnhealthyRun(RuntimeError):
@@ -62,28 +61,23 @@ class Repeats:
 class Health:
     """The state of the checks between steps.
 
-    ``lost_updates_in_row`` counts the steps since the last one without a skipped update, ``recent_scores`` holds the
-    mean scores of the last ``reward_window`` steps, ``best_score`` the largest mean over such a window,
-    ``recent_failures`` the shares of answers without a score of as many steps. ``first`` and ``last`` hold the values
-    of the metrics of :data:`RISES` and :data:`FALLS` in the first and the last RISE_STEPS steps. ``logp_diff_bound``
-    follows from what rounding costs on the model, where the configuration leaves the bound to that.
+    ``lost_updates_in_row`` counts the steps since the last one without a skipped update, ``best_score`` is the largest
+    mean score over ``reward_window`` steps. ``first`` and ``recent`` hold the values of the metrics REMEMBERED in the
+    first and the last steps. ``logp_diff_bound`` follows from what rounding costs on the model, where the configuration
+    leaves the bound to that.
     """
 
     last_healthy_step: int = 0
     lost_updates_in_row: int = 0
-    recent_scores: tuple[float, ...] = ()
     best_score: float | None = None
-    recent_failures: tuple[float, ...] = ()
     first: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    last: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    recent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     logp_diff_bound: float | None = None
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Health:
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
-        for name in ("first", "last"):
-            fields[name] = {check: tuple(values) for check, values in state.get(name, {}).items()}
-        return cls(**fields)
+        series = {name: {metric: tuple(v) for metric, v in state[name].items()} for name in ("first", "recent")}
+        return cls(**{**state, **series})
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -96,30 +90,11 @@ class Health:
         ``exact`` is what rounding explains between engine and learner where nothing else does (None: something may):
         beyond it logp_diff is a fault of the program, also where samples are corrected.
         """
-        lost = sum(values.get(f"{name}/skipped_updates", 0) for name in ("actor", "critic"))
-        scores = self.recent_scores
-        if "critic/score/mean" in values:
-            scores = (*scores, values["critic/score/mean"])[-config.reward_window :]
-        best = self.best_score
-        if len(scores) == config.reward_window:
-            best = max(statistics.fmean(scores), -float("inf") if best is None else best)
-        failures = self.recent_failures
-        if FAILED in values:
-            failures = (*failures, values[FAILED])[-config.reward_window :]
-        watched = {name: values[metric] for name, metric in (RISES | FALLS).items() if metric in values}
-        now = dataclasses.replace(
-            self,
-            lost_updates_in_row=self.lost_updates_in_row + 1 if lost else 0,
-            recent_scores=scores,
-            best_score=best,
-            recent_failures=failures,
-            first={name: (*self.first.get(name, ()), value)[:RISE_STEPS] for name, value in watched.items()},
-            last={name: (*self.last.get(name, ()), value)[-RISE_STEPS:] for name, value in watched.items()},
-        )
-        violations, measured = [], {"logp_diff": self.logp_diff_bound}
+        now = self._with(values, config.reward_window)
+        violations = []
         for name, check in CHECKS.items():
             limit, value, advice = getattr(config, name), check.measure(now, values), check.advice
-            bound = measured.get(name) if limit.bound is None else limit.bound
+            bound = self.logp_diff_bound if limit.bound is None and name == "logp_diff" else limit.bound
             if exact is not None and name == "logp_diff":
                 bound, advice = exact if bound is None else bound, FAULT
             if bound is not None and value is not None and check.beyond(value, bound):
@@ -127,20 +102,33 @@ class Health:
                 violations.append(BoundViolation(name, limit.action, text, value))
         return (now if violations else dataclasses.replace(now, last_healthy_step=step)), violations
 
-    def rise(self, name: str) -> float | None:
-        """Return how far the metric of a check of RISES has risen since the start; None in its first steps."""
-        first, last = self.first.get(name, ()), self.last.get(name, ())
-        if len(first) < RISE_STEPS:
-            return None
-        return statistics.fmean(last) - statistics.fmean(first)
+    def _with(self, values: Values, window: int) -> Health:
+        """Return the state with a step's metrics; ``recent`` scores and failures are of ``window`` steps."""
+        first, recent = dict(self.first), dict(self.recent)
+        for name in (name for name in REMEMBERED if name in values):
+            first[name] = (*first.get(name, ()), values[name])[:TREND_STEPS]
+            size = window if name in (SCORE, FAILED) else TREND_STEPS
+            recent[name] = (*recent.get(name, ()), values[name])[-size:]
+        best = self.best_score
+        if len(recent.get(SCORE, ())) == window:
+            best = max(statistics.fmean(recent[SCORE]), -float("inf") if best is None else best)
+        lost = sum(values.get(f"{name}/skipped_updates", 0) for name in ("actor", "critic"))
+        in_row = self.lost_updates_in_row + 1 if lost else 0
+        return dataclasses.replace(self, lost_updates_in_row=in_row, best_score=best, first=first, recent=recent)
 
-    def fall(self, name: str) -> float | None:
-        """Return how far the metric of a check of FALLS has fallen since the start, in shares of what it was."""
-        rise, first = self.rise(name), self.first.get(name, ())
-        return None if rise is None or not any(first) else -rise / statistics.fmean(first)
+    def mean(self, metric: str) -> float | None:
+        """Return the mean of a metric over the recent steps; None before the first."""
+        return statistics.fmean(self.recent[metric]) if self.recent.get(metric) else None
 
-    def reward_drop(self) -> float | None:
-        return None if self.best_score is None else self.best_score - statistics.fmean(self.recent_scores)
+    def rise(self, metric: str) -> float | None:
+        """Return how far a metric has risen since the start; None in its first steps."""
+        first = self.first.get(metric, ())
+        return self.mean(metric) - statistics.fmean(first) if len(first) == TREND_STEPS else None
+
+    def fall(self, metric: str) -> float | None:
+        """Return how far a metric has fallen since the start, in shares of what it was."""
+        rise = self.rise(metric)
+        return None if rise is None or not any(self.first[metric]) else -rise / statistics.fmean(self.first[metric])
 
 
 @dataclass(frozen=True)
@@ -161,10 +149,14 @@ def _below(value: float, bound: float) -> bool:
     return not value >= bound
 
 
-def _sum_of(*names: str) -> Callable[[Health, Values], float | None]:
-    return lambda _, values: sum(values[n] for n in names if n in values) if values.keys() & set(names) else None
+def _metric(name: str) -> Callable[[Health, Values], float | None]:
+    return lambda _, values: values.get(name)
 
 
+READ_SAMPLES = (
+    "read samples: the policy may have found a reward without an answer; let the scorer require a text, or keep the "
+    "policy near the reference (actor.use_kl_loss)"
+)
 FAULT = (
     "both compute one policy in float32, so this is a fault of the program and no off-policy data; do not correct for "
     "it: look for stale weights or caches, another temperature, tokens that were changed or shifted"
@@ -177,19 +169,19 @@ CHECKS: dict[str, Check] = {
         "lower optim.lr or grad_clip, and look at the batch",
     ),
     "entropy": Check(
-        _sum_of("actor/entropy"),
+        _metric("actor/entropy"),
         _below,
         "the policy's entropy is {:.3g} nats a token",
         "it has stopped exploring; a larger clip_ratio_high, an entropy bonus or a lower optim.lr may keep it up",
     ),
     "reward_drop": Check(
-        lambda health, _: health.reward_drop(),
+        lambda health, _: None if health.best_score is None else health.best_score - health.mean(SCORE),
         _above,
         "the mean score over trainer.health.reward_window steps is {:.3g} below its best",
         "look at samples of both times",
     ),
     "logp_diff": Check(
-        _sum_of("rollout_corr/logp_diff_mean"),
+        _metric("rollout_corr/logp_diff_mean"),
         _above,
         "log-probs of engine and learner differ by {:.3g} on average",
         "samples are off-policy; algorithm.rollout_correction weighs for that",
@@ -201,39 +193,37 @@ CHECKS: dict[str, Check] = {
         "they are not of one distribution: look at the temperature of each, at the mask, and at what draws the tokens",
     ),
     "zero_variance": Check(
-        _sum_of("reward/zero_variance_share"),
+        _metric("reward/zero_variance_share"),
         _above,
         "{:.0%} of the groups have equal scores",
         "they teach nothing: the data may be too easy or too hard",
     ),
     "repetition": Check(
-        lambda health, _: health.rise("repetition"),
+        lambda health, _: health.rise(TRIGRAMS),
         _above,
         "answers repeat themselves: their share of repeated trigrams rose by {:.2f} since the start",
-        "read samples: the policy may have found a reward without an answer; let the scorer require a text, or keep "
-        "the policy near the reference (actor.use_kl_loss)",
+        READ_SAMPLES,
     ),
     "unfinished": Check(
-        lambda health, _: health.rise("unfinished"),
+        lambda health, _: health.rise(CUT),
         _above,
         "the share of answers that reach the length limit rose by {:.0%} since the start",
         "read samples; raise data.max_response_length, or shape the reward of long answers",
     ),
     "shortening": Check(
-        lambda health, _: health.fall("shortening"),
+        lambda health, _: health.fall(LENGTH),
         _above,
         "answers are {:.0%} shorter than at the start",
-        "read samples: the policy may have found a reward without an answer; let the scorer require a text, or keep "
-        "the policy near the reference (actor.use_kl_loss)",
+        READ_SAMPLES,
     ),
     "scorer_errors": Check(
-        lambda health, _: statistics.fmean(health.recent_failures) if health.recent_failures else None,
+        lambda health, _: health.mean(FAILED),
         _above,
         "the scorer failed on {:.1%} of the answers of the last steps",
         "the first failure was printed; see reward/failed_rate, reward/timeout_rate and reward/crash_rate",
     ),
     "judge_agreement": Check(
-        _sum_of("reward/judge_canary/mean"),
+        _metric("reward/judge_canary/mean"),
         _below,
         "judge accuracy on control answers is {:.0%}",
         "another model may be behind reward_model.judge.url, or answers have learnt to persuade it",

@@ -13,7 +13,7 @@ from core.checkpoint.run_state import DriverState
 from core.cluster.restarts import train
 from core.config import convert, examine
 from core.config.sections.trainer import HealthBound, HealthConfig
-from core.tracking.health import CHECKS, FALLS, RISES, Health, UnhealthyRun
+from core.tracking.health import CHECKS, SCORE, Health, UnhealthyRun
 from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
@@ -110,7 +110,7 @@ def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
     assert run.session.step == 6 and said and said[0].startswith(f"step {FIRST[name]}: ")
     crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.session.run_dir).metrics}
     assert crossed[FIRST[name]] == 1 and crossed[FIRST[name] - 1] == 0
-    recovers = name not in ("reward_drop", *RISES, *FALLS)  # whose windows still hold step 5
+    recovers = name not in ("reward_drop", "repetition", "unfinished", "shortening")  # whose windows still hold step 5
     assert run.session.health.last_healthy_step == (6 if recovers else 3)
 
 
@@ -161,7 +161,7 @@ def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
     bounds = ["trainer.health.nonfinite.bound=2", "trainer.save_freq=1", "trainer.health.reward_window=2"]
     first = scripted()(configured(folder, "resumed", *bounds, steps=2), answers(), report=lose).init_workers()
     first.fit()
-    assert first.session.health.lost_updates_in_row == 1 and len(first.session.health.recent_scores) == 2
+    assert first.session.health.lost_updates_in_row == 1 and len(first.session.health.recent[SCORE]) == 2
     assert first.session.health.best_score is not None
     state = DriverState.load(first.session.store.folder(2)).values["health"]
     assert Health.of_state(state) == first.session.health and state["last_healthy_step"] == 2
@@ -275,8 +275,6 @@ def test_failures_of_a_scorer_count_over_a_window_that_a_checkpoint_keeps():
         steps.append(bool(found))
     # means over 4 steps: 0, .05, .067, .1, .1, .125, .1, .05
     assert steps == [False, False, False, False, False, True, False, False]
-    old = {name: value for name, value in state.state_dict().items() if name != "recent_failures"}
-    assert Health.of_state(old).recent_failures == ()  # of a checkpoint that is older
 
 
 @pytest.mark.parametrize(
