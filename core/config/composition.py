@@ -11,6 +11,7 @@ typed key is named after what distinguishes it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import shlex
@@ -262,49 +263,38 @@ def tree(layers: Layers) -> dict[str, Any]:
     composed = _files(layers)
     for key in layers.deleted:
         section, _, name = key.rpartition(".")
-        parent = OmegaConf.select(composed, section) if section else composed
-        if isinstance(parent, DictConfig):
+        if isinstance(parent := _at(composed, section), dict):
             parent.pop(name, None)
     named = _named_by_preset(layers)
     for key, value in layers.script_values:
         if key not in named:
             _put(composed, key, value, layers.problems)
     name = _run_name(composed, layers, NAME in named)
-    for key, value in layers.values:
+    for key, value in [*layers.values, *([(NAME, name)] if name is not None else [])]:
         _put(composed, key, value, layers.problems)
-    if name is not None:
-        OmegaConf.update(composed, NAME, name, force_add=True)
-    plain = OmegaConf.to_container(composed, resolve=False)
-    _drop_missing(plain, "", layers.problems)
-    plain = _over(convert.as_tree(layers.line.schema()), plain)
+    _drop_missing(composed, "", layers.problems)
+    plain = _over(convert.as_tree(layers.line.schema()), composed)
     return _resolved(OmegaConf.create(_referring(plain)), plain, "", layers.problems)
 
 
-def _files(layers: Layers) -> DictConfig:
+def _files(layers: Layers) -> dict[str, Any]:
     """Return what Hydra composes of the recipe's file, or of a user's in its place, and of the chosen preset."""
     recipe, folder = layers.line.recipe, recipes.folder(layers.line.recipe)
     if not (folder / f"{recipe}.yaml").exists():
         known = ", ".join(recipes.names())
         layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
-        return OmegaConf.create({})
+        return {}
     chosen, known = layers.preset, sorted(_presets(layers))
     if chosen is not None and chosen not in known:
         choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
         layers.problems.append(f"{PRESET}={chosen}: unknown preset; {choice}")
     preset = (f"+{PRESET}={chosen}",) if chosen in known else ()
-    if not layers.options:
-        return _composed(folder, recipe, preset)
-    return _own_file(layers, preset)
-
-
-def _composed(folder: Path, name: str, overrides: tuple[str, ...]) -> DictConfig:
-    """Return what Hydra composes of a folder's file, interpolations untouched."""
-    return OmegaConf.create(_container(folder, name, overrides))  # keys may be added to it
+    return _own_file(layers, preset) if layers.options else copy.deepcopy(_composed(folder, recipe, preset))
 
 
 @functools.cache
-def _container(folder: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Return the plain values of a composition. Files are read once a process."""
+def _composed(folder: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Return the plain values that Hydra composes, interpolations untouched. Files are read once a process."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         return OmegaConf.to_container(hydra_compose(config_name=name, overrides=list(overrides)), resolve=False)
 
@@ -317,35 +307,36 @@ def _folders(layers: Layers) -> list[Path]:
     return [folder.resolve() for folder in (*first, own, VERL_BASE)]
 
 
-def _own_file(layers: Layers, preset: tuple[str, ...]) -> DictConfig:
+def _own_file(layers: Layers, preset: tuple[str, ...]) -> dict[str, Any]:
     """Return what Hydra composes of a user's file; keys in it that the schema lacks are read as typed ones are."""
     first, *others = _folders(layers)
     name = layers.options.get("name", layers.line.recipe).removesuffix(".yaml")
-    label, empty = f"--config-name={name}", OmegaConf.create({})
     if not first.is_dir():
         rule = f"--config-path={layers.options['path']}: there is no such folder, and the keys of its file are needed"
         layers.problems.append(f"{rule}; give the path of your copy")
-        return empty
+        return {}
     if not any((folder / f"{name}.yaml").exists() for folder in (first, *others)):
         names = ", ".join(sorted(path.name for path in first.glob("*.yaml"))) or "no YAML file"
-        layers.problems.append(f"{label}: {first} has {names}; name one of them with --config-name")
-        return empty
+        layers.problems.append(f"--config-name={name}: {first} has {names}; name one of them with --config-name")
+        return {}
     path = ",".join(f"file://{folder}" for folder in others)
     try:
-        plain = _container(first, name, (f"hydra.searchpath=[{path}]", *preset, *layers.groups))
+        composed = _composed(first, name, (f"hydra.searchpath=[{path}]", *preset, *layers.groups))
     except (HydraException, OmegaConfBaseException) as error:
-        layers.problems.append(f"{label}: {brief(' '.join(str(error).split()))}; mend the file {first}")
-        return empty
-    leaves = [leaf for name, value in plain.items() for leaf in _leaves(name, value, layers)]
+        reason = brief(" ".join(str(error).split()))
+        layers.problems.append(f"--config-name={name}: {reason}; mend the file {first}")
+        return {}
+    leaves = [leaf for key, value in composed.items() for leaf in _leaves(key, value, layers)]
     for key, value in leaves:
         layers.line.given.setdefault(key, value)
     typed, layers.values = layers.values, []
     for key, value in leaves:
         _set(key, value, layers)
     ours, layers.values = layers.values, typed
+    tree: dict[str, Any] = {}
     for key, value in ours:
-        _put(empty, key, value, layers.problems)
-    return empty
+        _put(tree, key, value, layers.problems)
+    return tree
 
 
 def _presets(layers: Layers) -> dict[str, Path]:
@@ -365,31 +356,24 @@ def _named_by_preset(layers: Layers) -> set[str]:
 NAME, MODEL, OF_SEED = "trainer.experiment_name", "actor_rollout_ref.model.path", "-seed${trainer.seed}"
 
 
-def _run_name(untyped: DictConfig, layers: Layers, preset_names_it: bool) -> str | None:
+def _run_name(untyped: dict[str, Any], layers: Layers, preset_names_it: bool) -> str | None:
     """Return the run's name, so that runs of other settings have other folders; None where resolving gives one.
 
     It is the name that the script gives (else a preset or the recipe), the typed preset and model where they are not
     the script's, and the seed: ``qwen2.5_32b-paper-seed1``. ``untyped`` is the tree without typed keys.
     """
     typed, scripts = dict(layers.values), dict(layers.script_values).get(NAME)
-    name = scripts or _raw(untyped, NAME)
+    name = scripts or _at(untyped, NAME)
     foreign = layers.presets[-1:] if layers.presets[-1:] != layers.script_presets[-1:] else []
     if not scripts and preset_names_it:
         foreign = []
     if NAME in typed or not isinstance(name or "", str) or not name and not foreign:
         return None
-    untyped_model = _raw(untyped, MODEL) or layers.line.schema().actor_rollout_ref.model.path
+    untyped_model = _at(untyped, MODEL) or layers.line.schema().actor_rollout_ref.model.path
     model = typed.get(MODEL, untyped_model)
     base = name.removesuffix(OF_SEED) if name else _word(model)
     parts = [base, *foreign, *([_word(model)] if name and model != untyped_model else [])]
     return "-".join(filter(None, parts)) + ("" if "${trainer.seed}" in base else OF_SEED)
-
-
-def _raw(config: DictConfig, key: str) -> Any:
-    """Return the value of a flat key, interpolations untouched, or None."""
-    section, _, name = key.rpartition(".")
-    parent = OmegaConf.select(config, section)
-    return OmegaConf.to_container(parent, resolve=False).get(name) if isinstance(parent, DictConfig) else None
 
 
 def _word(model: Any) -> str:
@@ -399,26 +383,36 @@ def _word(model: Any) -> str:
     return re.sub(r"[^\w.-]+", "_", model.rstrip("/").rpartition("/")[2]).strip(".~-")
 
 
-def _put(config: DictConfig, key: str, value: Any, problems: list[Problem | str]) -> None:
-    """Set a flat key, unless a value without keys stands where its mapping would be."""
-    parts = key.split(".")
-    for above in (".".join(parts[:depth]) for depth in range(1, len(parts))):
-        node = OmegaConf.select(config, above)
-        if node is not None and not isinstance(node, DictConfig):
-            rule = f"is a key of {above}, and {above}={show(node)} has no keys"
+def _at(tree: Any, key: str) -> Any:
+    """Return what stands at a flat key of a tree; None where nothing does."""
+    for name in filter(None, key.split(".")):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _put(tree: dict[str, Any], key: str, value: Any, problems: list[Problem | str]) -> None:
+    """Set a flat key, unless a value without keys stands where its mapping would be. Mappings are joined."""
+    *above, name = key.split(".")
+    for depth, part in enumerate(above, 1):
+        if tree.get(part) is None:
+            tree[part] = {}
+        tree = tree[part]
+        if not isinstance(tree, dict):
+            where = ".".join(above[:depth])
+            rule = f"is a key of {where}, and {where}={show(tree)} has no keys"
             problems.append(Problem(key, value, rule, "leave one of them out"))
             return
-    OmegaConf.update(config, key, value, merge=isinstance(value, Mapping), force_add=True)
+    tree[name] = _over(tree.get(name), value)
 
 
-def _drop_missing(composed: dict[str, Any], prefix: str, problems: list[Problem | str]) -> None:
+def _drop_missing(tree: dict[str, Any], prefix: str, problems: list[Problem | str]) -> None:
     """Report and drop what is ``???``; a dropped key keeps its default."""
-    for name, value in list(composed.items()):
+    for name, value in list(tree.items()):
         if isinstance(value, dict):
             _drop_missing(value, f"{prefix}{name}.", problems)
         elif "???" in _items(value):
             problems.append(Problem(f"{prefix}{name}", value, "has no default", "give it a value"))
-            del composed[name]
+            del tree[name]
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -463,15 +457,16 @@ def _referring(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in tree.items() if name in named or _refers(value)}
 
 
-def _resolved(node: DictConfig, raw: Mapping[str, Any], prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
-    """Return the node as plain values. One that cannot be resolved is left out, and so keeps its default."""
+def _resolved(node: Any, raw: Mapping[str, Any], prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
+    """Return plain values. One that cannot be resolved is left out, and so keeps its default."""
     resolved = {}
     for name, value in raw.items():
         key = f"{prefix}{name}"
-        if not _refers(value):
+        if isinstance(value, Mapping):
+            below = node[name] if _refers(value) else node
+            resolved[name] = _resolved(below, value, f"{key}.", problems)
+        elif not _refers(value):
             resolved[name] = value
-        elif isinstance(value, Mapping):
-            resolved[name] = _resolved(node[name], value, f"{key}.", problems)
         else:
             try:
                 resolved[name] = _value(node, name, value)

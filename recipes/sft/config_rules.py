@@ -33,7 +33,7 @@ def demonstrations_have_no_rewards(c: View) -> Broken:
             "adds a KL to a reference policy, which supervised fine-tuning does not have; leave it out",
         )
     if c.algorithm.use_kl_in_reward:
-        yield ("algorithm.use_kl_in_reward", "takes a KL off a reward, and demonstrations have no reward; leave it out")
+        yield "algorithm.use_kl_in_reward", "takes a KL off a reward, and demonstrations have no reward; leave it out"
 
 
 @rules.problem
@@ -88,7 +88,7 @@ def prompts_lose_their_beginning(c: View) -> Broken:
 
 @rules.unused
 def nothing_is_sampled(c: View) -> Unused:
-    yield (("algorithm.*",), "demonstrations have no rewards and no advantages to estimate")
+    yield ("algorithm.*",), "demonstrations have no rewards and no advantages to estimate"
     yield (
         (
             "actor_rollout_ref.actor.clip_ratio*",

@@ -57,10 +57,7 @@ def the_kl_controller(c: View) -> Broken:
             "must be above 0 with algorithm.kl_ctrl.type=adaptive; the default is 10000 sequences",
         )
     if c.kl.type == "adaptive" and c.kl.target_kl <= 0:
-        yield (
-            "algorithm.kl_ctrl.target_kl",
-            "must be above 0 with algorithm.kl_ctrl.type=adaptive; the default is 0.1",
-        )
+        yield "algorithm.kl_ctrl.target_kl", "must be above 0 with algorithm.kl_ctrl.type=adaptive; the default is 0.1"
     if c.kl.type == "adaptive" and c.kl.kl_coef == 0 and c.algorithm.use_kl_in_reward:
         yield (
             "algorithm.kl_ctrl.kl_coef",

@@ -72,6 +72,6 @@ def files_and_stages(c: View) -> Broken:
             "has no meaning with data.curriculum; give each stage its weights: {files: [...], weights: [...]}",
         )
     if c.data.curriculum is not None and not c.data.curriculum:
-        yield ("data.curriculum", "must have a stage; give [{files: [...], prompts: N}, ...], or null")
+        yield "data.curriculum", "must have a stage; give [{files: [...], prompts: N}, ...], or null"
     if c.data.curriculum is not None and c.data.train_max_samples != -1:
-        yield ("data.train_max_samples", "has no meaning with data.curriculum; leave it at -1")
+        yield "data.train_max_samples", "has no meaning with data.curriculum; leave it at -1"
