@@ -21,7 +21,7 @@ import torch
 from core.algorithm import advantages, checks
 from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.losses import MetricSums
-from core.algorithm.rollout_mismatch import MISMATCH_READS, add_mismatch, without_unsampled_sequences
+from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, correct, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
@@ -364,8 +364,6 @@ class RayPPOTrainer:
             return batch
         if not self.needs.correction:
             return without_unsampled_sequences(batch)
-        from core.algorithm.variants.rollout_correction import correct
-
         batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
         metrics.add(corrected)
         return batch

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import golden_adapters
-from tests.core.algorithm.variants import golden_variants
+from tests import golden_adapters, golden_variants
 from tests.golden_io import check, golden_dir, golden_files, load
 from tests.golden_scorers import ANSWERS, ERRORS, departure, raw_cases
 
@@ -29,7 +28,7 @@ ELSEWHERE = {
 }
 NOT_HERE = {
     "policy_clip_cov": "published, it draws tokens within a micro-batch; here among those of an optimizer step, by the "
-    "old log-probs (tests/core/algorithm/variants/test_covariance.py)",
+    "old log-probs (tests/core/algorithm/test_covariance.py)",
     "policy_kl_cov": "published, it ranks the tokens of a micro-batch; here as clip_cov",
     "policy_geo_mean": "counts empty rows in its mean, and has a sequence weight of its own for rollout correction",
 }

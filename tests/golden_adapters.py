@@ -1,7 +1,7 @@
 """Which function each file of golden vectors is about, and how its inputs map onto ours.
 
 An adapter yields :class:`Comparison` objects for a case at a precision ("f64" or "f32"). :data:`ADAPTERS` is the table
-that the tests and ``python -m tests.conformance`` go through, with that of ``core/algorithm/variants``; a file that is
+that the tests and ``python -m tests.conformance`` go through, with those of variants; a file that is
 in neither is reported, not failed.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.algorithm import advantages, kl, losses, masked, sequences
+from core.algorithm import advantages, kl, losses, sequences
 from core.algorithm.padded import PaddedAdvantageInputs
 from core.config import registry
 from core.learner import learner as schedules
@@ -105,7 +105,7 @@ def policy_comparisons(name: str, case: Case, precision: str) -> Iterator[Compar
     grad = torch.zeros_like(log_prob) if empty else want["grad_log_prob"]
     yield Comparison("grad_log_prob", log_prob.grad, grad, tolerance, departure=departure)
     for metric, value in want["metrics"].items():
-        yield Comparison(metric, masked.masked_mean(stats[metric.split("/")[1]], mask), value, max(tolerance, 1e-6))
+        yield Comparison(metric, sequences.masked_mean(stats[metric.split("/")[1]], mask), value, max(tolerance, 1e-6))
 
 
 def _counts(case: Case) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _value_loss(case: Case, precision: str) -> Iterator[Comparison]:
     tolerance = _tolerance(precision, 1e-6)
     yield Comparison("vf_loss", loss.detach(), want["vf_loss"], tolerance)
     yield Comparison("grad_vpreds", vpreds.grad, want["grad_vpreds"], tolerance)
-    yield Comparison("vf_clipfrac", masked.masked_mean(stats["vf_clipfrac"], mask), want["vf_clipfrac"], 1e-6)
+    yield Comparison("vf_clipfrac", sequences.masked_mean(stats["vf_clipfrac"], mask), want["vf_clipfrac"], 1e-6)
 
 
 # -- KL ---------------------------------------------------------------------------------------------------------------
@@ -261,14 +261,14 @@ def _kl_controller(case: Case, precision: str) -> Iterator[Comparison]:
 def _masked_ops(case: Case, precision: str) -> Iterator[Comparison]:
     values, mask = _tensor(case.inputs["values"], precision), _mask(case.inputs["mask"])
     functions = {
-        "masked_sum": masked.masked_sum,
+        "masked_sum": sequences.masked_sum,
         "masked_sum_axis-1": lambda values, mask: _by_row(values, mask) * mask.sum(-1),
-        "masked_mean": masked.masked_mean,
+        "masked_mean": sequences.masked_mean,
         "masked_mean_axis-1": _by_row,
-        "masked_var_unbiased": masked.masked_var,
-        "masked_var_biased": partial(masked.masked_var, unbiased=False),
-        "masked_whiten": masked.masked_whiten,
-        "masked_whiten_noshift": partial(masked.masked_whiten, shift_mean=False),
+        "masked_var_unbiased": sequences.masked_var,
+        "masked_var_biased": partial(sequences.masked_var, unbiased=False),
+        "masked_whiten": sequences.masked_whiten,
+        "masked_whiten_noshift": partial(sequences.masked_whiten, shift_mean=False),
     }
     for name, expected in case.want(precision).items():
         tolerance = _tolerance(precision, 1e-5 if "whiten" in name else 1e-6)

@@ -1,4 +1,4 @@
-"""How the golden vectors of the difference between engine and learner map onto ``core.algorithm.rollout_mismatch``."""
+"""How the golden vectors of the difference between engine and learner map onto ``add_mismatch``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from core.algorithm import rollout_mismatch as mismatch
+from core.algorithm import rollout_correction as mismatch
 from core.algorithm.losses import MetricSums
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison

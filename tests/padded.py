@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm.advantages import AdvantageInputs, estimator, inputs_of
-from core.algorithm.losses import loss_weights, policy_loss
+from core.algorithm.losses import LossInputs, loss_weights, policy_loss
 from core.algorithm.padded import OF_TOKENS, PaddedAdvantageInputs
 from core.config.sections.algorithm import AlgorithmConfig
 from core.types import BATCH_FIELDS, TrainBatch
@@ -55,8 +55,7 @@ def padded_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
     def loss(log_prob: Tensor, old: Tensor, adv: Tensor, mask: Tensor, config: Any, *selected: Tensor) -> Any:
         tensors = (value.flatten() for value in (log_prob, old, adv, mask))
         lengths = torch.full((len(mask),), mask.shape[1])
-        more = {"selected_N": selected[0].flatten()} if selected else {}
-        loss_N, stats = flat(*tensors, config, lengths_B=lengths, **more)
+        loss_N, stats = flat(LossInputs(*tensors, config, lengths, *(one.flatten() for one in selected)))
         return loss_N.view(mask.shape), {name: value.view(mask.shape) for name, value in stats.items()}
 
     return loss

@@ -20,7 +20,7 @@ UNRECORDED = {  # metric -> the file that writes it, and how it stands there
     "actor/kl_loss": ("core/learner/learner.py", "kl_loss"),
     "actor/reward_kl_penalty": ("core/algorithm/kl.py", '"actor/reward_kl_penalty"'),
     "actor/reward_kl_penalty_coeff": ("core/algorithm/kl.py", '"actor/reward_kl_penalty_coeff"'),
-    "rollout_corr/rollout_is_mean": ("core/algorithm/variants/rollout_correction.py", 'f"rollout_is_{name}"'),
+    "rollout_corr/rollout_is_mean": ("core/algorithm/rollout_correction.py", 'f"rollout_is_{name}"'),
 }
 
 

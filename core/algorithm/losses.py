@@ -1,114 +1,299 @@
 """Policy losses, the value loss, and the weights that turn per-token losses into the objective.
 
-A policy loss is a pure function ``f(log_prob_N, old_log_prob_N, advantages_N, response_mask_N, config) ->
-(loss_N, stats)`` of the N tokens of a micro-batch. It returns a loss for each token; the objective is
+A policy loss is a pure function ``f(inputs: LossInputs) -> (loss_N, stats)`` of the tokens of a micro-batch;
+``actor.policy_loss.loss_mode`` names one of :data:`core.config.registry.POLICY_LOSSES`, or a user's own by its path,
+which gets [B, T] tensors (:mod:`core.algorithm.padded`). It returns a loss for each token; the objective is
 ``(loss_N * weight_N).sum()`` with the weights of :func:`loss_weights`, which are computed once a mini-batch over all
 its sequences. Sums of parts then add up to the whole, however the sequences are split into micro-batches and ranks.
 
-A loss whose entry in the table ``selects`` gets ``selected_N`` as well: the tokens that it treats apart, chosen among
-all of the mini-batch, before it was split. One with a ``sequence_ratio`` gets ``lengths_B``. A user's own loss, named
-by its path, gets [B, T] tensors (:mod:`core.algorithm.padded`).
-
 ``stats`` are detached ``[N]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
-mask, also where the inputs are NaN there.
+mask, also where the inputs are NaN there. Written ``r = exp(log p - log p_old)`` and ``A``, the advantage, below.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from core.algorithm.padded import is_padded, pads_loss
-from core.algorithm.sequences import spread_over_tokens, sum_by_sequence
+from core.algorithm.sequences import mean_by_sequence, spread_over_tokens, sum_by_sequence
 from core.config import registry
 from core.config.code_by_path import chosen
 
 if TYPE_CHECKING:
-    from core.config.sections.actor import ActorConfig
+    from core.config.sections.actor import ActorConfig, PolicyLossConfig
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
+SAME_POLICY = 1e-4  # a float32 log-ratio below it may be rounding: its sign would depend on the micro-batch
 Stats = dict[str, Tensor]
-PolicyLoss = Callable[..., tuple[Tensor, Stats]]
+PolicyLoss = Callable[["LossInputs"], tuple[Tensor, Stats]]
 
 
-def clipped(ratio_N: Tensor, config: ActorConfig) -> Tensor:
-    """Clamp the ratio to ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
-    low, high = clip_bounds(config)
-    return ratio_N.clamp(1 - low, 1 + high)
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """The inputs of every policy loss. Tensors of tokens are 0 outside the mask, and so are gradients, never NaN.
+
+    Shapes (N tokens in B sequences, prompts included):
+        log_prob      [N] float  of the policy that trains
+        old_log_prob  [N] float  of the policy before the update
+        advantages    [N] float
+        mask          [N] bool   written by the policy
+        lengths       [B] int64  tokens of each sequence
+        selected      [N] bool   tokens that a loss treats apart, chosen among all of the mini-batch; None: none are
+    """
+
+    log_prob: Tensor
+    old_log_prob: Tensor
+    advantages: Tensor
+    mask: Tensor
+    config: ActorConfig
+    lengths: Tensor
+    selected: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", self.mask.bool())
+        for name in ("log_prob", "old_log_prob", "advantages"):
+            object.__setattr__(self, name, getattr(self, name).masked_fill(~self.mask, 0))
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Return ``log r``, [N], bounded by +-20."""
+        return (self.log_prob - self.old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    def clipped(self, ratio_N: Tensor) -> Tensor:
+        """Clamp a ratio to ``[1 - low, 1 + high]``."""
+        low, high = clip_bounds(self.config)
+        return ratio_N.clamp(1 - low, 1 + high)
+
+    def mean_over_sequence(self, values_N: Tensor) -> Tensor:
+        """Return [N]: the mean over the policy's tokens of a sequence, at each of its tokens."""
+        return spread_over_tokens(mean_by_sequence(values_N, self.mask, self.lengths), self.lengths)
+
+    def stats(self, **stats: Tensor | None) -> Stats:
+        """Return the stats of a loss; None stands for one that is always 0."""
+        zeros = torch.zeros_like(self.log_prob)
+        found = {name: zeros if value is None else value for name, value in stats.items()}
+        return {name: value.detach().float().masked_fill(~self.mask, 0) for name, value in found.items()}
 
 
 def clip_bounds(config: ActorConfig) -> tuple[float, float]:
+    """Return how far the ratio may go below and above 1; a bound that is not given is ``clip_ratio``."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     return low, config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-
-
-def inside_mask(mask_N: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Set the tensors to 0 outside the mask, before anything is computed: gradients there are 0, never NaN."""
-    outside = ~mask_N.bool()
-    return tuple(tensor.masked_fill(outside, 0) for tensor in tensors)
-
-
-def token_stats(mask_N: Tensor, **stats: Tensor) -> Stats:
-    return {name: value.detach().float().masked_fill(~mask_N.bool(), 0) for name, value in stats.items()}
-
-
-def vanilla(
-    log_prob_N: Tensor, old_log_prob_N: Tensor, advantages_N: Tensor, response_mask_N: Tensor, config: ActorConfig
-) -> tuple[Tensor, Stats]:
-    """Return PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
-
-    ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where A < 0 at most ``-A c``. With high > low it is
-    DAPO's clip-higher (arXiv:2503.14476, eq. 10). The log-ratio is clamped to +-20.
-
-    Shapes:
-        all tensors  [N]
-        stats        pg_clipfrac, pg_clipfrac_high (its part above 1), pg_clipfrac_lower (dual clip), ppo_kl  [N]
-
-    Raises:
-        ValueError: ``clip_ratio_c`` is not above 1.
-    """
-    if config.clip_ratio_c <= 1:
-        raise ValueError(f"actor.clip_ratio_c={config.clip_ratio_c}: the dual clip's bound on the ratio must be > 1")
-    logp, old, adv = inside_mask(response_mask_N, log_prob_N, old_log_prob_N, advantages_N)
-    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = log_ratio.exp()
-    plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
-    surrogate, floor = torch.maximum(plain, bounded), -adv * config.clip_ratio_c
-    negative = adv < 0
-    loss = torch.where(negative, torch.minimum(surrogate, floor), surrogate)
-    return loss, token_stats(
-        response_mask_N,
-        pg_clipfrac=bounded > plain,
-        pg_clipfrac_high=(bounded > plain) & ~negative,
-        pg_clipfrac_lower=(surrogate > floor) & negative,
-        ppo_kl=-log_ratio,
-    )
 
 
 def policy_loss(name: str) -> PolicyLoss:
     """Return the policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
 
-    It takes ``lengths_B`` and ``selected_N`` beside the arguments of every loss, and passes those that the loss reads.
-
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
     """
     function = chosen(name, registry.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
-    entry, by_sequence = registry.policy_loss(name), registry.policy_loss(name).sequence_ratio
-    if name not in registry.POLICY_LOSSES and is_padded(function):
-        function, by_sequence = pads_loss(function), True
+    return pads_loss(function) if name not in registry.POLICY_LOSSES and is_padded(function) else function
 
-    @functools.wraps(function)
-    def loss(*inputs: Any, lengths_B: Tensor | None = None, selected_N: Tensor | None = None) -> tuple[Tensor, Stats]:
-        more = {"lengths_B": lengths_B} if by_sequence else {}
-        return function(*inputs, **more, **({"selected_N": selected_N} if entry.selects else {}))
 
-    return loss
+# -- with a clip -------------------------------------------------------------------------------------
+
+
+def vanilla(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Return PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
+
+    ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where A < 0 at most ``-A c``. With high > low it is
+    DAPO's clip-higher (arXiv:2503.14476, eq. 10).
+
+    Raises:
+        ValueError: ``clip_ratio_c`` is not above 1.
+    """
+    c = x.config.clip_ratio_c
+    if c <= 1:
+        raise ValueError(f"actor.clip_ratio_c={c}: the dual clip's bound on the ratio must be > 1")
+    ratio, negative = x.log_ratio.exp(), x.advantages < 0
+    plain, bounded = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
+    surrogate, floor = torch.maximum(plain, bounded), -x.advantages * c
+    loss = torch.where(negative, torch.minimum(surrogate, floor), surrogate)
+    return loss, x.stats(
+        pg_clipfrac=bounded > plain,
+        pg_clipfrac_high=(bounded > plain) & ~negative,  # its part above 1
+        pg_clipfrac_lower=(surrogate > floor) & negative,
+        ppo_kl=-x.log_ratio,
+    )
+
+
+def gspo(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Use a sequence-level ratio with a token-level gradient: GSPO-token (arXiv:2507.18071, eq. 13 and 14).
+
+    ``s = exp(mean over the sequence's tokens of log r)`` is clipped as in PPO; its gradient flows through each
+    token's log-prob. Its paper averages per sequence first (``aggregation`` in the table).
+    """
+    log_ratio = x.log_prob - x.old_log_prob
+    sequence = x.mean_over_sequence(log_ratio.detach())
+    ratio = (x.log_prob - x.log_prob.detach() + sequence).clamp(max=10.0).exp()
+    plain, bounded = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
+    stats = x.stats(pg_clipfrac=bounded > plain, pg_clipfrac_lower=None, ppo_kl=-log_ratio)
+    return torch.maximum(plain, bounded), stats
+
+
+def geo_mean(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Return ``-A`` times the geometric mean of a sequence's ratios: GMPO (arXiv:2507.20673).
+
+    Each token's log-ratio is bounded by ``[-clip_ratio_low, clip_ratio_high]``, where that makes the objective smaller.
+    Averaged per sequence, whose tokens share an advantage.
+    """
+    log_ratio, adv, sign = x.log_prob - x.old_log_prob, x.advantages, x.advantages.sign()
+    bounded = log_ratio.clamp(-x.config.clip_ratio_low, x.config.clip_ratio_high)
+    smaller = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    ratio, clips = x.mean_over_sequence(smaller).clamp(max=10.0).exp(), log_ratio != bounded
+    stats = x.stats(pg_clipfrac=clips & (adv > 0), pg_clipfrac_lower=clips & (adv < 0), ppo_kl=-log_ratio)
+    return -adv * ratio, stats
+
+
+def cispo(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Clip the importance weight, not the gradient: CISPO (arXiv:2506.13585, eq. 4 and 5).
+
+    ``-stop_gradient(clip(r, 1 - low, 1 + high)) A log p``: every token keeps a gradient.
+    """
+    ratio = x.log_ratio.detach().exp()
+    weight = x.clipped(ratio)
+    stats = x.stats(pg_clipfrac=weight != ratio, pg_clipfrac_lower=None, ppo_kl=-x.log_ratio)
+    return -weight * x.advantages * x.log_prob, stats
+
+
+# -- without one -------------------------------------------------------------------------------------
+
+
+def sapo(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Use a soft gate in place of the clip (SAPO, arXiv:2511.20347).
+
+    ``-A * 4 / tau * sigmoid(tau (r - 1))``, tau by the sign of A. Averaged per sequence.
+    """
+    tau = torch.full_like(x.advantages, x.config.tau_neg).masked_fill(x.advantages > 0, x.config.tau_pos)
+    loss = -x.advantages * torch.sigmoid(tau * (x.log_ratio.exp() - 1)) * (4.0 / tau)
+    return loss, x.stats(pg_clipfrac=None, pg_clipfrac_lower=None, ppo_kl=-x.log_ratio)
+
+
+def gpg(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Return the plain policy gradient ``-A log p`` of GPG (arXiv:2504.02546), which is REINFORCE's."""
+    return -x.advantages * x.log_prob, x.stats(ppo_kl=x.old_log_prob - x.log_prob)
+
+
+def dppo_tv(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Drop tokens whose probability has moved too far in the advantage's direction: DPPO, Binary-TV.
+
+    ``-stop_gradient(min(r, c) M) A log p``. M is 0 where A > 0 and ``p - p_old > high``, and where A <= 0 and
+    ``p - p_old < -low``: the total variation of "this token or another one". The bounds are ``clip_ratio_low`` and
+    ``clip_ratio_high``, c is ``clip_ratio_c``, as in verl's loss of this name. Source: arXiv:2602.04879, in the form of
+    verl's implementation; the paper's text was read in excerpts alone, and c is verl's.
+    """
+    low, high = clip_bounds(x.config)
+    moved = x.log_prob.detach().exp() - x.old_log_prob.exp()
+    return _without(torch.where(x.advantages > 0, moved > high, moved < -low), x)
+
+
+def dppo_kl(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Drop tokens as :func:`dppo_tv`, by the binary KL from the old policy in place of the total variation.
+
+    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``; M is 0 where it exceeds ``high`` and p has risen
+    under A > 0, or exceeds ``low`` and p has fallen under A <= 0. Source: as :func:`dppo_tv`, Binary-KL.
+    """
+    low, high = clip_bounds(x.config)
+    now, old = x.log_prob.detach(), x.old_log_prob
+    # log(1 - p) by expm1; the floor of 1e-8 (verl's, too) is for p = 1, where it would be infinite.
+    other, old_other = ((-torch.expm1(one)).clamp(min=1e-8) for one in (now, old))
+    divergence = old.exp() * (old - now) + old_other * (old_other / other).log()
+    far = torch.where(x.advantages > 0, (divergence > high) & (now > old), (divergence > low) & (now < old))
+    return _without(far, x)
+
+
+def _without(dropped_N: Tensor, x: LossInputs) -> tuple[Tensor, Stats]:
+    """Return ``-stop_gradient(min(r, c)) A log p``, 0 for dropped tokens; pg_clipfrac_lower: where the weight is c."""
+    ratio, c = x.log_ratio.detach().exp(), x.config.clip_ratio_c
+    truncated = (ratio > c) & ~dropped_N
+    stats = x.stats(pg_clipfrac=dropped_N, pg_clipfrac_lower=truncated, ppo_kl=-x.log_ratio)
+    return -ratio.clamp(max=c).masked_fill(dropped_N, 0) * x.advantages * x.log_prob, stats
+
+
+# -- with selected tokens (arXiv:2505.22617) ---------------------------------------------------------
+#
+# The covariance of a token is ``(A - mean A) (log p - mean log p)``: a likely token with a high advantage, whose update
+# lowers the entropy most. Means, ranks and draws are over all tokens of an optimizer step that carry loss, by the old
+# log-probs, before the step is split. Published implementations take them over a micro-batch, so that what is selected
+# depends on memory settings. Source: the paper's definition as verl implements it; of the paper the abstract alone was
+# read.
+
+
+def clip_cov(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Return PPO's clipped surrogate without dual clip, and 0 for the selected tokens: Clip-Cov.
+
+    A selected token loses its gradient and keeps its place in the denominators.
+    """
+    ratio = x.log_ratio.exp()
+    plain, bounded = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
+    stats = {"pg_clipfrac": bounded > plain, "cov_selected": x.selected, "pg_clipfrac_lower": None}
+    loss = torch.maximum(plain, bounded).masked_fill(x.selected, 0)
+    return loss, x.stats(**stats, ppo_kl=-x.log_ratio)
+
+
+def kl_cov(x: LossInputs) -> tuple[Tensor, Stats]:
+    """Return ``-A r``, and ``ppo_kl_coef |log r|`` more for the selected tokens: KL-Cov.
+
+    Nothing is clipped. Where the policy is still the old one ``|log r|`` has no gradient: with one optimizer step a
+    rollout this is the plain policy gradient. Published, the sign of a rounding error is its gradient there; here
+    ``|log r|`` below 1e-4 is 0. In bf16 rounding is larger, and decides still. ``ppo_kl`` is ``|log r|``.
+    """
+    distance = x.log_ratio.abs()
+    held = x.selected & (distance > SAME_POLICY)
+    penalty = x.config.policy_loss.ppo_kl_coef * distance.masked_fill(~held, 0)
+    stats = x.stats(cov_selected=x.selected, pg_clipfrac=None, pg_clipfrac_lower=None, ppo_kl=distance)
+    return -x.advantages * x.log_ratio.exp() + penalty, stats
+
+
+def covariances(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor) -> Tensor:
+    """Return each token's covariance, [N] float64, 0 where it carries no loss. All inputs are [N]."""
+    mask = carries_N.bool()
+    count = mask.sum().clamp(min=1)
+    a, b = (value.double().masked_fill(~mask, 0) for value in (advantages_N, log_prob_N))
+    return ((a - a.sum() / count) * (b - b.sum() / count)).masked_fill(~mask, 0)
+
+
+def clip_cov_tokens(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor, config: PolicyLossConfig) -> Tensor:
+    """Return tokens drawn at random from those whose covariance is between ``clip_cov_lb`` and ``clip_cov_ub``.
+
+    They are ``clip_cov_ratio`` of the tokens that carry loss, rounded down, at least one, or all candidates where those
+    are fewer. The draw is seeded with the number of these tokens: repeated, it is the same.
+
+    Shapes:
+        log_prob_N, advantages_N, carries_N  [N], all tokens of an optimizer step; carries_N is bool or 0/1
+        result                               [N] bool
+    """
+    covariance, tokens = covariances(log_prob_N, advantages_N, carries_N), int(carries_N.bool().sum())
+    inside = (covariance > config.clip_cov_lb) & (covariance < config.clip_cov_ub) & carries_N.bool()
+    candidates = inside.nonzero()[:, 0]
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(tokens))
+    selected = torch.zeros_like(inside)
+    selected[candidates[order[: max(int(config.clip_cov_ratio * tokens), 1)].to(candidates.device)]] = True
+    return selected
+
+
+def kl_cov_tokens(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor, config: PolicyLossConfig) -> Tensor:
+    """Return the tokens of the highest covariance: ``kl_cov_ratio`` of those with loss, rounded down, at least one.
+
+    Of equal ones the first is taken. Shapes as :func:`clip_cov_tokens`.
+    """
+    carries = carries_N.bool()
+    covariance = covariances(log_prob_N, advantages_N, carries).masked_fill(~carries, -torch.inf)
+    tokens = int(carries.sum())
+    highest = covariance.argsort(descending=True, stable=True)[: min(max(int(config.kl_cov_ratio * tokens), 1), tokens)]
+    selected = torch.zeros_like(carries)
+    selected[highest] = True
+    return selected
+
+
+# -- the critic and the objective --------------------------------------------------------------------
 
 
 def value_loss(
@@ -123,10 +308,11 @@ def value_loss(
         all tensors  [N]
         stats        vf_clipfrac  [N]
     """
-    values, returns, old = inside_mask(response_mask_N, values_N, returns_N, old_values_N)
+    outside = ~response_mask_N.bool()
+    values, returns, old = (value.masked_fill(outside, 0) for value in (values_N, returns_N, old_values_N))
     near = torch.clamp(values, old - cliprange_value, old + cliprange_value)
     plain, bounded = (values - returns).square(), (near - returns).square()
-    return 0.5 * torch.maximum(plain, bounded), token_stats(response_mask_N, vf_clipfrac=bounded > plain)
+    return 0.5 * torch.maximum(plain, bounded), {"vf_clipfrac": (bounded > plain).detach().float()}
 
 
 def loss_weights(
@@ -185,6 +371,7 @@ class MetricSums:
         self.troughs: dict[str, float] = {}
 
     def tokens(self, stats: dict[str, Tensor], mask_N: Tensor) -> None:
+        """Add the values of the tokens of the mask, one count a token."""
         for name, value_N in stats.items():
             self.sums[name] += float(torch.where(mask_N, value_N.detach(), 0.0).sum())
             self.counts[name] += float(mask_N.sum())
@@ -203,6 +390,7 @@ class MetricSums:
         self.troughs[name] = min(self.troughs.get(name, value), value)
 
     def merge(self, other: MetricSums) -> None:
+        """Add what another has seen."""
         for name, total in other.sums.items():
             self.sums[name] += total
             self.counts[name] += other.counts[name]
@@ -212,5 +400,6 @@ class MetricSums:
             self.trough(name, value)
 
     def result(self, prefix: str) -> dict[str, float]:
+        """Return the means and extremes under ``prefix/``."""
         means = {name: total / max(self.counts[name], 1.0) for name, total in self.sums.items()}
         return {f"{prefix}/{name}": value for name, value in {**means, **self.peaks, **self.troughs}.items()}

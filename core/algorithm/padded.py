@@ -1,7 +1,7 @@
-"""The one adapter for functions that work on [B, T]: a user's estimator or policy loss, named by its path.
+"""The adapter for functions that work on [B, T]: a user's estimator or policy loss, named by its path.
 
-Everything else works on the flat tokens of a batch. A function of a recipe that does so too is marked with
-:func:`works_on_flat_tokens`, and called as the functions of the tables are.
+Everything else works on the flat tokens of a batch. A function that is marked with :func:`works_on_flat_tokens` does so
+too, and is called as the functions of the tables are: with ``AdvantageInputs`` or ``LossInputs``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PaddedAdvantageInputs:
 
 
 def works_on_flat_tokens(function: Function) -> Function:
-    """Mark an estimator or a policy loss that works on [N] tensors, so that nothing is padded for it."""
+    """Mark an estimator or a policy loss that works on flat tokens, so that nothing is padded for it."""
     function.works_on_flat_tokens = True
     return function
 
@@ -75,10 +75,8 @@ def is_padded(function: Callable[..., Any]) -> bool:
     return not getattr(function, "works_on_flat_tokens", False)
 
 
-def pads_estimator(
-    function: Callable[..., tuple[Tensor, Tensor]],
-) -> Callable[[Any], tuple[Tensor, Tensor]]:
-    """Return an estimator of ``AdvantageInputs`` (:mod:`core.algorithm.advantages`) that calls one on padded tokens."""
+def pads_estimator(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    """Return an estimator of ``AdvantageInputs`` that calls one of :class:`PaddedAdvantageInputs`."""
 
     def estimate(inputs: Any) -> tuple[Tensor, Tensor]:
         fields = {name: getattr(inputs, name) for name in (*OF_SEQUENCES, *NUMBERS)}
@@ -94,20 +92,15 @@ def pads_estimator(
 
 
 def pads_loss(function: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> Callable[..., Any]:
-    """Return a policy loss on flat tokens (:mod:`core.algorithm.losses`) that calls one on padded tokens."""
+    """Return a policy loss of ``LossInputs`` that calls ``f(log_prob, old_log_prob, advantages, mask, config)``.
 
-    def loss(
-        log_prob_N: Tensor,
-        old_log_prob_N: Tensor,
-        advantages_N: Tensor,
-        response_mask_N: Tensor,
-        config: Any,
-        *,
-        lengths_B: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        tensors_N = log_prob_N, old_log_prob_N, advantages_N, response_mask_N
-        loss_BT, stats = function(*(pad(value_N, lengths_B) for value_N in tensors_N), config)
-        mask_BT = token_places(lengths_B)
+    All tensors of the function are [B, T], and so are the loss and the stats that it returns.
+    """
+
+    def loss(inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        tensors_N = inputs.log_prob, inputs.old_log_prob, inputs.advantages, inputs.mask
+        loss_BT, stats = function(*(pad(value_N, inputs.lengths) for value_N in tensors_N), inputs.config)
+        mask_BT = token_places(inputs.lengths)
         return loss_BT[mask_BT], {name: value_BT[mask_BT] for name, value_BT in stats.items()}
 
     return loss

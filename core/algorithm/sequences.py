@@ -1,6 +1,7 @@
-"""Sums and recursions over the sequences of a flat batch: [N] tokens, one sequence after another.
+"""Sums, means and recursions: over the sequences of a flat batch, and over the entries that a mask keeps.
 
-``lengths_B`` counts the tokens of each sequence, as ``TrainBatch.lengths`` does; a sequence may have none.
+``lengths_B`` counts the tokens of each sequence of [N] tokens, one sequence after another; a sequence may have none.
+What lies outside a mask may be anything, NaN included: it is selected away, never multiplied by zero.
 """
 
 from __future__ import annotations
@@ -51,3 +52,37 @@ def discounted_sums(values_N: Tensor, lengths_B: Tensor, decay: float) -> Tensor
         running_B = values_N[place] + decay * running_B[:count]
         sums_N[place] = running_B
     return sums_N
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum the kept entries, [] of [...]; 0 where there are none. The mask is bool or 0/1."""
+    return values.masked_fill(~mask.bool(), 0).sum()
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Average the kept entries, [] of [...]; 0 where there are none."""
+    return masked_sum(values, mask) / mask.bool().sum().clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Return the variance of the kept entries, [] of [...], with Bessel's correction if ``unbiased``.
+
+    Raises:
+        ValueError: no entry is kept, or one entry and ``unbiased``.
+    """
+    count = int(mask.sum())
+    if count < 1 + unbiased:
+        raise ValueError(
+            f"a variance over {count} tokens does not exist: whitening needs at least two response tokens in the batch"
+        )
+    return masked_sum((values - masked_mean(values, mask)).square(), mask) / (count - unbiased)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Return ``(values - mean) / sqrt(var + 1e-8)`` of every entry, [...], with the statistics of the kept ones.
+
+    ``shift_mean=False`` keeps the mean and scales the spread alone.
+    """
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return whitened if shift_mean else whitened + mean

@@ -39,15 +39,13 @@ class EstimatorEntry:
 
 @dataclass(frozen=True)
 class LossEntry:
-    """A policy loss: a function of log-probs, old ones, advantages, mask and the section actor."""
+    """A policy loss: a function of :class:`core.algorithm.losses.LossInputs`."""
 
     function: str
     # The only loss_agg_mode that the loss is defined with: its published implementation ignores the key.
     aggregation: str | None = None
     has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
-    # The ratio is a whole sequence's: the clip bounds are far smaller, and the loss gets lengths_B, [B] int64.
-    sequence_ratio: bool = False
-    # Marks tokens of a whole mini-batch, "module:function", which the loss gets as selected_N, [N] bool.
+    # "module:function" that selects the tokens which the loss treats apart, among all of a mini-batch
     selects: str | None = None
     moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
     divergence: float | None = None  # clip_ratio* bound a divergence, not a ratio: the published bound
@@ -92,42 +90,38 @@ class AgentLoopEntry:
     function: str
 
 
-MORE, LOSSES = "core.algorithm.variants.more_estimators", "core.algorithm.variants.more_losses"
+ADVANTAGES, LOSSES = "core.algorithm.advantages", "core.algorithm.losses"
 ESTIMATORS = {
-    "gae": EstimatorEntry("core.algorithm.advantages:gae", critic=True, reads=("gamma", "lam")),
-    "grpo": EstimatorEntry("core.algorithm.advantages:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
-    "grpo_passk": EstimatorEntry(
-        f"{MORE}:grpo_passk",
-        groups=True,
-        reads=("norm_adv_by_std_in_grpo",),
-    ),
-    "rloo": EstimatorEntry(f"{MORE}:rloo", groups=True),
-    "remax": EstimatorEntry(f"{MORE}:remax", greedy_baseline=True),
-    "reinforce_plus_plus": EstimatorEntry(f"{MORE}:reinforce_plus_plus", reads=("gamma",)),
-    "reinforce_plus_plus_baseline": EstimatorEntry(f"{MORE}:reinforce_plus_plus_baseline", groups=True),
-    "opo": EstimatorEntry(f"{MORE}:opo", groups=True),
-    "gpg": EstimatorEntry(f"{MORE}:gpg", groups=True),
-    "optimal_token_baseline": EstimatorEntry(f"{MORE}:optimal_token_baseline", groups=True, squares=True),
-    "maxrl": EstimatorEntry(f"{MORE}:maxrl", groups=True, penalties=False),
+    "gae": EstimatorEntry(f"{ADVANTAGES}:gae", critic=True, reads=("gamma", "lam")),
+    "grpo": EstimatorEntry(f"{ADVANTAGES}:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
+    "grpo_passk": EstimatorEntry(f"{ADVANTAGES}:grpo_passk", groups=True, reads=("norm_adv_by_std_in_grpo",)),
+    "rloo": EstimatorEntry(f"{ADVANTAGES}:rloo", groups=True),
+    "remax": EstimatorEntry(f"{ADVANTAGES}:remax", greedy_baseline=True),
+    "reinforce_plus_plus": EstimatorEntry(f"{ADVANTAGES}:reinforce_plus_plus", reads=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorEntry(f"{ADVANTAGES}:reinforce_plus_plus_baseline", groups=True),
+    "opo": EstimatorEntry(f"{ADVANTAGES}:opo", groups=True),
+    "gpg": EstimatorEntry(f"{ADVANTAGES}:gpg", groups=True),
+    "optimal_token_baseline": EstimatorEntry(f"{ADVANTAGES}:optimal_token_baseline", groups=True, squares=True),
+    "maxrl": EstimatorEntry(f"{ADVANTAGES}:maxrl", groups=True, penalties=False),
 }
 
 
 POLICY_LOSSES = {
-    "vanilla": LossEntry("core.algorithm.losses:vanilla", reads=(*CLIP, "clip_ratio_c")),
-    "gspo": LossEntry(f"{LOSSES}:gspo", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=CLIP),
-    "geo_mean": LossEntry(f"{LOSSES}:geo_mean", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=CLIP),
+    "vanilla": LossEntry(f"{LOSSES}:vanilla", reads=(*CLIP, "clip_ratio_c")),
+    "gspo": LossEntry(f"{LOSSES}:gspo", aggregation="seq-mean-token-mean", reads=CLIP),
+    "geo_mean": LossEntry(f"{LOSSES}:geo_mean", aggregation="seq-mean-token-mean", reads=CLIP),
     "sapo": LossEntry(f"{LOSSES}:sapo", aggregation="seq-mean-token-mean", reads=("tau_pos", "tau_neg")),
     "gpg": LossEntry(f"{LOSSES}:gpg", has_ratio=False),
     "reinforce": LossEntry(f"{LOSSES}:gpg", has_ratio=False),
     "cispo": LossEntry(f"{LOSSES}:cispo", reads=CLIP),
     "clip_cov": LossEntry(
         f"{LOSSES}:clip_cov",
-        selects="core.algorithm.variants.covariance:clip_cov_tokens",
+        selects=f"{LOSSES}:clip_cov_tokens",
         reads=(*CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
     ),
     "kl_cov": LossEntry(
         f"{LOSSES}:kl_cov",
-        selects="core.algorithm.variants.covariance:kl_cov_tokens",
+        selects=f"{LOSSES}:kl_cov_tokens",
         moves_without_advantage=True,
         reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
     ),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from core.algorithm.kl import kl_penalty
-from core.algorithm.losses import MetricSums, policy_loss, value_loss
-from core.algorithm.rollout_mismatch import add_mismatch
+from core.algorithm.losses import LossInputs, MetricSums, policy_loss, value_loss
+from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.data.vocabulary import unknown_among
 from core.learner.attention import SharedPrompts, can_keep_keys, can_share, hidden_before_tokens
@@ -400,8 +400,8 @@ class Actor(Policy):
         old = micro.old_log_probs
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
-        inputs = log_prob, old, micro.require("advantages"), mask, config
-        loss_N, stats = self.policy_loss(*inputs, lengths_B=micro.lengths, selected_N=micro.selected)
+        inputs = log_prob, old, micro.require("advantages"), mask, config, micro.lengths, micro.selected
+        loss_N, stats = self.policy_loss(LossInputs(*inputs))
         clip = clipped_how(stats)
         self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_N, loss_weight=weight)
         if micro.rollout_is_weights is not None:

@@ -2,7 +2,6 @@
 
 import math
 from types import SimpleNamespace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.algorithm.losses import policy_loss, value_loss
-from core.config import names
 from core.config.registry import LOSS_AGG_MODES, POLICY_LOSSES
 from core.errors import InputError
 from tests import reference
@@ -148,10 +146,6 @@ def test_a_loss_of_the_user_s_own(tmp_path):
     assert torch.equal(padded_loss(f"{path}:loss")(logp, old, adv, mask, CONFIG)[0], -adv * mask)
     with pytest.raises(InputError, match="policy_loss.loss_mode=vanila: choose one of .*vanilla"):
         policy_loss("vanila")
-
-
-def test_the_configuration_knows_these_modes():
-    assert get_args(names.LossAggMode) == LOSS_AGG_MODES
 
 
 # -- the value loss ---------------------------------------------------------------------------------------------------

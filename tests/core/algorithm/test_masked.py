@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.masked import masked_mean, masked_sum, masked_var, masked_whiten
-from core.algorithm.sequences import mean_by_sequence
+from core.algorithm.sequences import masked_mean, masked_sum, masked_var, masked_whiten, mean_by_sequence
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
 

@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm import rollout_mismatch as mismatch
+from core.algorithm import rollout_correction as mismatch
+from core.algorithm import rollout_correction as rc
 from core.algorithm.losses import MetricSums
-from core.algorithm.variants import rollout_correction as rc
 from core.config import compose, examine
 from core.config.sections.algorithm import RolloutCorrectionConfig
 from core.config.sections.correction import Bounds, criteria, weight_bounds
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_needs import StepNeeds
-from tests.core.algorithm.variants.golden_variants import ADAPTERS
 from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 from tests.golden_io import check, parameters
 from tests.golden_mismatch import batch_of
+from tests.golden_variants import ADAPTERS
 
 KEY = "algorithm.rollout_correction"
 HALF = math.log(2)

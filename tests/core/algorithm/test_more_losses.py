@@ -13,8 +13,8 @@ from core.config import registry
 from core.config.registry import POLICY_LOSSES
 from tests import reference
 from tests.core.algorithm.test_losses import CONFIG, NUMBERS, make
-from tests.core.algorithm.variants.golden_variants import ADAPTERS
 from tests.golden_io import check, parameters
+from tests.golden_variants import ADAPTERS
 from tests.padded import padded_loss
 
 

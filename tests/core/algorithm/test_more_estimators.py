@@ -14,8 +14,8 @@ from core.algorithm import advantages
 from core.algorithm.padded import PaddedAdvantageInputs as AdvantageInputs
 from tests import reference
 from tests.core.algorithm.test_advantages import TWO_GROUPS, changed, make_inputs, numpy_of
-from tests.core.algorithm.variants.golden_variants import ADAPTERS
 from tests.golden_io import check, parameters
+from tests.golden_variants import ADAPTERS
 from tests.padded import on_padded
 
 NAMES = ("grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from core.algorithm.variants import rollout_correction as rc
+from core.algorithm import rollout_correction as rc
 from core.config.sections import correction as correction_bounds
 from tests.golden_adapters import Adapter, advantage_comparisons, policy_comparisons
 from tests.golden_io import Case, Comparison

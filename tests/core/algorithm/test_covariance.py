@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.algorithm.variants.covariance import clip_cov_tokens, covariances, kl_cov_tokens
+from core.algorithm.losses import clip_cov_tokens, covariances, kl_cov_tokens
 from core.config import code_by_path, registry
 from core.config.sections.actor import ActorConfig, PolicyLossConfig
 from tests.padded import padded_loss
