@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from core.engines import RolloutEngine, SampleRequest, make_engine
-from core.engines.weight_buckets import GROUP, Bucket, Packer, Proof, Staging, Weight, staged_size
+from core.engines.weight_buckets import GROUP, Bucket, Packer, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
 from core.rewards.model_score import Answer, ModelScore
 from core.tracking.profiling import Profile
@@ -224,34 +224,12 @@ class EngineProcess(Process):
         else:
             self.aborted.add(key)
 
-    async def _end_aborted(self) -> None:
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine, once what was aborted has ended."""
         ending = [task for task in self.tasks.values() if task.cancelling()]
         await asyncio.gather(*ending, return_exceptions=True)
         self.aborted.clear()
-
-    async def begin_update(self, weights: Sequence[Weight]) -> None:
-        await self._end_aborted()
-        self.engine.begin_update(weights)
-
-    def load(self, bucket: Bucket) -> None:
-        self.engine.load(bucket)
-
-    def end_update(self, version: int) -> list[Proof]:
-        return self.engine.end_update(version)
-
-    def join_learner(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        """Join the group in which rank 0 broadcasts weights."""
-        self.engine.join(address, first_rank, size, timeout_s)
-
-    async def sleep(self) -> None:
-        await self._end_aborted()
-        self.engine.sleep()
-
-    def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        return self.engine.probe(token_ids)
-
-    def close(self) -> None:
-        self.engine.close()
+        return getattr(self.engine, method)(*args)
 
     async def liveness(self) -> None:
         """Wait forever, without blocking the event loop that answers beats."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -13,12 +13,11 @@ import numpy as np
 import ray
 import torch
 from ray.exceptions import RayError
-from torch import Tensor
 
 from core.cluster.ray_watch import GRACE_S, Watch
 from core.config.section import FrozenDict
 from core.engines import SampleRequest
-from core.engines.weight_buckets import Bucket, Packer, Proof, Staging, Weight
+from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import out_of_memory
 from core.learner.batching import rank_shares
 from core.learner.weight_probe import WeightSyncError
@@ -169,24 +168,13 @@ class RayEngine:
                 self._abort(key, self._awaited.pop(key))
         self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Update the engines on this node by weights of this process."""
-        held = list(named_tensors)
-        weights = [Weight((name,), tuple(value.shape), value.dtype) for name, value in held]
-        size = sum(weight.room for weight in weights)
-        staging = Staging(size, torch.device("cpu"))
-        packer = Packer(weights, (value for _, value in held), lambda value, dtype: value, size, staging)
-        self.begin_update(weights)
-        self.load(packer.next())
-        self.end_update(version)
-
     def begin_update(self, weights: Sequence[Weight]) -> None:
         self._refuse_in_flight("update_weights")
         self._call("update_weights", "begin_update", weights)
 
     def load(self, bucket: Bucket, others: Mapping[str, ray.ObjectRef] = FrozenDict()) -> None:
         """Give every engine a bucket; wait for the calls ``others`` too, which the engines may need."""
-        calls = {name: self.watch.actors[name].load.remote(bucket) for name in self.engines}
+        calls = {name: self.watch.actors[name].call.remote("load", bucket) for name in self.engines}
         self.watch.wait("update_weights", {**others, **calls})
 
     def end_update(self, version: int) -> list[Proof]:
@@ -205,14 +193,11 @@ class RayEngine:
         return first
 
     def _call(self, phase: str, method: str, *arguments: Any) -> list[Any]:
-        return self.watch.call(phase, method, dict.fromkeys(self.engines, arguments))
+        return self.watch.call(phase, "call", dict.fromkeys(self.engines, (method, *arguments)))
 
     def sleep(self) -> None:
         self._refuse_in_flight("sleep")
         self._call("sleep", "sleep")
-
-    def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        return self.probes(token_ids)[0]
 
     def probes(self, token_ids: tuple[int, ...]) -> list[np.ndarray]:
         """Return the probe of every engine."""
@@ -233,7 +218,7 @@ class RayEngine:
         self._forget_closed_loops()
         for entry in self._awaited.values():
             entry.future.cancel()
-        calls = [self.watch.actors[name].close.remote() for name in self.engines]
+        calls = [self.watch.actors[name].call.remote("close") for name in self.engines]
         if calls:  # a run that answers nothing has no engine
             ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
 

@@ -99,7 +99,7 @@ class WeightSync:
         calls = {rank_name(0): self.processes.learners[0].join_engines.remote(size, timeout_s)}
         for number, name in enumerate(names):
             arguments = (self.processes.address, 1 + number * each, size, timeout_s)
-            calls[name] = self.watch.actors[name].join_learner.remote(*arguments)
+            calls[name] = self.watch.actors[name].call.remote("join", *arguments)
         self.watch.wait(PHASE, calls)
         self.joined = True
 

@@ -24,6 +24,7 @@ from core.cluster.ray_watch import Watch
 from core.cluster.ray_workers import RayWorkers
 from core.config import compose
 from core.engines.hf import HFEngine
+from core.engines.weight_buckets import Packer, Staging, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import load_critic, load_policy
 from core.ray_trainer import RayPPOTrainer
@@ -185,6 +186,22 @@ def test_threads_are_those_of_the_configuration(pair):
 # -- the engine
 
 
+class FedEngine(RayEngine):
+    """Engines that get the weights of this process, where a run has them from the learner ranks."""
+
+    def update_weights(self, named_tensors, version: int) -> None:
+        held = list(named_tensors)
+        weights = [Weight((name,), tuple(value.shape), value.dtype) for name, value in held]
+        size = sum(weight.room for weight in weights)
+        packer = Packer(weights, (value for _, value in held), lambda value, dtype: value, size, Staging(size, CPU))
+        self.begin_update(weights)
+        self.load(packer.next())
+        self.end_update(version)
+
+    def probe(self, token_ids):
+        return self.probes(token_ids)[0]
+
+
 @pytest.mark.slow  # the contract of engines once more, over Ray: minutes
 class TestRayEngine(ModelEngineContract):
     """The contract of every engine, over the wire: one actor for all of them, with a fresh engine each."""
@@ -196,7 +213,7 @@ class TestRayEngine(ModelEngineContract):
         yield
         ray.kill(self.shared)
 
-    def make(self) -> RayEngine:
+    def make(self) -> FedEngine:
         def fresh(process: EngineProcess, model, tokenizer) -> None:
             process.engine.close()
             process.engine = HFEngine(model, tokenizer)
@@ -204,7 +221,7 @@ class TestRayEngine(ModelEngineContract):
         call(self.shared, fresh, self.model(), tiny_tokenizer())
         watch = Watch(60.0)
         watch.add("engine 0", self.shared)
-        return RayEngine(watch, ["engine 0"])
+        return FedEngine(watch, ["engine 0"])
 
     def test_aborted_rows_are_not_computed_on(self, engine):
         """An abort travels while the engine decodes on: far fewer rows than without it, but not a number to the row."""
