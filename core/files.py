@@ -154,7 +154,7 @@ def _damage(file: Path, size: int, changed: int) -> str | None:
         return _json(file, size)
     if file.suffix == ".bin" and start.startswith(b"PK") and not zipfile.is_zipfile(file):
         return f"is cut short: it has {size:,} bytes, and lacks the directory at its end"
-    return _parquet(file, size) if file.suffix == ".parquet" else None
+    return None
 
 
 def _safetensors(file: Path, size: int) -> str | None:
@@ -191,19 +191,6 @@ def _parts(index: Path) -> str | None:
     absent = sorted(name for name in files if not (index.parent / name).is_file())
     shown = ", ".join(absent[:3])
     return f"names {len(files)} files, of which {len(absent)} are not there ({shown})" if absent else None
-
-
-def _parquet(file: Path, size: int) -> str | None:
-    with open(file, "rb") as stream:
-        start = stream.read(4)
-        stream.seek(max(0, size - 8))
-        end = stream.read()
-    if start != b"PAR1":
-        return f"is no parquet file: it has {size:,} bytes and does not begin with PAR1"
-    if end[-4:] != b"PAR1" or size < 12:
-        return f"is cut short: it has {size:,} bytes, and lacks the footer at its end"
-    needed = 12 + int.from_bytes(end[:4], "little")
-    return f"is cut short: it has {size:,} bytes, and its footer alone takes {needed:,}" if size < needed else None
 
 
 # ---------------------------------------------------------------- URLs
