@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Example, Problems
-from core.rewards.grader_pool import Pool, to_json
+from core.rewards.graders import GraderPool, to_json
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
 from core.types import Prompt
 from reward_scores import SCORERS, Scorer, UnknownDataSource
@@ -102,7 +102,7 @@ def check_rows(
         except UnknownDataSource as error:
             problems.add("data.reward_fn_key", str(error), "correct it, or set custom_reward_function.path", where)
             continue
-        if isinstance(manager, Pool) or (needed and isinstance(manager, InProcess)):
+        if isinstance(manager, GraderPool) or (needed and isinstance(manager, InProcess)):
             try:
                 to_json([row.ground_truth, row.extra_info])
             except (TypeError, ValueError) as error:
@@ -119,7 +119,7 @@ def check_rows(
         log.warning(line)
     if reward.uses_model and not for_model and not reward.model_weight:
         problems.add(*IDLE_MODEL)
-    if isinstance(manager, Pool | InProcess):
+    if isinstance(manager, GraderPool | InProcess):
         (manager.pool if isinstance(manager, InProcess) else manager).preload(libraries)
     if libraries and isinstance(manager, InProcess):
         log.info(

@@ -1,6 +1,6 @@
 """What a job is, which scorer grades it, and how it is graded in this process.
 
-Processes that can be killed are :mod:`core.rewards.grader_pool`'s; the choice between the two is a reward manager's
+Processes that can be killed are :mod:`core.rewards.graders`'s; the choice between the two is a reward manager's
 (:mod:`core.rewards.managers`).
 """
 
@@ -78,7 +78,7 @@ class Scorers:
 
 
 class RewardManager(Protocol):
-    """Grades jobs: here (:class:`InProcess`), in other processes (:class:`core.rewards.grader_pool.Pool`), or in both.
+    """Grades jobs: here (:class:`InProcess`), in other processes (:class:`core.rewards.graders.Pool`), or in both.
 
     ``run`` returns a :class:`Failure` where there is no score. It may be called from several event loops, one after
     the other.

@@ -1,6 +1,6 @@
 """Reward managers: which process grades an answer (``reward_model.reward_manager``), or a user's own code for it.
 
-The processes themselves are :mod:`core.rewards.grader_pool`'s.
+The processes themselves are :mod:`core.rewards.graders`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from core.config import code_by_path, registry
 from core.config.code_by_path import load_module, load_object
 from core.errors import InputError
 from core.rewards.custom_reward import users_code, without_scheme
-from core.rewards.grader_pool import Pool
+from core.rewards.graders import GraderPool
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers, as_result
 from reward_scores.score import Score
 
@@ -37,11 +37,11 @@ def naive(reward: RewardModelConfig, scorers: Scorers) -> InProcess:
     return InProcess(scorers, pool(reward, scorers))
 
 
-def pool(reward: RewardModelConfig, scorers: Scorers) -> Pool:
+def pool(reward: RewardModelConfig, scorers: Scorers) -> GraderPool:
     limits = {name: getattr(reward, name) for name in ("num_workers", "timeout_s", "memory_limit_mb")}
     if reward.sandbox_fusion.url:  # a server that restarts must not cost an answer: its time is not the scorer's
         limits["timeout_s"] += reward.sandbox_fusion.give_up_s
-    return Pool(scorers, **limits)
+    return GraderPool(scorers, **limits)
 
 
 KEY, MODULE = "reward_model.reward_manager", "reward_model.module.path"
@@ -60,8 +60,8 @@ def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
 
     A user's is a class (or function) in ``module.path``, which names it by :func:`register`; with ``source=importlib``
     it is ``module.name`` there. It is called with ``reward_model`` and the :class:`Scorers` of the run (so that it can
-    use an :class:`InProcess` or a :class:`Pool`), and what it returns has ``async run(job)`` and ``close()``. Raises
-    InputError.
+    use an :class:`InProcess` or a :class:`GraderPool`), and what it returns has ``async run(job)`` and ``close()``.
+    Raises InputError.
     """
     name, own = reward.reward_manager, registry.own_manager(reward.reward_manager, reward.source)
     if not own:

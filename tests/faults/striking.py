@@ -105,13 +105,18 @@ class Striking(RayPPOTrainer):
 
     def victim(self) -> int:
         if self.kind in ("keeper", "worker"):
-            keeper = self.reward.manager._supervisor.process.pid
+            keeper = self.keepers()[-1]
             return keeper if self.kind == "keeper" else _children(keeper)[-1]
         return [pid for name, pid in self.pids.items() if name.startswith(self.kind)][-1]
 
     def scoring(self) -> bool:
-        keeper = self.reward.manager._supervisor
-        return keeper is not None and bool(keeper._waiting) and bool(_children(keeper.process.pid))
+        pool = self.reward.manager
+        return pool._idle.qsize() < len(pool.graders) and bool(self.keepers())
+
+    def keepers(self) -> list[int]:
+        """Return the processes of graders that have a fork."""
+        pids = [one.process.pid for one in self.reward.manager.graders if one.process is not None]
+        return [pid for pid in pids if _children(pid)]
 
     def note(self, what: str, **details: Any) -> None:
         with open(self.journal, "a") as file:

@@ -259,10 +259,10 @@ def test_options_of_the_user_come_first():
 
 
 def test_in_workers_that_can_be_killed():
-    from core.rewards.grader_pool import Pool
+    from core.rewards.graders import GraderPool
     from core.rewards.grading import Scorers
 
-    pool = Pool(Scorers(scorer_options(configured())), num_workers=1)
+    pool = GraderPool(Scorers(scorer_options(configured())), num_workers=1)
     jobs = [Job("apps", fenced(source), SUM, {}) for source in (ADD, "print(3)", "import os\nos._exit(0)", ADD)]
     try:
         scores = asyncio.run(_all(pool, jobs))

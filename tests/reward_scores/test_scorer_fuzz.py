@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.rewards.grader_pool import Pool
+from core.rewards.graders import GraderPool
 from core.rewards.grading import Failure, Job, Scorers
 from reward_scores import SCORERS, geo3k, gsm8k, math_dapo, math_reward, prime_math, qa_em, qa_em_format, short_answer
 from reward_scores.math_reward import strip_string
@@ -152,7 +152,7 @@ def test_no_text_makes_a_scorer_raise_or_change_its_mind(scorer, options):
 @pytest.mark.parametrize(("scorer", "options"), IN_WORKERS)
 def test_no_text_crashes_a_library_in_a_worker(scorer, options):
     source = next(name for name, each in SCORERS.items() if each.name == scorer.name)
-    pool = Pool(Scorers({scorer.name: options}), num_workers=1, timeout_s=1.0)
+    pool = GraderPool(Scorers({scorer.name: options}), num_workers=1, timeout_s=1.0)
     pool.preload(scorer.libraries(**options))
 
     @settings(max_examples=10, deadline=None)

@@ -16,7 +16,7 @@ from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelC
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.custom_reward import CustomFunction
-from core.rewards.grader_pool import Pool
+from core.rewards.graders import GraderPool
 from core.rewards.grading import InProcess, Job, Scorers
 from core.rewards.layer import RewardLayer
 from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
@@ -203,7 +203,7 @@ def test_naive_starts_no_process_where_none_is_needed(make_layer, caplog):
     caplog.set_level("INFO", "core.rewards")
     layer = make_layer(reward_kwargs={"prime_math": {"method": "robust"}})
     layer.check([row("openai/gsm8k"), row(PRIME)])
-    assert layer.manager.pool._supervisor is None and not caplog.text
+    assert not layer.manager.pool.graders and not caplog.text
     assert layer.in_process
 
 
@@ -240,7 +240,7 @@ def test_bombs_are_killed_at_the_deadline(make_layer, manager, method):
 def test_a_worker_starts_with_the_library_imported(tmp_path):
     (tmp_path / "look.py").write_text("import sys\ndef compute_score(**_): return 'math_verify' in sys.modules\n")
     for libraries in ((), SCORERS[PRIME].libraries(method="math_verify")):
-        pool = Pool(Scorers(custom=CustomFunction(str(tmp_path / "look.py"))), num_workers=1)
+        pool = GraderPool(Scorers(custom=CustomFunction(str(tmp_path / "look.py"))), num_workers=1)
         pool.preload(libraries)
         pool.preload(SCORERS[PRIME].libraries(method="robust"))
         assert pool.preloaded == libraries

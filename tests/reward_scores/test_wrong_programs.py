@@ -9,7 +9,7 @@ import time
 import pytest
 
 from core.config import compose
-from core.rewards.grader_pool import Pool
+from core.rewards.graders import GraderPool
 from core.rewards.grading import Job, Scorers
 from core.rewards.layer import scorer_options
 from reward_scores import prime_code, unit_tests
@@ -96,7 +96,7 @@ def indented(source):
 def test_a_wrong_program_is_over_before_its_graders_deadline(source):
     """What a grader's deadline ends has status timeout, which ``reward_model.on_error=mask`` takes out of the loss."""
     reward = compose("grpo", ["reward_model.reward_manager=prime", "reward_model.timeout_s=2"]).reward_model
-    pool = Pool(Scorers(scorer_options(reward)), num_workers=1, timeout_s=reward.timeout_s)
+    pool = GraderPool(Scorers(scorer_options(reward)), num_workers=1, timeout_s=reward.timeout_s)
     tests = {"inputs": ["1"] * 3, "outputs": ["1"] * 3}
     try:
         score = asyncio.run(pool.run(Job("apps", f"```python\n{source}\n```", tests, {})))

@@ -14,7 +14,7 @@ import pytest
 from core.config.code_by_path import load_object, verl_imports
 from core.errors import InputError
 from core.rewards.custom_reward import CustomFunction
-from core.rewards.grader_pool import Pool
+from core.rewards.graders import GraderPool
 from core.rewards.grading import Job, Scorers
 
 REWARD = (
@@ -64,7 +64,7 @@ def test_a_file_is_run_once_and_files_of_one_name_do_not_collide(tmp_path):
 
 def test_a_reward_function_s_neighbours_are_imported_in_a_grader_too(tmp_path):
     write(tmp_path, {"pyproject.toml": "", "rewards/mine.py": REWARD, "words.py": "weight = 2\n"})
-    pool = Pool(Scorers(custom=CustomFunction(f"{tmp_path}/rewards/mine.py")), num_workers=1, timeout_s=60.0)
+    pool = GraderPool(Scorers(custom=CustomFunction(f"{tmp_path}/rewards/mine.py")), num_workers=1, timeout_s=60.0)
     try:
         assert asyncio.run(pool.run(Job("any", "four", None, {}))).value == 8.0
     finally:

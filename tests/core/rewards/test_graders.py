@@ -19,7 +19,7 @@ from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelC
 from core.errors import InputError, WorkersLost
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.failures import RewardError
-from core.rewards.grader_pool import Pool
+from core.rewards.graders import GraderPool
 from core.rewards.grading import Failure, InProcess, Job, Scorers
 from core.rewards.layer import RewardLayer
 from core.types import Prompt, Segment, Stop, Trajectory
@@ -38,7 +38,9 @@ def make_pool():
 
     def make(path=None, *, workers=2, timeout_s=20.0, memory_mb=MEMORY_MB, kwargs=None, name="compute_score"):
         custom = CustomFunction(path, name, kwargs) if path else None
-        pools.append(Pool(Scorers(custom=custom), num_workers=workers, timeout_s=timeout_s, memory_limit_mb=memory_mb))
+        pools.append(
+            GraderPool(Scorers(custom=custom), num_workers=workers, timeout_s=timeout_s, memory_limit_mb=memory_mb)
+        )
         return pools[-1]
 
     with marked() as processes:
@@ -77,7 +79,7 @@ def test_what_a_scorer_leaves_behind_is_killed_with_its_worker(make_pool):
     with marked() as processes:
         names = ("fork", "daemon", "daemon_and_segfault", "daemon_and_hang")
         assert statuses(grade(pool, [job(f"unruly:{name}") for name in names])) == [EXPECTED[name] for name in names]
-        assert none_left(lambda: processes()[3:])  # the supervisor and two workers may stay
+        assert none_left(lambda: processes()[4:])  # two graders and their forks may stay
         assert statuses(grade(pool, [job("right")])) == ["ok"]
 
 
@@ -86,7 +88,7 @@ def test_what_a_scorer_leaves_behind_does_not_wait_for_another_death(make_pool, 
     pool = make_pool(UNRULY, workers=1)
     with marked() as processes:
         assert statuses(grade(pool, [job(f"unruly:{name}")])) == ["ok"]
-        assert none_left(lambda: processes()[2:])  # the supervisor, and perhaps a worker
+        assert none_left(lambda: processes()[2:])  # the grader, and perhaps a fork
 
 
 def test_what_the_scorers_themselves_are_given(make_pool):
@@ -140,7 +142,7 @@ def test_a_job_does_not_suffer_for_the_one_before_it(make_pool, write):
     """)
     pool = make_pool(path, workers=1)
     for before in ("alarm", "impostor"):
-        assert [result.value for result in grade(pool, [job(before), job("slow")])][1] == 2.0
+        assert grade(pool, [job(before), job("slow")])[1].value == 2.0
 
 
 def test_memory_is_limited(make_pool, write):
@@ -186,12 +188,12 @@ DRIVER = """
     import asyncio, sys, os
     from core.rewards.custom_reward import CustomFunction
     from core.rewards.grading import Scorers
-    from core.rewards.grader_pool import Pool
+    from core.rewards.graders import GraderPool
     from tests.pools import UNRULY, job
     async def main():
-        pool = Pool(Scorers(custom=CustomFunction(UNRULY)), num_workers=2, timeout_s=600, memory_limit_mb=512)
+        pool = GraderPool(Scorers(custom=CustomFunction(UNRULY)), num_workers=2, timeout_s=600, memory_limit_mb=512)
         await pool.run(job("right"))
-        asyncio.get_running_loop().call_later(1, print, "grading", pool._supervisor.process.pid)
+        asyncio.get_running_loop().call_later(1, print, "grading")
         asyncio.get_running_loop().call_later(1.1, sys.stdout.flush)
         await asyncio.gather(*(pool.run(job(f"unruly:{name}")) for name in ("daemon_and_hang", "power", "sleep")))
     if __name__ == "__main__":
@@ -218,7 +220,7 @@ def test_nothing_outlives_a_killed_driver(write, blocked):
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert driver.stdout.readline().startswith(b"grading")
-        assert len(processes()) >= 5  # driver, supervisor, two workers, a daemon
+        assert len(processes()) >= 6  # driver, two graders, their forks, a daemon
         driver.kill()
         driver.wait()
         assert none_left(lambda: processes()[int(blocked) :]), processes()
@@ -237,9 +239,13 @@ SLOWLY = """
 """
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "grader"])
+def keepers(pool):
+    return {one.process.pid for one in pool.graders if one.process is not None}
+
+
+@pytest.mark.parametrize("victim", ["keeper", "fork"])
 def test_what_was_in_a_killed_process_is_graded_once_more(make_pool, write, victim):
-    """Three answers, two workers: one answer waits. Nothing of the old supervisor is left."""
+    """Three answers, two graders: one answer waits. Nothing of a killed grader is left."""
     path = write(SLOWLY)
     pool = make_pool(path)
 
@@ -248,30 +254,31 @@ def test_what_was_in_a_killed_process_is_graded_once_more(make_pool, write, vict
             waiting = [asyncio.ensure_future(pool.run(job(text))) for text in ("right", "wrong", "right")]
             while not all(Path(f"{path}.{text}").exists() for text in ("right", "wrong")):  # both workers have begun
                 await asyncio.sleep(0.02)
-            supervisor, before = pool._supervisor.process.pid, set(processes())
-            os.kill(supervisor if victim == "supervisor" else max(before - {supervisor}), signal.SIGKILL)
+            before = set(processes())
+            for pid in keepers(pool) if victim == "keeper" else [max(before - keepers(pool))]:
+                os.kill(pid, signal.SIGKILL)
             results = await asyncio.gather(*waiting)
-            if victim == "supervisor":
+            if victim == "keeper":
                 assert none_left(lambda: before & set(processes()))
             return results
 
     assert statuses(asyncio.run(kill_it())) == ["ok", "wrong", "ok"]
 
 
-def test_supervisors_that_die_one_after_another_end_the_run(make_pool, write):
-    pool = make_pool(write(SLOWLY))
+def test_graders_that_die_one_after_another_end_the_run(make_pool, write):
+    pool = make_pool(write(SLOWLY), workers=1)
 
     async def kill_them():
         waiting, killed = asyncio.ensure_future(pool.run(job("right"))), set()
         while not waiting.done():
             await asyncio.sleep(0.02)
-            if pool._supervisor is not None and pool._supervisor not in killed:
-                killed.add(pool._supervisor)
-                pool._supervisor.process.kill()
+            for pid in keepers(pool) - killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
         assert len(killed) == 3
         return await waiting
 
-    with pytest.raises(WorkersLost, match="supervisor of the graders ended with status -9"):
+    with pytest.raises(WorkersLost, match="a grader ended with status -9"):
         asyncio.run(kill_them())
 
 
@@ -314,7 +321,7 @@ def test_options_and_arguments_arrive(make_pool, write):
     given = job("x", {"target": [1, None, 0.1], "é": True}, rollout={"segments": [{"role": "tool", "text": "t"}]})
     (result,) = grade(make_pool(path, kwargs={"scale": {"by": 3}}), [given])
     assert (result.value, dict(result.parts), result.pred) == (3 * 0.1, {"acc": 1.0, "long": 1e-300}, "x")
-    pool = Pool(Scorers({"gsm8k": {"method": "flexible"}}), num_workers=1, memory_limit_mb=MEMORY_MB)
+    pool = GraderPool(Scorers({"gsm8k": {"method": "flexible"}}), num_workers=1, memory_limit_mb=MEMORY_MB)
     assert statuses(grade(pool, [Job("openai/gsm8k", "so 72", "72", {})])) == ["ok"]
     pool.close()
 
@@ -388,7 +395,7 @@ def test_what_is_not_json_is_refused_by_name(make_pool):
     (result,) = grade(make_pool(UNRULY), [job("x", Path("/x"))])
     assert result.status is ScoreStatus.CRASH and "PosixPath" in result.detail
     for body in (b"[]", b"[1]", b"{}", b"9", b'[{"value": 1}]', b"[" * 10**5, b"\xff"):
-        from core.rewards.grader_pool import _results
+        from core.rewards.graders import _results
 
         assert _results("graded", body, 1)[0].status is ScoreStatus.CRASH
 
@@ -479,7 +486,7 @@ def test_settings_with_frozen_mappings_reach_the_worker():
     from core.config.section import freeze
 
     grader = Scorers(freeze({"gsm8k": {"method": "flexible"}}))
-    pool = Pool(grader, num_workers=1, memory_limit_mb=MEMORY_MB)
+    pool = GraderPool(grader, num_workers=1, memory_limit_mb=MEMORY_MB)
     assert json.dumps(pool.settings)
     assert statuses(grade(pool, [Job("openai/gsm8k", "so 72", "72", {})])) == ["ok"]
     pool.close()
@@ -489,6 +496,6 @@ def test_the_signals_of_the_terminal_do_not_reach_the_workers(make_pool, write):
     pool = make_pool(write(pids()))
     (result,) = grade(pool, [job("x")])
     assert os.getpgid(int(result.value)) != os.getpgid(0)
-    assert os.getpgid(pool._supervisor.process.pid) != os.getpgid(0)
+    assert os.getpgid(0) not in map(os.getpgid, keepers(pool))
     os.kill(int(result.value), signal.SIGTERM)  # an administrator's; the pool goes on
     assert not isinstance(grade(pool, [job("x")])[0], Failure)
