@@ -356,7 +356,7 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
 
 def _check_prompts(prompts: Sequence[Prompt]) -> None:
     """Check that there are questions, and that their ground truths can be kept in lines, where ``score`` finds them."""
-    from core.rewards.grader_pool import to_json
+    from core.rewards.graders import to_json
 
     if not prompts:
         raise InputError("data.val_files=[]: there are no questions; give parquet files")
