@@ -25,6 +25,7 @@ REFERENCE = when(
     "there is no reference policy: algorithm.use_kl_in_reward and actor_rollout_ref.actor.use_kl_loss are off",
 )
 CRITIC = when(lambda c: c.critic.enable, lambda c: f"algorithm.adv_estimator={c.algorithm.adv_estimator} has no critic")
+BY_RATIO = when(lambda c: c.own.lr_warmup_steps < 0, "lr_warmup_steps is given")
 COSINE = when(lambda c: c.own.lr_scheduler_type == "cosine", "the learning rate is not a cosine")
 
 
@@ -152,7 +153,15 @@ NEVER_MOVED = when(lambda c: False, "the reward model scores while answers are g
 JUDGED = when(lambda c: c.reward.judged, "reward_model.judge.url is not set")
 CANARIES = when(lambda c: c.judge.canary_every, "reward_model.judge.canary_every is 0")
 
-# --- health ---
+VOTES = when(lambda c: c.own.votes > 1, "reward_model.judge.votes is 1")
+
+# --- what a run does and records ---
+BY_EPOCHS = when(lambda c: c.own.total_training_steps is None, "trainer.total_training_steps is given")
+TRAINS = when(lambda c: not c.own.val_only, "trainer.val_only is on")
+SAVES = when(lambda c: c.own.save_freq != -1, "trainer.save_freq is off")
+RESUMES = when(lambda c: c.own.resume_mode == "resume_path", "trainer.resume_mode is not resume_path")
+TRACED = when(lambda c: c.own.used, "neither trainer.trace.freq nor trainer.trace.steps is set")
+PROFILED = when(lambda c: c.own.tool, "global_profiler.tool is not set")
 BOUNDED = when(
     lambda c: c.own.bound is not None or ".logp_diff." in c.key and c.follows_rounding,
     "no bound is set beside it",

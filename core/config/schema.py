@@ -31,9 +31,7 @@ from core.config.sections.trainer import (
 
 
 class ActorRolloutRefConfig(Section):
-    hybrid_engine: bool = execution(
-        True, "learner and engine alternate on the same GPUs; False: the engine has its own"
-    )
+    hybrid_engine: bool = execution(True, "learner and engine alternate on the same GPUs; False: it has its own")
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = key(RefConfig(), used_if=REFERENCE)

@@ -91,7 +91,7 @@ def when(holds: Callable[[Any], Any], reason: str | Callable[[Any], str]) -> tup
     return ((holds, reason),)
 
 
-def key(default: Any, text: str = "", *, role: str | None = None, code: str = "", used_if: tuple = ()) -> Any:
+def key(default: Any, text: str = "", used_if: tuple = (), *, role: str | None = None, code: str = "") -> Any:
     """Return the field of a key. A role that is not given is that of the section around it, at last IDENTITY."""
     marks = {"role": role, "code": code, "used_if": used_if}
     return Field(default, description=text, json_schema_extra=marks)

@@ -26,18 +26,18 @@ PUNISHED = when(lambda c: c.own.enable, "reward_model.overlong_buffer.enable is 
 
 class FilterGroupsConfig(Section):
     enable: bool = key(False, "draw more prompts in place of those whose answers all score the same")
-    metric: str | None = key("acc", "part of the score that has to differ; null: acc", used_if=FILTERED)
-    max_num_gen_batches: Size = key(10, "most prompts drawn for one step, in units of gen_batch_size", used_if=FILTERED)
+    metric: str | None = key("acc", "part of the score that has to differ; null: acc", FILTERED)
+    max_num_gen_batches: Size = key(10, "most prompts drawn for one step, in units of gen_batch_size", FILTERED)
     on_exhausted: Literal["train", "raise"] = key(
-        "train", "at that limit: train on the groups there are, or end the run", used_if=FILTERED
+        "train", "at that limit: train on the groups there are, or end the run", FILTERED
     )
 
 
 class OverlongBufferConfig(Section):
     enable: bool = key(False, "take a penalty off the reward of answers near data.max_response_length")
-    len: Size = key(0, "tokens before the limit in which the penalty grows", used_if=PUNISHED)
-    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", used_if=PUNISHED)
-    log: bool = bookkeeping(False, "record the penalty as a metric", used_if=PUNISHED)
+    len: Size = key(0, "tokens before the limit in which the penalty grows", PUNISHED)
+    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", PUNISHED)
+    log: bool = bookkeeping(False, "record the penalty as a metric", PUNISHED)
 
 
 class DAPOAlgorithmConfig(AlgorithmConfig):

@@ -28,12 +28,12 @@ class RetrieverConfig(Section):
     client: Open = execution(
         FrozenDict(),
         "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py",
-        used_if=when(lambda c: c.own.url is not None, "retriever.url is null: no server is asked"),
+        when(lambda c: c.own.url is not None, "retriever.url is null: no server is asked"),
     )
     local: Open = key(
         FrozenDict(),
         "where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py",
-        used_if=when(lambda c: c.own.url is None, "retriever.url names a server"),
+        when(lambda c: c.own.url is None, "retriever.url names a server"),
     )
 
 
@@ -41,7 +41,7 @@ class SearchR1Config(Config):
     """The core's configuration with Search-R1's keys."""
 
     retriever: RetrieverConfig = key(RetrieverConfig(), used_if=RETRIEVES)
-    max_turns: Count = key(4, "turns that may search; one more must answer", used_if=SEARCHES)
+    max_turns: Count = key(4, "turns that may search; one more must answer", SEARCHES)
     do_search: bool = key(True, "let the policy search; False is the baseline that cannot")
 
 

@@ -14,23 +14,19 @@ from core.config.sections.correction import RolloutCorrectionConfig
 
 
 class KLCtrlConfig(Section):
-    type: Literal["fixed", "adaptive"] = key(
-        "fixed", "a coefficient that stays, or one that moves so that the KL comes near target_kl"
-    )
+    type: Literal["fixed", "adaptive"] = key("fixed", "a coefficient that stays, or moves towards target_kl")
     kl_coef: NonNegative = key(0.001, "coefficient of the KL in the reward")
-    horizon: float = key(10000, "sequences over which the adaptive coefficient moves", used_if=ADAPTIVE)
-    target_kl: float = key(0.1, "the KL that the adaptive coefficient aims at", used_if=ADAPTIVE)
+    horizon: float = key(10000, "sequences over which the adaptive coefficient moves", ADAPTIVE)
+    target_kl: float = key(0.1, "the KL that the adaptive coefficient aims at", ADAPTIVE)
 
 
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimator = key("gae", "advantage estimator")
-    gamma: Share = key(1.0, "discount a token", used_if=DISCOUNTS)
-    lam: Share = key(1.0, "lambda of generalised advantage estimation", used_if=LAMBDA)
-    norm_adv_by_std_in_grpo: bool = key(
-        True, "divide by the group's standard deviation; False is Dr. GRPO", used_if=BY_STD
-    )
+    gamma: Share = key(1.0, "discount a token", DISCOUNTS)
+    lam: Share = key(1.0, "lambda of generalised advantage estimation", LAMBDA)
+    norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; False is Dr. GRPO", BY_STD)
     use_kl_in_reward: bool = key(False, "take the KL to the reference policy off the reward")
-    kl_penalty: KLKind = key("kl", "estimator of the KL in the reward", used_if=KL_IN_REWARD)
+    kl_penalty: KLKind = key("kl", "estimator of the KL in the reward", KL_IN_REWARD)
     kl_ctrl: KLCtrlConfig = key(KLCtrlConfig(), used_if=KL_IN_REWARD)
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 

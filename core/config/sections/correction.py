@@ -131,21 +131,15 @@ Rejection = Annotated[
 
 
 class RolloutCorrectionConfig(Section):
-    bypass_mode: bool = key(
-        False, "the engine's log-probs are the old ones: no pass for them, and one ratio", used_if=RATIO
-    )
-    rollout_is: Literal["token", "sequence"] | None = key(None, "importance weights; null: none", used_if=COMPARES)
+    bypass_mode: bool = key(False, "the engine's log-probs are the old ones: no pass for them, and one ratio", RATIO)
+    rollout_is: Literal["token", "sequence"] | None = key(None, "importance weights; null: none", COMPARES)
     rollout_is_threshold: WeightBounds = key(
-        2.0, 'upper bound of a weight; "lower_upper" drops what is outside of the two', used_if=COMPARES + WEIGHTS
+        2.0, 'upper bound of a weight; "lower_upper" drops what is outside', COMPARES + WEIGHTS
     )
-    rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", used_if=COMPARES + WEIGHTS)
+    rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", COMPARES + WEIGHTS)
     rollout_rs: Rejection | None = key(None, "rejection, by one or several statistics; null: none")
-    rollout_rs_threshold: NumberOrText | None = key(
-        None, "upper bounds of rejection, one or one a statistic", used_if=REJECTS
-    )
-    rollout_rs_threshold_lower: NonNegative | None = key(
-        None, "lower bounds of token, sequence, geometric; null: 1 / threshold", used_if=REJECTS
-    )
+    rollout_rs_threshold: NumberOrText | None = key(None, "upper bounds of rejection, one or one a statistic", REJECTS)
+    rollout_rs_threshold_lower: NonNegative | None = key(None, "lower bounds; null: 1 / threshold", REJECTS)
     rollout_token_veto_threshold: PositiveShare | None = key(None, "one such ratio drops the sequence; null: off")
 
     @property

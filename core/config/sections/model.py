@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config.conditions import ADAPTERS, COSINE, OVER_RAY
+from core.config.conditions import ADAPTERS, BY_RATIO, COSINE, OVER_RAY
 from core.config.limits import Betas, Count, DType, Names, NonNegative, OffOrCount, OffOrSize, Positive, Share, Size
 from core.config.rulebook import Broken, RuleBook, View
-from core.config.section import ARGUMENTS, CODE, CONSENT, FrozenDict, Open, Section, execution, files, key, when
+from core.config.section import ARGUMENTS, CODE, CONSENT, FrozenDict, Open, Section, execution, files, key
 
 
 class OptimConfig(Section):
@@ -15,41 +15,28 @@ class OptimConfig(Section):
     weight_decay: NonNegative = key(0.01, "of AdamW")
     betas: Betas = key((0.9, 0.999), "of AdamW")
     lr_warmup_steps: OffOrSize = key(-1, "RL steps of warm-up; -1: lr_warmup_steps_ratio decides")
-    lr_warmup_steps_ratio: Share = key(
-        0.0,
-        "warm-up as a share of the run's RL steps",
-        used_if=when(lambda c: c.own.lr_warmup_steps < 0, "lr_warmup_steps is given"),
-    )
+    lr_warmup_steps_ratio: Share = key(0.0, "warm-up as a share of the run's RL steps", BY_RATIO)
     lr_scheduler_type: Literal["constant", "cosine"] = key("constant", "learning rate after the warm-up")
-    min_lr_ratio: Share | None = key(0.0, "where a cosine ends, as a share of lr; null: 0", used_if=COSINE)
-    num_cycles: Positive = key(0.5, "waves of a cosine; 0.5 falls from lr to its end once", used_if=COSINE)
+    min_lr_ratio: Share | None = key(0.0, "where a cosine ends, as a share of lr; null: 0", COSINE)
+    num_cycles: Positive = key(0.5, "waves of a cosine; 0.5 falls from lr to its end once", COSINE)
 
 
 class ModelConfig(Section):
     path: str = files(
-        "~/models/deepseek-llm-7b-chat",
-        "model to start from: hub id (org/name), folder (/... ./... ~/...) or URL",
+        "~/models/deepseek-llm-7b-chat", "model to start from: hub id (org/name), folder (/, ./, ~/) or URL"
     )
     tokenizer_path: str | None = key(None, "hub id or folder of the tokenizer; null: path")
     custom_chat_template: str | None = key(None, "chat template, or the file that has it; null: the tokenizer's own")
     external_lib: str | None = key(None, "modules to import before the model loads, separated by commas", code=CODE)
     trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
     override_config: Open = key(FrozenDict(), "fields of the model's own configuration", code=ARGUMENTS)
-    enable_gradient_checkpointing: bool = execution(
-        True, "recompute activations in the backward pass: less memory, more time"
-    )
+    enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
     use_remove_padding: bool = execution(False, "pack the sequences of a pass without padding")
     fp32_lm_head: bool = key(False, "logits in float32 where weights and passes are bfloat16, in learner and engine")
     lora_rank: Size = key(0, "rank of the adapters that train in place of the weights; 0: all weights train")
-    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", used_if=ADAPTERS)
-    target_modules: Names = key(
-        ("all-linear",),
-        "layers with adapters: all-linear, ends of names, or one pattern of whole names",
-        used_if=ADAPTERS,
-    )
-    exclude_modules: Names | None = key(
-        None, "layers without adapters, written likewise; null: no layer is left out", used_if=ADAPTERS
-    )
+    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", ADAPTERS)
+    target_modules: Names = key(("all-linear",), "all-linear, ends of layers' names, or one pattern of names", ADAPTERS)
+    exclude_modules: Names | None = key(None, "layers without adapters, written likewise; null: none", ADAPTERS)
 
 
 class FSDPConfig(Section):
@@ -58,24 +45,12 @@ class FSDPConfig(Section):
         "number format of the passes, whose weights and reductions are float32; null: the policy's, which is "
         "bfloat16, and in one process with the hf engine the engine's or float32, so that both agree",
     )
-    param_offload: bool = execution(
-        False, "keep weights in host memory outside of the phases that need them", used_if=OVER_RAY
-    )
-    optimizer_offload: bool = execution(
-        False, "keep the optimizer's state in host memory outside of updates", used_if=OVER_RAY
-    )
-    offload_policy: bool = execution(
-        False,
-        "keep all of it in host memory (FSDP2's CPU offload): weights come layer by layer, the CPU takes the steps",
-        used_if=OVER_RAY,
-    )
-    reshard_after_forward: bool = execution(
-        True, "drop gathered weights after a layer's forward pass: less memory, more traffic", used_if=OVER_RAY
-    )
-    forward_prefetch: bool = execution(
-        False, "gather the next layer's weights while a layer computes", used_if=OVER_RAY
-    )
-    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the state; -1: all", used_if=OVER_RAY)
+    param_offload: bool = execution(False, "keep weights in host memory outside of the phases that need them", OVER_RAY)
+    optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory outside of updates", OVER_RAY)
+    offload_policy: bool = execution(False, "keep all of it in host memory; the CPU takes the steps", OVER_RAY)
+    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer's forward pass", OVER_RAY)
+    forward_prefetch: bool = execution(False, "gather the next layer's weights while a layer computes", OVER_RAY)
+    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the state; -1: all", OVER_RAY)
 
 
 rules = RuleBook()

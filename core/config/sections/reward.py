@@ -21,41 +21,30 @@ from core.config.conditions import (
     POOL,
     REGISTERED,
     SERVER,
+    VOTES,
 )
 from core.config.limits import Count, NonNegative, OffOrCount, Positive, Size
 from core.config.registry import RewardManager
 from core.config.rulebook import Broken, RuleBook, View
-from core.config.section import CODE, CONSENT, FrozenDict, Open, Section, bookkeeping, execution, files, key, when
+from core.config.section import CODE, CONSENT, FrozenDict, Open, Section, bookkeeping, execution, files, key
 from core.config.sections.model import FSDPConfig
 
 
 class JudgeConfig(Section):
     """A generative model behind a URL, which grades answers in place of a classifier."""
 
-    url: str | None = execution(
-        None, "OpenAI-compatible server, as http://localhost:8000/v1; null: reward_model.model scores"
-    )
+    url: str | None = execution(None, "OpenAI-compatible server, http://host:8000/v1; null: reward_model.model scores")
     model: str | None = key(None, "name of the model there")
-    api_key_env: str = bookkeeping(
-        "OPENAI_API_KEY", "environment variable that holds the server's key, if it needs one"
-    )
+    api_key_env: str = bookkeeping("OPENAI_API_KEY", "environment variable of the server's key, if it needs one")
     template: str | None = files(
         None, "file of what the judge reads, with {question}, {response}, {reference}; null: judge_template.txt here"
     )
-    pattern: str | None = key(
-        None, "regular expression whose one group is the number; null: [[number]], or json_schema"
-    )
-    json_schema: str | None = files(
-        None, "file of a reply's JSON schema, whose property score is the number; null: pattern"
-    )
+    pattern: str | None = key(None, "expression whose one group is the number; null: [[number]], or json_schema")
+    json_schema: str | None = files(None, "JSON schema of a reply, whose property score is the number; null: pattern")
     lowest: float = key(0.0, "least number that is a verdict")
     highest: float = key(1.0, "largest number that is a verdict")
     votes: Count = key(1, "replies an answer, each with a seed of its own")
-    combine: Literal["mean", "median"] = key(
-        "mean",
-        "what becomes of several numbers",
-        used_if=when(lambda c: c.own.votes > 1, "reward_model.judge.votes is 1"),
-    )
+    combine: Literal["mean", "median"] = key("mean", "what becomes of several numbers", VOTES)
     temperature: NonNegative = key(0.0, "of the judge's sampling")
     seed: Size = key(0, "of the judge's sampling; a vote adds its number")
     max_tokens: Count = key(1024, "tokens of a reply; one that is cut off is no verdict")
@@ -66,9 +55,7 @@ class JudgeConfig(Section):
     max_failures: Count = execution(100, "answers in a row without a verdict, after which the run ends")
     cache_dir: str | None = execution(None, "folder of kept replies; null: judge in the run folder")
     canaries: str | None = bookkeeping(
-        None,
-        "file of answers of known grade, as JSON lines; null: core/rewards/judge/judge_canaries.jsonl",
-        used_if=CANARIES,
+        None, "file of answers of known grade, as JSON lines; null: core/rewards/judge/judge_canaries.jsonl", CANARIES
     )
     canary_every: Size = bookkeeping(32, "answers per canary graded beside them; 0: none")
     prompt_price: NonNegative = bookkeeping(0.0, "price of a million tokens that the judge reads, in any currency")
@@ -78,12 +65,12 @@ class JudgeConfig(Section):
 class ScoringFSDPConfig(FSDPConfig):
     """How ranks of a pool share a reward model, whose weights do not move and do not train."""
 
-    param_offload: bool = execution(False, "keep weights in host memory", used_if=NEVER_MOVED)
-    optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory", used_if=NEVER_MOVED)
-    offload_policy: bool = execution(False, "keep weights in host memory always", used_if=OVER_RAY + POOL)
-    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer", used_if=OVER_RAY + POOL)
-    forward_prefetch: bool = execution(False, "gather the next layer's weights early", used_if=OVER_RAY + POOL)
-    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the weights; -1: all", used_if=OVER_RAY + POOL)
+    param_offload: bool = execution(False, "keep weights in host memory", NEVER_MOVED)
+    optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory", NEVER_MOVED)
+    offload_policy: bool = execution(False, "keep weights in host memory always", OVER_RAY + POOL)
+    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer", OVER_RAY + POOL)
+    forward_prefetch: bool = execution(False, "gather the next layer's weights early", OVER_RAY + POOL)
+    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the weights; -1: all", OVER_RAY + POOL)
 
 
 class RewardModelModelConfig(Section):
@@ -98,10 +85,8 @@ class RewardModelModelConfig(Section):
 
 
 class RewardModuleConfig(Section):
-    path: str | None = files(
-        None, "file or module of a reward manager of your own (source=importlib)", code=CODE, used_if=OWN_MANAGER
-    )
-    name: str | None = key(None, "class of that manager", code=CODE, used_if=IMPORTED)
+    path: str | None = files(None, "file or module of a reward manager of your own", OWN_MANAGER, code=CODE)
+    name: str | None = key(None, "class of that manager", IMPORTED, code=CODE)
 
 
 class SandboxConfig(Section):
@@ -113,23 +98,17 @@ class SandboxConfig(Section):
 
 
 class SandboxFusionConfig(Section):
-    url: str | None = execution(
-        None, "address of a server, with /run_code; null: programs run in a sandbox on this machine"
-    )
-    max_concurrent: Count = execution(64, "requests at a time", used_if=SERVER)
-    memory_limit_mb: Count = key(1024, "MiB that a program may use there", used_if=SERVER)
-    give_up_s: Positive = execution(
-        120.0, "seconds for which a server that is away is tried again, also in graders", used_if=SERVER
-    )
-    api_key_env: str | None = execution(
-        None, "environment variable that holds the server's key, if it needs one", used_if=SERVER
-    )
+    url: str | None = execution(None, "a server's address, with /run_code; null: a sandbox on this machine")
+    max_concurrent: Count = execution(64, "requests at a time", SERVER)
+    memory_limit_mb: Count = key(1024, "MiB that a program may use there", SERVER)
+    give_up_s: Positive = execution(120.0, "seconds for which a server that is away is tried again", SERVER)
+    api_key_env: str | None = execution(None, "environment variable of the server's key, if it needs one", SERVER)
 
 
 class CustomRewardFunctionConfig(Section):
     path: str | None = files(None, "file or module of your own scorer; null: the table of reward_scores", code=CODE)
-    name: str = key("compute_score", "the function in that file", code=CODE, used_if=OWN_FUNCTION)
-    reward_kwargs: Open = key(FrozenDict(), "arguments of that function", used_if=OWN_FUNCTION)
+    name: str = key("compute_score", "the function in that file", OWN_FUNCTION, code=CODE)
+    reward_kwargs: Open = key(FrozenDict(), "arguments of that function", OWN_FUNCTION)
 
 
 class RewardModelConfig(Section):
@@ -141,22 +120,18 @@ class RewardModelConfig(Section):
     reward_manager: RewardManager = key(
         "naive",
         "who grades: this process (naive), graders (prime, dapo), a function of lists (batch), a class of module.path",
-        used_if=REGISTERED,
+        REGISTERED,
     )
-    num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", used_if=GRADERS)
-    timeout_s: Positive = execution(
-        10.0, "seconds for an answer (batch: a step's call) and for a program's tests together", used_if=GRADERS
-    )
-    memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", used_if=GRADERS)
+    num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", GRADERS)
+    timeout_s: Positive = execution(10.0, "seconds for an answer (batch: a step's call) with its tests", GRADERS)
+    memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", GRADERS)
     num_examine: Size = bookkeeping(0, "answers of each data source that a training step prints")
     val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")
-    reward_kwargs: Open = key(
-        FrozenDict(), "scorer's name -> its options, as in {gsm8k: {method: flexible}}", code=CONSENT
-    )
+    reward_kwargs: Open = key(FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}", code=CONSENT)
     solution_str: Literal["policy", "response"] = key(
         "policy",
         "what a function of yours gets as solution_str: what the policy wrote, or the whole response with tools'",
-        used_if=OWN_CODE,
+        OWN_CODE,
     )
     on_error: Literal["zero", "mask", "raise"] = key("zero", "what becomes of an answer whose scorer failed")
     sandbox: SandboxConfig = SandboxConfig()
@@ -164,24 +139,14 @@ class RewardModelConfig(Section):
     enable: bool = key(False, 'a model scores the examples whose reward_model.style is "model"')
     weight: float = key(0.0, "what the model's number counts beside a rule's score, in the other examples")
     model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
-    enable_resource_pool: bool = execution(
-        False, "over Ray, nodes whose ranks share the model; False: one process has it", used_if=CLASSIFIER
-    )
-    nnodes: Size = execution(0, "nodes of that pool", used_if=CLASSIFIER + POOL)
-    n_gpus_per_node: Size = execution(0, "ranks on each of them, a GPU each", used_if=CLASSIFIER + POOL)
+    enable_resource_pool: bool = execution(False, "over Ray, nodes whose ranks share the model", CLASSIFIER)
+    nnodes: Size = execution(0, "nodes of that pool", CLASSIFIER + POOL)
+    n_gpus_per_node: Size = execution(0, "ranks on each of them, a GPU each", CLASSIFIER + POOL)
     judge: JudgeConfig = key(JudgeConfig(), used_if=JUDGED)
-    max_length: Count | None = key(
-        None, "tokens that the model sees; null: the longest prompt and answer", used_if=CLASSIFIER
-    )
-    micro_batch_size_per_gpu: Count | None = execution(
-        None, "answers a pass; null: use_dynamic_bsz decides", used_if=CLASSIFIER + NOT_PACKED
-    )
-    use_dynamic_bsz: bool | None = execution(
-        None, "fill passes up to a number of tokens; null: where no micro-batch size is given", used_if=CLASSIFIER
-    )
-    forward_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens a pass; null: the critic's", used_if=CLASSIFIER + PACKED
-    )
+    max_length: Count | None = key(None, "tokens that the model sees; null: the longest prompt and answer", CLASSIFIER)
+    micro_batch_size_per_gpu: Count | None = execution(None, "answers a pass; null: by tokens", CLASSIFIER + NOT_PACKED)
+    use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: without micro-batch", CLASSIFIER)
+    forward_max_token_len_per_gpu: Count | None = execution(None, "a pass; null: the critic's", CLASSIFIER + PACKED)
 
     @property
     def uses_model(self) -> bool:

@@ -33,17 +33,13 @@ class MultiTurnConfig(Section):
     max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
     tool_config_path: str | None = files(None, "YAML file with the tools, see core/rollout/tools.py", code=CODE)
     interaction_config_path: str | None = files(
-        None, "YAML file with simulated users, see core/rollout/users.py", code=CODE
+        None, "YAML file with simulated users (core/rollout/users.py)", code=CODE
     )
     tool_timeout_s: Positive = execution(30.0, "seconds a tool call or a user's turn may take; a tool may have its own")
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
-    tool_response_truncate_side: Literal["left", "middle", "right"] = key(
-        "middle", "the part of a tool's answer that is kept, as verl has it"
-    )
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "the part that is kept")
     format: Literal["hermes", "react"] = key("hermes", "how a tool call is written")
-    repeatable: bool = execution(
-        False, "decoding waits for tools, so that a run repeats to the bit also with slow ones", used_if=IN_PROCESS
-    )
+    repeatable: bool = execution(False, "decoding waits for tools, so that a run repeats to the bit", IN_PROCESS)
 
 
 class ValKwargs(Section):
@@ -51,17 +47,15 @@ class ValKwargs(Section):
 
     n: Count = key(1, "answers a question")
     do_sample: bool = key(False, "sample validation answers; False: greedy")
-    temperature: NonNegative = key(0.0, "sampling temperature for validation", used_if=SAMPLED)
-    top_p: PositiveShare = key(1.0, "top-p (nucleus) for validation; 1 disables", used_if=SAMPLED)
-    top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", used_if=SAMPLED)
+    temperature: NonNegative = key(0.0, "sampling temperature for validation", SAMPLED)
+    top_p: PositiveShare = key(1.0, "top-p (nucleus) for validation; 1 disables", SAMPLED)
+    top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", SAMPLED)
 
 
 class RolloutConfig(Section):
     name: EngineName | None = execution(None, "engine that generates; null: vllm where it is installed, else hf")
-    nnodes: Count | None = execution(
-        None, "nodes of the engines' own pool (hybrid_engine=False); null: 1", used_if=OWN_POOL
-    )
-    n_gpus_per_node: Count | None = execution(None, "GPUs a node of that pool; null: the trainer's", used_if=OWN_POOL)
+    nnodes: Count | None = execution(None, "nodes of the engines' own pool (hybrid_engine=False); null: 1", OWN_POOL)
+    n_gpus_per_node: Count | None = execution(None, "GPUs a node of that pool; null: the trainer's", OWN_POOL)
     n: Count = key(1, "trajectories a prompt")
     do_sample: bool = key(True, "sample answers; training needs it")
     temperature: NonNegative = key(1.0, "sampling temperature for training")
@@ -73,45 +67,27 @@ class RolloutConfig(Section):
         None,
         "number format of the engine; null: the learner's or float32 in one process with the hf engine, else bfloat16",
     )
-    tensor_model_parallel_size: Count = execution(
-        2, "GPUs that share each layer of one engine", used_if=SERVES + OVER_RAY
-    )
-    gpu_memory_utilization: PositiveShare = execution(
-        0.5, "share of a GPU's memory for the engine: weights and KV cache", used_if=SERVES
-    )
-    enforce_eager: bool = execution(False, "run without CUDA graphs", used_if=SERVES)
-    free_cache_engine: bool = execution(
-        True, "give the engine's memory back while the learner works", used_if=SERVES + SHARED_GPUS
-    )
+    tensor_model_parallel_size: Count = execution(2, "GPUs that share each layer of one engine", SERVES + OVER_RAY)
+    gpu_memory_utilization: PositiveShare = execution(0.5, "share of a GPU's memory for weights and KV cache", SERVES)
+    enforce_eager: bool = execution(False, "run without CUDA graphs", SERVES)
+    free_cache_engine: bool = execution(True, "give memory back while the learner works", SERVES + SHARED_GPUS)
     max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
     max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
-    update_weights_bucket_megabytes: Count = execution(
-        2048, "weights that travel together from learner to engine", used_if=OVER_RAY
-    )
-    max_model_len: Count | None = execution(
-        None, "tokens of a sequence; null: max_prompt_length + max_response_length", used_if=SERVES
-    )
-    enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations", used_if=SERVES)
-    enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once", used_if=SERVES)
+    update_weights_bucket_megabytes: Count = execution(2048, "weights that travel together", OVER_RAY)
+    max_model_len: Count | None = execution(None, "tokens of a sequence; null: prompt and response lengths", SERVES)
+    enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations", SERVES)
+    enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once", SERVES)
     engine_kwargs: Open = execution(
         FrozenDict(),
         "further arguments of the engine: engine_kwargs.vllm.*, engine_kwargs.hf.*",
+        OF_THE_ENGINE,
         code=ARGUMENTS,
-        used_if=OF_THE_ENGINE,
     )
-    agent_loop: AgentLoop | None = key(
-        None, "what plays episodes; null: the tool agent with multi_turn.enable, else one turn"
-    )
+    agent_loop: AgentLoop | None = key(None, "plays episodes; null: tool agent with multi_turn.enable, else one turn")
     multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
-    log_prob_micro_batch_size_per_gpu: Count | None = execution(
-        None, "of old log-probs: trajectories in one pass; null: the actor's", used_if=NOT_PACKED
-    )
-    log_prob_use_dynamic_bsz: bool | None = execution(
-        None, "of old log-probs: fill passes up to a number of tokens; null: the actor's"
-    )
-    log_prob_max_token_len_per_gpu: Count | None = execution(
-        None, "of old log-probs: tokens in one pass; null: the actor's", used_if=PACKED
-    )
+    log_prob_micro_batch_size_per_gpu: Count | None = execution(None, "of old log-probs; null: the actor's", NOT_PACKED)
+    log_prob_use_dynamic_bsz: bool | None = execution(None, "fill passes of old log-probs by tokens; null: the actor's")
+    log_prob_max_token_len_per_gpu: Count | None = execution(None, "of old log-probs; null: the actor's", PACKED)
 
 
 HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine

@@ -5,18 +5,29 @@ from __future__ import annotations
 from typing import Literal
 
 from core.config import registry
-from core.config.conditions import BOUNDED, CANARIES, CRITIC, JUDGED, OVER_RAY, WINDOW
+from core.config.conditions import (
+    BOUNDED,
+    BY_EPOCHS,
+    CANARIES,
+    CRITIC,
+    JUDGED,
+    OVER_RAY,
+    PROFILED,
+    RESUMES,
+    SAVES,
+    TRACED,
+    TRAINS,
+    WINDOW,
+)
 from core.config.limits import Count, Name, NonNegative, OffOrCount, Positive, Size
 from core.config.registry import Logger
 from core.config.rulebook import Broken, RuleBook, View
-from core.config.section import ARGUMENTS, FrozenDict, Open, Section, bookkeeping, execution, key, when
+from core.config.section import ARGUMENTS, FrozenDict, Open, Section, bookkeeping, execution, key
 
 
 class HealthBound(Section):
     bound: NonNegative | None = key(None, "the bound that such a number may not cross; null: off")
-    action: Literal["warn", "stop"] = key(
-        "warn", "what a crossed bound does; stop saves a checkpoint first", used_if=BOUNDED
-    )
+    action: Literal["warn", "stop"] = key("warn", "what a crossed bound does; stop saves a checkpoint first", BOUNDED)
 
 
 class HealthConfig(Section):
@@ -25,7 +36,7 @@ class HealthConfig(Section):
     nonfinite: HealthBound = key(HealthBound(bound=3, action="stop"), "steps in a row that skipped an update")
     entropy: HealthBound = key(HealthBound(), "least mean entropy, nats a token")
     reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best")
-    reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average", used_if=WINDOW)
+    reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average", WINDOW)
     logp_diff: HealthBound = key(
         HealthBound(),
         "mean |engine - learner| of log-probs; null: 1e-4 in float32, else by what rounding costs on the model, "
@@ -33,14 +44,12 @@ class HealthConfig(Section):
     )
     entropy_gap: HealthBound = key(HealthBound(bound=6), "standard errors between entropy and -log p of sampled tokens")
     zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores")
-    repetition: HealthBound = key(
-        HealthBound(bound=0.2), "rise of the share of repeated trigrams of answers since the start"
-    )
+    repetition: HealthBound = key(HealthBound(bound=0.2), "rise of the share of repeated trigrams since the start")
     unfinished: HealthBound = key(HealthBound(bound=0.2), "rise of the share of answers that reach the length limit")
     shortening: HealthBound = key(HealthBound(bound=0.5), "fall of the mean response length, as a share of the start's")
     scorer_errors: HealthBound = key(HealthBound(bound=0.1), "share of answers without a score, over reward_window")
     judge_agreement: HealthBound = key(
-        HealthBound(bound=0.75, action="stop"), "least share of canaries graded as known", used_if=JUDGED + CANARIES
+        HealthBound(bound=0.75, action="stop"), "least share of canaries graded as known", JUDGED + CANARIES
     )
 
 
@@ -53,13 +62,9 @@ class TraceConfig(Section):
         2,
         "groups of a recorded step, the same questions in every step where possible; beside them the group of the "
         "lowest score, that of the largest engine-learner difference and the first one that was dropped",
-        used_if=when(lambda c: c.own.used, "neither trainer.trace.freq nor trainer.trace.steps is set"),
+        used_if=TRACED,
     )
-    max_mb: Positive = key(
-        256,
-        "disk of a run's records; older ones make room, the first one stays",
-        used_if=when(lambda c: c.own.used, "neither trainer.trace.freq nor trainer.trace.steps is set"),
-    )
+    max_mb: Positive = key(256, "disk of a run's records; older ones make room, the first one stays", TRACED)
 
     @property
     def used(self) -> bool:
@@ -68,37 +73,25 @@ class TraceConfig(Section):
 
 
 class TrainerConfig(Section):
-    backend: Literal["local", "ray"] = execution(
-        "local", "one process, or learner ranks and engines on the GPUs of one or more nodes (ray)"
-    )
+    backend: Literal["local", "ray"] = execution("local", "one process, or ranks and engines on the GPUs of nodes")
     device: Literal["cpu", "cuda"] | None = execution(None, "where models compute; null: cuda if there is one")
     cpu_threads: Count | None = execution(None, "threads of torch on a CPU; null: all cores")
     seed: Size = key(1, "decides which examples are drawn, how answers are sampled, and new weights")
-    nnodes: Count = execution(1, "machines", used_if=OVER_RAY)
-    n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", used_if=OVER_RAY)
-    total_epochs: Count = execution(
-        30,
-        "passes over the training examples",
-        used_if=when(lambda c: c.own.total_training_steps is None, "trainer.total_training_steps is given"),
-    )
+    nnodes: Count = execution(1, "machines", OVER_RAY)
+    n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)
+    total_epochs: Count = execution(30, "passes over the training examples", BY_EPOCHS)
     total_training_steps: Count | None = execution(None, "RL steps; null: the whole batches of total_epochs")
-    phase_timeout_s: Positive = bookkeeping(
-        3600, "seconds of a remote phase, after which the run ends and reports what hangs", used_if=OVER_RAY
-    )
-    heartbeat_timeout_s: Positive = bookkeeping(
-        300, "seconds without a sign of life from a process, after which likewise", used_if=OVER_RAY
-    )
+    phase_timeout_s: Positive = bookkeeping(3600, "seconds of a remote phase, after which the run ends", OVER_RAY)
+    heartbeat_timeout_s: Positive = bookkeeping(300, "seconds without a sign of life, after which likewise", OVER_RAY)
     max_restarts: Size = bookkeeping(0, "times a run starts again from its checkpoint after a process died or hung")
-    critic_warmup: Size = key(0, "steps in which only the critic trains", used_if=CRITIC)
-    balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", used_if=OVER_RAY)
+    critic_warmup: Size = key(0, "steps in which only the critic trains", CRITIC)
+    balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
     max_staleness: Size = key(0, "steps a sample may be old; 1: the next collection overlaps the update")
     project_name: Name | None = bookkeeping(None, "project at a logger's service; null: rlrepro-<recipe>")
     experiment_name: Name | None = bookkeeping(
-        None, "name of the run; null: <model>-seed<seed>, see core/config/README.md"
+        None, "name of the run; null: <model>-seed<seed> (core/config/README.md)"
     )
-    reference: str | None = bookkeeping(
-        None, "id of the row of results/references.yaml that the run is to reproduce; null: none"
-    )
+    reference: str | None = bookkeeping(None, "row of results/references.yaml that it reproduces; null: none")
     default_local_dir: str | None = bookkeeping(None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>")
     logger: tuple[Logger, ...] = bookkeeping(
         ("console", "tensorboard"),
@@ -107,42 +100,26 @@ class TrainerConfig(Section):
     log_val_generations: Size = bookkeeping(0, "answers of a validation that go to the loggers")
     rollout_data_dir: str | None = bookkeeping(None, "folder or URL for every training answer; null: no dump")
     validation_data_dir: str | None = bookkeeping(None, "folder or URL for every validation answer; null: no dump")
-    val_before_train: bool = bookkeeping(
-        True, "validate the starting model too", used_if=when(lambda c: not c.own.val_only, "trainer.val_only is on")
-    )
+    val_before_train: bool = bookkeeping(True, "validate the starting model too", TRAINS)
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
     save_freq: OffOrCount = bookkeeping(-1, "steps between checkpoints, one follows the last; -1: never")
     max_actor_ckpt_to_keep: Count | None = bookkeeping(
-        None,
-        "checkpoints that are kept, the newest ones; null: all",
-        used_if=when(lambda c: c.own.save_freq != -1, "trainer.save_freq is off"),
+        None, "checkpoints that are kept, the newest ones; null: all", SAVES
     )
     resume_mode: Literal["auto", "disable", "resume_path"] = bookkeeping(
-        "auto", "where a run starts: its newest checkpoint (auto), step 0 (disable), resume_from_path"
+        "auto", "its newest checkpoint, step 0, or resume_from_path"
     )
-    resume_from_path: str | None = bookkeeping(
-        None,
-        "checkpoint to resume from (a folder or URL global_step_N), with resume_mode=resume_path",
-        used_if=when(lambda c: c.own.resume_mode == "resume_path", "trainer.resume_mode is not resume_path"),
-    )
-    resume_with_changes: bool = bookkeeping(
-        False, "resume also with another base, other data or another objective; recorded"
-    )
+    resume_from_path: str | None = bookkeeping(None, "folder or URL global_step_N of resume_mode=resume_path", RESUMES)
+    resume_with_changes: bool = bookkeeping(False, "resume also with another base, data or objective; recorded")
     health: HealthConfig = bookkeeping(HealthConfig())
     trace: TraceConfig = bookkeeping(TraceConfig())
 
 
 class GlobalProfilerConfig(Section):
     tool: Literal["torch"] | None = key(None, "profiler; null: no profile")
-    steps: tuple[Count, ...] | None = key(
-        None, "steps that are profiled", used_if=when(lambda c: c.own.tool, "global_profiler.tool is not set")
-    )
-    save_path: str | None = key(
-        None,
-        "folder of torch's traces; null: <run folder>/profile",
-        used_if=when(lambda c: c.own.tool, "global_profiler.tool is not set"),
-    )
+    steps: tuple[Count, ...] | None = key(None, "steps that are profiled", PROFILED)
+    save_path: str | None = key(None, "folder of torch's traces; null: <run folder>/profile", PROFILED)
 
 
 class RayKwargsConfig(Section):
