@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from core.config.problem import Problem
-from core.config.registry import ENGINES, MODALITIES
+from core.config.registry import ENGINES, PICTURE_MODELS
 from core.config.schema import Config
 from core.config.sections.actor import Sharing
 from core.errors import InputError
@@ -165,13 +165,13 @@ def model_problems(config: Config) -> list[str]:
     """Return a line for each problem between the configuration and the architecture of its models."""
     roles = config.actor_rollout_ref
     models = {MODEL: roles.model} | ({"critic.model.path": config.critic.model} if config.critic.enable else {})
-    fix = f"give a model of text alone, or of {', '.join(MODALITIES)}"
+    fix = f"give a model of text alone, or of {', '.join(PICTURE_MODELS)}"
     reasons = {key: _unloadable(model.path) for key, model in models.items()}
     problems = [Problem(key, models[key].path, reason, fix) for key, reason in reasons.items() if reason]
     if not problems:
-        from core.vision import picture_rules
+        from core.vision import modality
 
-        problems += picture_rules.problems(config, sees_pictures(roles.model.path))
+        problems += modality.problems(config, sees_pictures(roles.model.path))
         for key, model in models.items():
             with suppress(InputError):  # a shape that is not known, which the plan reports
                 shape, policy = shape_of(model.path, model.override_config), key == MODEL
@@ -185,7 +185,7 @@ def sees_pictures(path: str) -> bool | None:
         name = path.rpartition("/")[2]
         return True if PICTURE_NAMES.match(f"{name}-") else False if path in MODELS else None
     with suppress(InputError):
-        return read_config(path).get("model_type") in MODALITIES
+        return read_config(path).get("model_type") in PICTURE_MODELS
     return None
 
 
@@ -202,7 +202,7 @@ def _unloadable(path: str) -> str:
         return ""
     names = [str(name) for name in model_config.get("architectures") or ()]
     kinds = [name for name in names if name.endswith("ForConditionalGeneration")]
-    if model_config.get("model_type") in MODALITIES or not kinds and "vision_config" not in model_config:
+    if model_config.get("model_type") in PICTURE_MODELS or not kinds and "vision_config" not in model_config:
         return ""
     kind = kinds[0] if kinds else "its config.json has a vision_config"
     return f"a vision-language or encoder-decoder model ({kind}), which is not supported"

@@ -46,7 +46,7 @@ class Stop(str, Enum):
 class Media(Protocol):
     """What a prompt holds beside its text, pictures say: hashable, and equal where the files are.
 
-    Only the modality of the model (``core/modality.py``) looks inside.
+    Only the modality of the model (``core/vision``) looks inside.
     """
 
     def __len__(self) -> int: ...

@@ -11,7 +11,7 @@ import io
 import sys
 from typing import Any
 
-from core.vision.images import MARKER
+from core.vision.pictures import MARKER
 from data_preprocess.cli import Example, Source, run
 from data_preprocess.schema import make_row
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from core.config.sections.model import ModelConfig
-from core.vision.images import Picture, PictureFormat, Pictures, read_picture
-from core.vision.picture_modality import PictureModality
+from core.vision.modality import Modality
+from core.vision.pictures import Picture, PictureFormat, Pictures, read_picture
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -114,8 +114,8 @@ def pictures(*each: Picture, kind: str = "qwen2_5_vl") -> Pictures:
     return Pictures(each, each[0].format if each else picture_format(kind))
 
 
-def modality(kind: str = "qwen2_5_vl") -> PictureModality:
-    return PictureModality(picture_format(kind))
+def modality(kind: str = "qwen2_5_vl") -> Modality:
+    return Modality(True, picture_format(kind))
 
 
 def model_config(folder: Path, **options: Any) -> ModelConfig:

@@ -33,12 +33,13 @@ TOP_LEVEL = {
 # The layers of core, the top one first. A package or file imports from the layers below it and, as long as no circle
 # arises, from its own layer. A name is that of a package or of a file at the top of core.
 LAYERS = (
-    ("launch", "command_line", "ray_trainer", "plan", "export", "evaluate", "replay", "answers"),
+    ("launch", "command_line", "ray_trainer", "plan", "export", "evaluate", "answers"),
     ("session",),
     ("cluster", "rollout"),
     ("engines", "rewards"),
     ("learner", "tracking"),
-    ("algorithm", "checkpoint", "data", "modality", "model_shapes"),
+    ("algorithm", "checkpoint", "data", "model_shapes"),
+    ("vision",),
     ("config",),
     ("types", "errors", "files", "requirements_check", "__init__"),
 )

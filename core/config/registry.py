@@ -170,13 +170,7 @@ AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_na
     SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
     TOOL_AGENT: AgentLoopEntry("core.rollout.tool_agent:ToolAgentLoop"),
 }
-VISION = "core.vision"
-MODALITIES = dict.fromkeys(  # model_type -> "module:class" of core.modality.Modality, of models that read media
-    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), f"{VISION}.picture_modality:PictureModality"
-)
-MEDIA_COLUMNS = {  # key of the section data that names a column of media -> how a cell's part is read
-    "image_key": f"{VISION}.images:stored_bytes"
-}
+PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of the models whose pictures are read
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
     *("ignore_reinit_error", "include_dashboard", "dashboard_host", "dashboard_port", "job_config"),

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from core.data.chat_frames import ChatError, dropped_roles, rendered, template_of
-from core.data.parquet import Example, ExampleFile, Message, Problems, media_columns
+from core.data.parquet import Example, ExampleFile, Message, Problems
 from core.errors import InputError
-from core.modality import TEXT, MediaError, Modality
 from core.types import Media, Prompt
+from core.vision.modality import TEXT, Modality
+from core.vision.pictures import MediaError
 
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 NO_TEMPLATE = (
@@ -232,8 +233,8 @@ class PromptFiles:
         errors: list[str] = []
         for path in dict.fromkeys(paths):
             try:
-                keys = (self.config.prompt_key, self.config.reward_fn_key)
-                self.files[path] = ExampleFile(path, *keys, media_columns(self.config))
+                keys = self.config.prompt_key, self.config.reward_fn_key, self.config.image_key
+                self.files[path] = ExampleFile(path, *keys)
             except InputError as error:
                 errors += error.problems
         if errors:

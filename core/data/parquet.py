@@ -5,7 +5,7 @@ data_source    which scorer scores the answer (the column that ``data.reward_fn_
 prompt         a chat as a list of ``{role, content}``, or a plain string (``data.prompt_key``)
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
-images         optional: media of the prompt, read by the extension that has the column (``registry.MEDIA_COLUMNS``)
+images         optional: the prompt's pictures, a list (``data.image_key``)
 agent_name     optional: the agent loop that plays the example's episodes, in place of the configured one
 ability        optional, not read
 =============  ==========================================================================================
@@ -28,18 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from core.config import code_by_path, registry
-from core.config.sections.data import DataConfig
 from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, file_sha256, is_url, local_path
-from core.modality import MediaError
+from core.vision.pictures import MediaError, stored_bytes
 
 Message = Mapping[str, Any]
 MEDIA_NAMES = {"images", "videos", "audios"}  # columns of media in verl's schema
-KEPT_FILES, KEPT_EXAMPLES = (
-    8,
-    16384,
-)  # limits of what stays in memory: files, examples of each without media
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
 
 
@@ -121,13 +115,8 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(_canonical(value).encode(), digest_size=8).hexdigest()
 
 
-def media_columns(data: Any) -> dict[str, str]:
-    """Return column -> the key that names it, of the columns with media; ``data`` is the section of that name."""
-    return {getattr(data, key): key for key in registry.MEDIA_COLUMNS}
-
-
 class ExampleFile:
-    """The examples of one parquet file, a path or a URL. ``media`` are its :func:`media_columns`, by default the usual.
+    """The examples of one parquet file, a path or a URL. The keys are the columns that the ``data`` section names.
 
     Raises InputError when it is missing, empty, not parquet, or lacks a column.
     """
@@ -137,22 +126,14 @@ class ExampleFile:
         path: str | Path,
         prompt_key: str = "prompt",
         reward_fn_key: str = "data_source",
-        media: Mapping[str, str] | None = None,
+        image_key: str = "images",
     ):
         self.path = str(path)
         self.prompt_key = prompt_key
         self.reward_fn_key = reward_fn_key
-        media = media_columns(DataConfig()) if media is None else media
         here = Path(local_path(self.path, "data")).expanduser()
-        stat = here.stat() if here.is_file() else None  # before it is read: one that changes meanwhile is another file
-        self._table = _read_table(self.path, here, prompt_key, reward_fn_key, media)
-        self._media = {  # column -> what reads an entry of its lists
-            column: code_by_path.load_object(registry.MEDIA_COLUMNS[key])
-            for column, key in media.items()
-            if column in self._table.column_names
-        }
-        identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        self._key = (self.path, identity, prompt_key, reward_fn_key, *media)
+        self._table = _read_table(self.path, here, prompt_key, reward_fn_key, image_key)
+        self.image_key = image_key if image_key in self._table.column_names else None
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -167,24 +148,8 @@ class ExampleFile:
     def examples(self, problems: Problems, numbers: np.ndarray | None = None, batch: int = 1024) -> Iterator[Example]:
         """Yield the examples of these (increasing) numbers, or all, a batch of a large file in memory at a time.
 
-        Those that break the schema are left out and added to ``problems``. A start reads its examples twice, and runs
-        that share a process read the same files: those of a small file are kept and shared, so change none of them.
+        Those that break the schema are left out and added to ``problems``.
         """
-        if (cached := _kept.get(self._key)) is not None:
-            yield from cached if numbers is None else (cached[number] for number in numbers)
-            return
-        small = len(self) <= KEPT_EXAMPLES and not self._media
-        examples = []
-        for example in self._read(problems, numbers, batch):
-            if small:
-                examples.append(example)
-            yield example
-        if len(examples) == len(self):  # all were asked for, and none breaks the schema
-            while len(_kept) >= KEPT_FILES:
-                del _kept[next(iter(_kept))]
-            _kept[self._key] = examples
-
-    def _read(self, problems: Problems, numbers: np.ndarray | None, batch: int) -> Iterator[Example]:
         for start in range(0, len(self), batch):
             part = self._table.slice(start, batch)
             indices = np.arange(start, start + len(part))
@@ -200,8 +165,7 @@ class ExampleFile:
         bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
         media: list[bytes] = []
         try:
-            for column, stored_bytes in self._media.items():
-                media += map(stored_bytes, raw[column] or ())
+            media += map(stored_bytes, (raw[self.image_key] or ()) if self.image_key else ())
         except MediaError as error:
             bad.append((error.rule, error.fix, error.value))
         for rule, fix, value in bad:
@@ -224,9 +188,6 @@ class ExampleFile:
             media=tuple(media),
             agent_name=raw.get("agent_name") or None,
         )
-
-
-_kept: dict[tuple[Any, ...], list[Example]] = {}  # by file, the one that was kept first in front
 
 
 def _indices(numbers: np.ndarray) -> Any:
@@ -257,7 +218,7 @@ def sha256_of(path: str | Path) -> str:
     return file_sha256(Path(local_path(str(path))).expanduser())
 
 
-def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, media: Mapping[str, str]) -> Any:
+def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, image_key: str) -> Any:
     """Return the columns that examples need. ``path`` is where the file lies here, ``where`` how it was named."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -276,20 +237,20 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, med
         if missing:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        optional = [name for name in ("extra_info", *media, "agent_name") if name in names]
+        optional = [name for name in ("extra_info", image_key, "agent_name") if name in names]
         table = file.read(columns=[*columns, *optional])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
-    for column in MEDIA_NAMES - media.keys():
+    for column in MEDIA_NAMES - {image_key}:
         if column in names and _holds_anything(file.read(columns=[column])[column]):
-            fix = "leave the column out"
+            fix = "leave the column out, or name it in data.image_key if it holds pictures"
             raise InputError([f"{where}: column {column!r} holds media, which nothing here reads; {fix}"])
-    for column in media.keys() & set(optional):
-        kind = table[column].type
-        if table[column].null_count == table.num_rows:
-            table = table.drop_columns([column])
+    if image_key in optional:
+        kind = table[image_key].type
+        if table[image_key].null_count == table.num_rows:
+            table = table.drop_columns([image_key])
         elif not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            raise InputError([f"{where}: column {column!r} (data.{media[column]}) holds {kind}; it must hold lists"])
+            raise InputError([f"{where}: column {image_key!r} (data.image_key) holds {kind}; it must hold lists"])
     if table.num_rows == 0:
         raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
     return table

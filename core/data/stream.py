@@ -17,8 +17,8 @@ from core.data.dataset import Choose, PromptFiles, Word
 from core.data.parquet import named_loops
 from core.data.sampler import Order, Stage, apportion, permutation
 from core.errors import InputError
-from core.modality import TEXT, Modality
 from core.types import Prompt
+from core.vision.modality import TEXT, Modality
 
 SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order
 
@@ -66,8 +66,7 @@ class PromptStream:
         stages = _stages(config)
         self.files = PromptFiles(config, tokenizer, modality, word) if files is None else files
         self.files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
-        if modality.reads_media:
-            modality.check_examples(self.files.examples(), config)
+        modality.check_examples(self.files.examples(), config)
         self._paths, sized = zip(*map(self._sized, stages), strict=True)
         self._order = Order(sized, self.seed, bool(config.shuffle))
 

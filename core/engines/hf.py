@@ -24,8 +24,8 @@ from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
 from core.engines.stopping import eos_ids
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight
-from core.modality import modality_of
 from core.types import Media
+from core.vision.modality import modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config

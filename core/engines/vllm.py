@@ -32,7 +32,7 @@ from core.engines.stopping import eos_ids
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import load_policy, resolve_path
-from core.modality import modality_of
+from core.vision.modality import modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config

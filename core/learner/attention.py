@@ -30,8 +30,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.errors import InputError
-from core.modality import TEXT, Modality
 from core.types import Media
+from core.vision.modality import TEXT, Modality
 
 ATTENTION = "packed_rows"  # the name under which transformers finds attend
 HEADS, TOKENS = 1, 2  # axes of the queries, keys and values that attend gets

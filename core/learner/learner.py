@@ -30,8 +30,8 @@ from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing, check_speed, shares_alike
 from core.learner.packing import ForwardInputs, Layout, predicting_tokens
 from core.learner.traced_tokens import TracedTokens, clipped_how
-from core.modality import TEXT, Modality, modality_of
 from core.types import Media, TrainBatch
+from core.vision.modality import TEXT, Modality, modality_of
 
 if TYPE_CHECKING:
     from core.config.sections.actor import ActorConfig, RefConfig

@@ -21,7 +21,7 @@ from core.config import chat_template, registry
 from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, is_url, local_path
 from core.learner.log_probs import FP32Head
-from core.modality import TEXT, Modality, modality_of
+from core.vision.modality import TEXT, Modality, modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -119,7 +119,7 @@ def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     modality = modality_of(config)
     if getattr(config, "vision_config", None) is not None and not modality.reads_media:
-        known = ", ".join(registry.MODALITIES) or "none"
+        known = ", ".join(registry.PICTURE_MODELS) or "none"
         rule = f"its model_type {config.model_type} reads pictures in its own way; known are {known}"
         raise InputError(f"actor_rollout_ref.model.path={model.path}: {rule}")
     return modality.configured(config, path, tokenizer)
@@ -201,7 +201,7 @@ def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
 def freeze_parts(module: nn.Module, config: Config) -> nn.Module:
     """Freeze the parts of the policy that the configuration excludes from training."""
     if config.actor_rollout_ref.actor.freeze_vision_tower:
-        from core.vision.model_inputs import freeze_vision_tower
+        from core.vision.learner_pictures import freeze_vision_tower
 
         freeze_vision_tower(module)
     return module

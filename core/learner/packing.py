@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from core.errors import InputError
 from core.learner.attention import ATTENTION, SharedPrompts, can_share, places
-from core.modality import MediaInputs
 from core.types import pad, token_places
+from core.vision.learner_pictures import PictureInputs
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ForwardInputs:
     inputs: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the model
     predicts_N: Tensor | None = None
     mesh: DeviceMesh | None = None
-    media: MediaInputs | None = None  # of the sequences
+    media: PictureInputs | None = None  # of the sequences
 
     def at_tokens(self, values_M: Tensor) -> Tensor:
         """Return [N]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
@@ -93,7 +93,7 @@ class Layout:
         ids_N: Tensor,
         mask_N: Tensor,
         lengths_B: Tensor,
-        media: MediaInputs | None = None,
+        media: PictureInputs | None = None,
         shared: SharedPrompts | None = None,
     ) -> ForwardInputs:
         """Return the inputs of the pass over these sequences, whose policy tokens are in the mask.

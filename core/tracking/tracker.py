@@ -162,7 +162,7 @@ class Tracker:
         media = {(prompt.data_source, prompt.uid): prompt.media for prompt in prompts if prompt.media}
         of_kept = ((row.get("data_source"), row.get("uid")) for row in kept)
         if shown := {question: media[question] for question in of_kept if question in media}:
-            from core.vision.thumbnails import keep_thumbnails
+            from core.vision.pictures import keep_thumbnails
 
             file = self.run_dir / PICTURES
             self.records.attempt(PICTURES, file, lambda: keep_thumbnails(file, shown))

@@ -23,7 +23,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
 from core.errors import InputError
-from core.vision.images import Picture, Pictures, patches
+from core.vision.pictures import Picture, Pictures, patches
 
 FAMILY = "transformers.models.qwen2_vl"
 MODELS = {  # model_type -> vLLM's module, its model and its ProcessingInfo

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from core.vision.images import PictureFormat, Pictures
+    from core.vision.pictures import PictureFormat, Pictures
 
 DATA_SOURCE = "lab/figures"
 FOLDER = Path("outputs/lab/figures")
@@ -224,7 +224,7 @@ def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[Pictures]], lab
     """Return the mean next-token loss of the answers, nats a token; ``seen`` are ids and pictures of each sequence."""
     import torch.nn.functional as F
 
-    from core.vision.model_inputs import PictureInputs, run_with_pictures
+    from core.vision.learner_pictures import PictureInputs, run_with_pictures
 
     ids_BT, pictures_B = seen
     written_BT = labels_BT[:, 1:] != warm_start.IGNORED
@@ -234,7 +234,7 @@ def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[Pictures]], lab
 
 def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: list[float]) -> PreTrainedModel:
     """Train a model and append each step's loss. Raises BaseModelError where it did not learn to look."""
-    from core.vision.images import Pictures, read_picture
+    from core.vision.pictures import Pictures, read_picture
 
     rng, model = random.Random(recipe.seed), new_model(recipe, tokenizer)
     drawn = list(figures(recipe.examples, f"figures warm start {recipe.seed}"))

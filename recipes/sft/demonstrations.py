@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
-from core.data.parquet import Example, Problems, media_columns
+from core.data.parquet import Example, Problems
 from core.engines.stopping import eos_ids
 from core.errors import InputError
 from core.files import local_path
@@ -286,10 +286,10 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
             keys = f"data.messages_key={config.messages_key}, data.response_key={config.response_key}"
             has = ", ".join(sorted(names)) or "no column"
             raise InputError(f"{path}: has neither chats nor answers ({keys}), only {has}; name the column by its key")
-        for column, key in media_columns(config).items():
-            if column in names and file.read(columns=[column])[0].null_count < file.metadata.num_rows:
-                rule = f"column {column!r} (data.{key}) holds media, and fine-tuning reads text alone"
-                raise InputError(f"{path}: {rule}; leave the column out, or name another one")
+        column = config.image_key
+        if column in names and file.read(columns=[column])[0].null_count < file.metadata.num_rows:
+            rule = f"column {column!r} (data.image_key) holds pictures, and fine-tuning reads text alone"
+            raise InputError(f"{path}: {rule}; leave the column out, or name another one")
         table = file.read(columns=columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path}: not a readable parquet file ({error}); {make}") from error

@@ -15,7 +15,7 @@ from PIL import Image
 
 from core.data.stream import PromptStream
 from core.rollout.tools import chosen, load_tools
-from core.vision.images import pixels
+from core.vision.pictures import pixels
 from data_preprocess import geo3k, geo3k_multiturn_w_tool
 from data_preprocess.schema import write_rows
 from reward_scores.geo3k import score

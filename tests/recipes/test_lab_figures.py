@@ -11,7 +11,7 @@ import torch
 
 from core.config import compose
 from core.ray_trainer import RayPPOTrainer
-from core.vision.images import read_picture
+from core.vision.pictures import read_picture
 from recipes.lab import figures
 from recipes.lab.figures import Figure
 from tests.pictures import picture_format

@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_trained_on_is_refused(row, says, tmp_path):
 
 def test_pictures_are_not_left_out_unnoticed(tmp_path):
     row = {"prompt": "x", "response": "y", "images": [{"bytes": b"x", "path": None}]}
-    with pytest.raises(InputError, match=r"column 'images' \(data.image_key\) holds media"):
+    with pytest.raises(InputError, match=r"column 'images' \(data.image_key\) holds pictures"):
         loaded(write_rows(tmp_path / "x.parquet", [row, {**row, "images": None}]))
     assert len(loaded(write_rows(tmp_path / "y.parquet", [{**row, "images": None}]))) == 1
 

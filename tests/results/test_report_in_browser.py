@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.vision.images import thumbnail
+from core.vision.pictures import thumbnail
 from results import report
 from results.reporting.curves import curves
 from results.reporting.pages import Curves, Line, Table, without_constants

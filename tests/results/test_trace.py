@@ -19,7 +19,7 @@ from PIL import Image
 from core.errors import InputError
 from core.trace.trace_recorder import FORMAT
 from core.types import Stop
-from core.vision.images import THUMBNAIL, pixels, read_picture, thumbnail
+from core.vision.pictures import THUMBNAIL, pixels, read_picture, thumbnail
 from results import report, trace
 from results.reporting import trace_page
 from results.reporting.pages import Link

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.data import parquet
 from core.data.parquet import ExampleFile, Problems, sha256_of
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
@@ -51,42 +50,6 @@ def test_batches_and_choices_give_the_same_rows(tmp_path):
     assert all_rows == [file.example(number) for number in range(25)]
     chosen = np.array([0, 3, 4, 11, 24])
     assert list(file.examples(Problems(), chosen, batch=4)) == [all_rows[number] for number in chosen]
-
-
-def test_examples_of_a_small_file_are_read_once_until_it_changes(tmp_path, monkeypatch):
-    path = rows_file(tmp_path / "a.parquet", 25)
-    read = []
-    original = ExampleFile._read
-    monkeypatch.setattr(ExampleFile, "_read", lambda *args: (read.append(1), original(*args))[1])
-    first = list(ExampleFile(path).examples(Problems()))
-    again = list(ExampleFile(path).examples(Problems(), np.array([3, 24])))
-    assert len(read) == 1 and [one is first[one.number] for one in again] == [True, True]
-    rows_file(tmp_path / "a.parquet", 26)
-    assert len(list(ExampleFile(path).examples(Problems()))) == 26 and len(read) == 2
-    # Another column as prompts is another reading; a choice of a file that was never read whole is none to keep.
-    other = ExampleFile(path, "data_source")
-    assert len(list(other.examples(Problems(), np.array([3])))) == 1 and len(read) == 3
-    assert len(list(other.examples(Problems()))) == 26 and len(read) == 4
-
-
-def test_examples_of_a_file_with_problems_or_many_rows_are_read_each_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "KEPT_EXAMPLES", 24)
-    good = {"prompt": "q", "data_source": "s", "reward_model": {"style": "rule", "ground_truth": "1"}}
-    bad = {**good, "reward_model": None}
-    for name, rows in (("many", [good] * 25), ("bad", [good, bad])):
-        file = ExampleFile(write_parquet(tmp_path / f"{name}.parquet", rows))
-        found = [len(list(file.examples(Problems()))) for _ in range(2)]
-        first, again = Problems(), Problems()
-        list(file.examples(first)), list(file.examples(again))
-        assert found[0] == found[1] and first.lines() == again.lines()
-        assert (name == "bad") == bool(again.lines())
-        assert file._key not in parquet._kept
-
-
-def test_no_more_files_are_kept_than_allowed(tmp_path):
-    for number in range(parquet.KEPT_FILES + 3):
-        list(ExampleFile(rows_file(tmp_path / f"{number}.parquet", 3)).examples(Problems()))
-    assert len(parquet._kept) == parquet.KEPT_FILES
 
 
 def test_choosing_rows_imports_no_pandas(tmp_path):

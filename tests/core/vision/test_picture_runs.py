@@ -21,7 +21,7 @@ from core.ray_trainer import RayPPOTrainer
 from core.rollout.agent_loop import Episode, Limits
 from core.rollout.tool_agent import ToolAgentLoop
 from core.types import Prompt
-from core.vision.images import MARKER
+from core.vision.pictures import MARKER
 from tests.core.rollout.test_tool_agent import CALCULATOR, TEMPLATE, call
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import REWARD, command
@@ -177,7 +177,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(files, tmp_path):
 
 
 def test_a_text_model_has_no_tower_to_freeze(tmp_path):
-    from core.vision.model_inputs import freeze_vision_tower
+    from core.vision.learner_pictures import freeze_vision_tower
     from tests.tiny import tiny_model
 
     with pytest.raises(InputError, match="freeze_vision_tower=True: .* reads text alone"):

@@ -8,7 +8,7 @@ from core.tracking.records import read_jsonl
 from core.tracking.samples import generation_rows
 from core.tracking.tracker import Tracker
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
-from core.vision.images import SHOWN, thumbnail
+from core.vision.pictures import SHOWN, thumbnail
 from reward_scores.score import Score
 from tests.core.synthetic import configured
 from tests.pictures import picture, pictures, vision_tokenizer

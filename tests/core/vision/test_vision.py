@@ -17,8 +17,8 @@ from core.learner.learner import MicroBatchSize, Policy
 from core.learner.models import load_policy
 from core.learner.packing import Layout
 from core.types import Prompt, ScoredGroup, TrainBatch
-from core.vision.images import patches
-from core.vision.model_inputs import PictureInputs, run_with_pictures
+from core.vision.learner_pictures import PictureInputs, run_with_pictures
+from core.vision.pictures import patches
 from reward_scores.score import Score
 from tests.padded import batch_of_padded
 from tests.pictures import KINDS, model_config, picture, pictures, save_vision_model, vision_model, vision_tokenizer

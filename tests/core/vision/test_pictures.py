@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from core.config import registry
-from core.data import parquet
 from core.data.dataset import Encoder
-from core.data.parquet import ExampleFile, Problems
 from core.data.stream import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.learner.models import load_modality, load_tokenizer
-from core.modality import TEXT, MediaError
-from core.vision.images import MARKER, patches, pixels, read_picture, stored_bytes
+from core.vision.modality import TEXT
+from core.vision.pictures import MARKER, MediaError, patches, pixels, read_picture, stored_bytes
 from tests.pictures import (
     KINDS,
     image_processor,
@@ -192,18 +189,12 @@ def test_how_a_model_reads_pictures_is_found_in_its_folder(tmp_path, kind):
     with pytest.raises(InputError, match="the tokenizer lacks the placeholder"):
         load_modality(model, tiny_tokenizer())
     (tmp_path / kind / "preprocessor_config.json").unlink()
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="configuration of its image processor"):
         load_modality(model, load_tokenizer(model))
-
-
-def test_examples_with_pictures_are_not_kept_in_memory(tmp_path):
-    file = ExampleFile(write_parquet(tmp_path / "a.parquet", [row(0, png()), row(1, png(1))]))
-    assert [len(list(file.examples(Problems()))) for _ in range(2)] == [2, 2]
-    assert file._key not in parquet._kept
 
 
 def test_a_model_that_reads_pictures_in_another_way_is_refused(tmp_path, monkeypatch):
     model = model_config(save_vision_model(tmp_path / "a"))
-    monkeypatch.delitem(registry.MODALITIES, "qwen2_5_vl")
+    monkeypatch.setattr("core.vision.modality.PICTURE_MODELS", ("qwen2_vl", "qwen3_vl"))
     with pytest.raises(InputError, match="model_type qwen2_5_vl reads pictures in its own way; known are qwen2_vl, qw"):
         load_modality(model, load_tokenizer(model))

@@ -2,14 +2,15 @@
 
 Pillow brings a picture to the size at which the model reads it. Every reader, the learner and each engine, starts from
 these pixels, so that an engine's own resizing has nothing left to do: Pillow's and torchvision's pixels differ by up to
-0.015 after resizing. Which model reads pictures how is found in ``picture_modality.py``; what runs the vision tower is
-``model_inputs.py``.
+0.015 after resizing. The learner's side is ``learner_pictures.py``, vLLM's ``vllm_pictures.py``.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import json
+import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,25 @@ from typing import Any
 
 import numpy as np
 
-from core.modality import MediaError
+from core.errors import InputError
+from core.files import write_atomic
 
+log = logging.getLogger(__name__)
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
 # Decoding takes 3 bytes a pixel, and the widest published processor reads 13 million: more is a mistake or a bomb.
 MOST_PIXELS = 2**26
 THUMBNAIL = 192  # pixels of the longer side, of what records and pages show: at most 30 KB as JPEG
 SHOWN = 8  # thumbnails of a prompt at the most
+NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")  # in config.json: around a placeholder, it
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 16-bit and float ones have no fixed range
+
+
+class MediaError(ValueError):
+    """Pictures, or their places in a prompt, cannot be used: rule and fix, equal for all such, and the value."""
+
+    def __init__(self, rule: str, fix: str, value: str = ""):
+        super().__init__(f"{rule} ({value}); {fix}" if value else f"{rule}; {fix}")
+        self.rule, self.fix, self.value = rule, fix, value
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,34 @@ class PictureFormat:
     most: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, config: Any, path: str, tokenizer: Any) -> PictureFormat:
+        """Return how the model of a folder or hub id reads pictures; ``config`` is transformers' of it.
+
+        Raises InputError where the folder lacks the configuration of its image processor or the tokenizer its
+        placeholder.
+        """
+        processor, settings = image_processor(path), [getattr(config, name) for name in NAMES]
+        tokens = tokenizer.convert_ids_to_tokens(settings)
+        if tokenizer("".join(map(str, tokens)), add_special_tokens=False)["input_ids"] != settings:
+            rule = f"the tokenizer lacks the placeholder of pictures ({', '.join(NAMES)})"
+            raise InputError(f"actor_rollout_ref.model.path={path}: {rule}; take the model's")
+        sizes = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+        bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
+        colours = tuple(processor.image_mean), tuple(processor.image_std)
+        return cls(tokens[1], config.image_token_id, "".join(tokens), *sizes, *bounds, *colours)
+
+
+def image_processor(path: str) -> Any:
+    """Load the image processor's configuration, in its Pillow form, which needs no torchvision. Raises InputError."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    try:
+        return Qwen2VLImageProcessorPil.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise InputError(f"{path}: has no usable configuration of its image processor ({why})") from error
 
 
 @dataclass(frozen=True)
@@ -105,12 +145,8 @@ class Pictures:
             raise MediaError(rule, "one place a picture", f"{places} places, {len(self)} pictures")
         if isinstance(prompt, str):
             return prompt.replace(MARKER, self.format.mark)
-        return [
-            {**message, "content": message["content"].replace(MARKER, self.format.mark)}
-            if message.get("content")
-            else message
-            for message in prompt
-        ]
+        marked = ((message.get("content") or "").replace(MARKER, self.format.mark) for message in prompt)
+        return [{**one, "content": text} if text else one for one, text in zip(prompt, marked, strict=True)]
 
     def expand(self, ids: Sequence[int]) -> list[int]:
         """Return ids in which the placeholder of each picture is repeated for each of its tokens.
@@ -160,11 +196,8 @@ def stored_bytes(cell: Any) -> bytes:
         try:
             data = Path(path).expanduser().read_bytes()
         except OSError as error:
-            raise MediaError(
-                "a picture is missing",
-                "store its bytes in the file, or give the right path",
-                f"{path}: {error.strerror}",
-            ) from error
+            fix = "store its bytes in the file, or give the right path"
+            raise MediaError("a picture is missing", fix, f"{path}: {error.strerror}") from error
     if not isinstance(data, bytes) or not data:
         raise MediaError("a picture is missing", "store its bytes in the file", type(cell).__name__)
     return data
@@ -173,10 +206,11 @@ def stored_bytes(cell: Any) -> bytes:
 def read_picture(data: bytes, format: PictureFormat, *, decode: bool = False) -> Picture:
     """Return the picture of a file's bytes, with the size at which the model reads it. ``decode`` tries all of it.
 
-    Raises MediaError for what is no picture, is broken or too large, or has several frames or a mode without a form
-    in RGB.
+    Raises MediaError for what is no picture, is broken, too large or a strip, or has several frames or a mode without a
+    form in RGB.
     """
     from PIL import Image, UnidentifiedImageError
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     try:
         with warnings.catch_warnings():
@@ -196,18 +230,12 @@ def read_picture(data: bytes, format: PictureFormat, *, decode: bool = False) ->
         if isinstance(error, MediaError):
             raise
         raise MediaError("a picture is broken", "mend the file or leave the row out", str(error)[:80]) from error
-    return Picture(data, *read_size(height, width, format), format)
-
-
-def read_size(height: int, width: int, format: PictureFormat) -> tuple[int, int]:
-    """Return height and width at which a picture of this size is read. Raises MediaError for a strip."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
     try:
-        return smart_resize(height, width, format.patch * format.merge, format.least, format.most)
+        size = smart_resize(height, width, format.patch * format.merge, format.least, format.most)
     except ValueError as error:
         fix = "cut it or leave the row out"
         raise MediaError("a picture is too long and narrow", fix, f"{width} x {height}: {error}") from error
+    return Picture(data, *size, format)
 
 
 @lru_cache(maxsize=256)  # the passes of a step read the same ones
@@ -250,3 +278,20 @@ def patches(picture: Picture) -> np.ndarray:
     cut = cut.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
     cut = np.broadcast_to(cut, (*cut.shape[:5], format.frames, *cut.shape[6:]))
     return cut.reshape(rows * columns, -1)
+
+
+# ---------------------------------------------------------------- what a person sees of validation questions
+
+
+def keep_thumbnails(path: Path, media: Mapping[tuple[str, str], Pictures]) -> None:
+    """Add the thumbnails of questions, by data source and uid, to those of earlier validations. Raises OSError."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        new = [(source, uid) for source, uid in media if uid not in known.get(source, {})]
+    except (ValueError, AttributeError) as error:
+        log.warning("%s is damaged (%s): written anew", path, error)
+        known, new = {}, list(media)
+    for source, uid in new:
+        known.setdefault(source, {})[uid] = media[source, uid].thumbnails()
+    if new:
+        write_atomic(path, json.dumps(known) + "\n")

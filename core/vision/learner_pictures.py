@@ -1,7 +1,7 @@
 """What a pass of a vision-language model needs beyond ids: features of pictures, their places, positions on three axes.
 
-The families are those of ``core.config.registry.MODALITIES``; their modules agree on the names that are used here. A
-picture that stands in several sequences of a pass goes through the vision tower once. Placeholders that the policy
+The families are those of ``core.config.registry.PICTURE_MODELS``; their modules agree on the names that are used here.
+A picture that stands in several sequences of a pass goes through the vision tower once. Placeholders that the policy
 wrote are ordinary tokens, as they are to an engine that decodes them: only a prompt's stand for pictures.
 """
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.vision.images import Picture, Pictures, patches
+from core.vision.pictures import Picture, Pictures, patches
 
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """The pictures of the sequences in a pass: :class:`core.modality.MediaInputs`.
+    """The pictures of the sequences in a pass.
 
     Shapes (S as the pass has its ids, [B, T] or packed [1, N]):
         position  [3, *S] int64  along time, height and width
@@ -33,11 +33,9 @@ class PictureInputs:
     pictures: tuple[Picture, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures | None]) -> PictureInputs | None:
-        """Return the inputs of sequences that are padded on the right; None where none of them has a picture."""
+    def of(cls, module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures | None]) -> PictureInputs:
+        """Return the inputs of sequences that are padded on the right."""
         pictures = tuple(picture for media in media_B if media for picture in media.pictures)
-        if not pictures:
-            return None
         counts = ids_BT.new_tensor([media.tokens if media else 0 for media in media_B])
         place_BT = ids_BT == pictures[0].format.token_id
         place_BT &= place_BT.cumsum(1) <= counts[:, None]
@@ -66,12 +64,11 @@ def freeze_vision_tower(module: nn.Module) -> None:
     tower.requires_grad_(False)
 
 
-def run_text(module: nn.Module, input_ids: Tensor, *, every_part: bool, **inputs: Any) -> Any:
-    """Return what the model's body returns of text; ``every_part`` runs the vision tower too, for nothing."""
-    zero = _zero_of_tower(module) if every_part else None
+def run_with_unused_tower(module: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
+    """Return what the model's body returns of text, after a pass of the vision tower for nothing."""
+    zero = _zero_of_tower(module)
     output = module.base_model(input_ids=input_ids, **inputs)
-    if zero is not None:
-        output.last_hidden_state = output.last_hidden_state + zero
+    output.last_hidden_state = output.last_hidden_state + zero
     return output
 
 
