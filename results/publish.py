@@ -1,9 +1,8 @@
 """The command that commits a run, or an evaluation: ``python -m results.publish RUN [--as RECIPE/NAME]``.
 
 It turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json, summary.json,
-metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host names, and records of tokens
-(``trainer.trace``) where they are small. ``summary.json`` is a function of the others. Afterwards, ``python -m
-results.report --index`` brings the tables up to date. Earlier copies have a ``validation.jsonl`` and no samples.
+metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host names. ``summary.json`` is a
+function of the others. Afterwards, ``python -m results.report --index`` brings the tables up to date.
 
 An evaluation of a model that was not trained here is published by its file of scores, which ``core.evaluate score``
 wrote: ``python -m results.publish ANSWERS.scores-NAME.jsonl`` makes ``evaluation.json`` and ``scores.jsonl.gz``. What
@@ -17,7 +16,6 @@ import csv
 import gzip
 import io
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,14 +26,14 @@ from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking.validation import ValRecord, merge_by_question
 from results.reporting.answers import published_samples
+from results.reporting.curves import with_totals
 from results.reporting.evaluations import RECORD, SCORES, record_of
-from results.reporting.reference_logs import forget_verified, read_references
-from results.reporting.run_reader import NotARun, RecordedRun, load_run, run_copy, scrub, summarise
-from results.reporting.x_axis import with_totals
+from results.reporting.references import read_references
+from results.reporting.run_reader import NotARun, RecordedRun, load_run, run_copy, scrub
+from results.reporting.summaries import summarise
 
 METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
 VALIDATION_BYTES = 1_000_000  # beyond it validation.jsonl.gz holds the first and the last evaluation only
-TRACE_BYTES = 500_000  # of a run's records of tokens: those of long answers stay with the run
 SAMPLES = 50  # questions of each data source in samples.jsonl.gz
 
 
@@ -54,27 +52,11 @@ def publish(folder: str | Path, target: str | Path) -> Path:
     config = read_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
     (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")
     _write_csv(target / "metrics.csv", run)
-    for name in ("validation.jsonl", "samples.jsonl"):  # what an earlier copy may have left
-        (target / name).unlink(missing_ok=True)
     _write_rows(target / "samples.jsonl.gz", _packed(published_samples(run, SAMPLES)))
     _write_rows(target / "validation.jsonl.gz", _packed_validation(run.validation))
-    _copy_trace(run.folder / "trace", target / "trace")
     summary = summarise(load_run(target))
     (target / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return target
-
-
-def _copy_trace(folder: Path, target: Path) -> None:
-    """Copy the records of tokens in place of earlier ones, where they are not too large."""
-    if folder.resolve() == target.resolve():
-        return
-    if target.exists():
-        shutil.rmtree(target)
-    files = sorted(folder.glob("step_*.npz"))
-    if files and sum(file.stat().st_size for file in files) <= TRACE_BYTES:
-        target.mkdir()
-        for file in files:
-            shutil.copyfile(file, target / file.name)
 
 
 def publish_evaluation(scores: Path, results: Path, name: str | None = None) -> Path:
@@ -166,9 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run.suffix == ".jsonl":
             target = publish_evaluation(run, args.results, args.name)
         else:
-            name = args.name or _run_name(run)
-            target = publish(run, args.results / name)
-            forget_verified(args.results, name)
+            target = publish(run, args.results / (args.name or _run_name(run)))
         print(f"published as {target}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -182,7 +162,7 @@ def _run_name(folder: Path) -> str:
     try:
         return load_run(folder).name
     except NotARun as error:
-        scores = [path for path in sorted(folder.rglob("*.scores-*.jsonl"))]
+        scores = sorted(folder.rglob("*.scores-*.jsonl"))
         if not scores:
             raise
         raise NotARun(f"{error}; an evaluation is published by its file of scores: {scores[0]}") from error

@@ -24,9 +24,10 @@ from pathlib import Path
 from core.errors import InputError, printable
 from core.files import written_here
 from results.reporting import readme_tables
-from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy
+from results.reporting.curves import AXES
+from results.reporting.run_reader import RecordedRun, load_run, run_copy
 from results.reporting.run_report import headline, write_report
-from results.reporting.x_axis import AXES
+from results.reporting.summaries import group_name, group_runs
 
 
 def _parser() -> argparse.ArgumentParser:

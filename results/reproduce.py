@@ -6,15 +6,16 @@
     bash recipes/dapo/reproduce.sh node8 [ROW ...]     a smaller run for one node of 8 GPUs: a departure from the paper
     bash recipes/dapo/reproduce.sh lab                 the recipe on a laptop, in minutes
 
-DRY_RUN=1 prints every stage with its cost and whether it is done. Repeating the command continues: a stage that is done
-is not repeated, and training continues from its last checkpoint. What stands after ``--`` is added to the training
-command. ``recipes/<recipe>/reproduce.yaml`` holds the tables, and the server that some of them need: Search-R1's
-retriever is started where none answers, and ended with the command.
+DRY_RUN=1 prints every stage and whether it is done. Repeating the command continues: a stage that is done is not
+repeated, and training continues from its last checkpoint. What stands after ``--`` is added to the training command.
+``recipes/<recipe>/reproduce.yaml`` holds the tables, and the server that some of them need (Search-R1's retriever).
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,46 +24,36 @@ from core.command_line import is_dry_run
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 from results.reporting import readme_tables
-from results.reproduction.commands import INTERRUPTED, Commands
-from results.reproduction.rows import Row, overview, read_tables, rows_of
-from results.reproduction.service import Service, ended, service_of
+from results.reproduction.rows import Row, Service, overview, rows_of, service_of
 from results.reproduction.stages import SCORES, Stage, stages
 
 AGAIN = "the same command goes on from here"
+INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 
 
 def work(rows: Sequence[Row], seeds: Sequence[int], typed: Sequence[str], service: Service | None) -> int:
     """Run what is not done, row by row; return the status of the first stage that fails, else 0.
 
-    Raises InputError for a service that cannot be had.
+    Raises InputError for a service that does not answer.
     """
-    try:
-        with Commands() as commands, ended(service):
-            for row in rows:
-                for seed in seeds:
-                    print(f"\n{row.recipe}, {row.name}, seed {seed}; reported: {row.reported}", flush=True)
-                    if status := repeat(list(stages(row, seed, typed, service)), commands, service):
-                        return status
-    except KeyboardInterrupt:
-        print(f"stopped; {AGAIN}", file=sys.stderr)
-        return INTERRUPTED
+    for row in rows:
+        for seed in seeds:
+            print(f"\n{row.recipe}, {row.name}, seed {seed}; reported: {row.reported}", flush=True)
+            if status := repeat(list(stages(row, seed, typed, service is not None)), service):
+                return status
     return 0
 
 
-def repeat(found: Sequence[Stage], commands: Commands, service: Service | None) -> int:
+def repeat(found: Sequence[Stage], service: Service | None) -> int:
     """Run the stages that are not done, or print all of them in a dry run; return a failed one's status, else 0."""
-    shown = False
     for stage in found:
         done = stage.done()
-        if is_dry_run() and stage.needs_service and not done and not shown:
-            print(service, flush=True)
-            shown = True
         print(stage, flush=True)
         if done or is_dry_run():
             continue
         if stage.needs_service:
-            service.start()
-        if status := commands.run(stage.command):
+            service.require()
+        if status := run(stage.command):
             print(f"{stage.name} ended with status {status}; {AGAIN}", file=sys.stderr)
             return status
         if not stage.done():
@@ -70,6 +61,31 @@ def repeat(found: Sequence[Stage], commands: Commands, service: Service | None) 
             print(f"{stage.name} ended with status 0, and {made}: look at its output", file=sys.stderr)
             return 1
     return 0
+
+
+def run(command: str) -> int:
+    """Run a shell command to its end and return its exit status, INTERRUPTED where a person or a scheduler ended it.
+
+    A terminal's Ctrl-C reaches the command too. It is waited for: a training run saves a checkpoint first. SIGTERM and
+    SIGHUP, which reach this process alone, are passed on.
+    """
+    process = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL)
+    interrupted = False
+
+    def pass_on(number: int, _: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        if number != signal.SIGINT:
+            process.send_signal(signal.SIGINT)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return INTERRUPTED if interrupted else status
 
 
 def show_table(rows: Sequence[Row], seeds: Sequence[int]) -> int:
@@ -103,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(overview(args.recipe))
             return 0
         rows = rows_of(args.recipe, args.table, args.rows)
-        service = service_of(args.recipe, read_tables(args.recipe), typed)
+        service = service_of(args.recipe, typed)
         return work(rows, args.seeds, typed, service) or (0 if is_dry_run() else show_table(rows, args.seeds))
     except InputError as error:
         print(error, file=sys.stderr)

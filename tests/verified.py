@@ -12,7 +12,7 @@ import os
 import yaml
 
 from core.tracking.run_manifest import ROOT, git_state
-from results.reporting.reference_logs import VERIFIED
+from results.reporting.references import VERIFIED
 
 HEAD = "# Written by `make verified`, by the tests that are named; not edited by hand.\n"
 

@@ -12,8 +12,7 @@ from core.config import examine
 from core.config.paths import run_folder
 from core.errors import printable
 from results.reporting.run_reader import NotARun, load_run
-from results.reporting.run_report import headline, write_report
-from results.reporting.terminal import closing_lines
+from results.reporting.run_report import closing_lines, headline, write_report
 
 
 def main(recipe: str, arguments: list[str]) -> int:

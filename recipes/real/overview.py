@@ -16,7 +16,7 @@ from core.answers import read_manifest
 from core.errors import InputError
 from recipes.real.report import TITLES, Stage, estimate
 from results.reporting.numbers import percent
-from results.reporting.run_reader import hardware_of
+from results.reporting.summaries import hardware_of
 
 SCORES = {"instructions": "guarded", "passages": "strict", "arithmetic": "strict", "search": "strict"}
 GRPO = "recipes/grpo/run_smollm2_135m.sh"

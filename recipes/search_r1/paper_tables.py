@@ -14,7 +14,7 @@ from typing import Any
 
 from core.tracking.run_manifest import ROOT
 from results.reporting.pages import Table, markdown_table
-from results.reporting.reference_logs import read_references
+from results.reporting.references import read_references
 
 RESULTS = ROOT / "results"
 

@@ -26,7 +26,8 @@ from results.reporting.curves import Group
 from results.reporting.numbers import change, percent
 from results.reporting.pages import Block, Fold, Heading, Table, Text
 from results.reporting.readme_tables import experiments
-from results.reporting.run_reader import RecordedRun, comparable, decoding, group_name
+from results.reporting.run_reader import RecordedRun
+from results.reporting.summaries import comparable, decoding, group_name
 
 LEVEL = 0.05
 SHOWN_FLIPS = 40  # questions that a table lists

@@ -1,22 +1,27 @@
-"""The curves of a report: which metrics are drawn, and how several seeds are summed up in one curve.
+"""The curves of a report: which metrics are drawn, over what, and how several seeds become one curve.
 
-How a curve looks is decided in :mod:`results.reporting.pages`.
+A curve is drawn over steps, or over what a run had spent by a step in tokens, trajectories or hours. A line of metrics
+stands for the steps since the line before it, so that a log of every tenth step counts all ten; a published copy that
+left lines out has the exact sums in ``total/*``. How a curve looks is decided in :mod:`results.reporting.pages`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
+from core.errors import InputError
 from core.tracking import step_time
-from results.reporting.pages import Block, Curves, Gallery, Heading, Line, Text
-from results.reporting.reference_logs import published_curve
-from results.reporting.run_reader import RecordedRun, group_name
-from results.reporting.x_axis import AXES, positions
+from results.reporting.pages import Block, Curves, Gallery, Heading, Line, Text, draw
+from results.reporting.run_reader import RecordedRun
+from results.reporting.summaries import group_name
 
 Group = list[RecordedRun]
+Metrics = Mapping[str, float]
 Places = Mapping[int, Mapping[float, float]]  # id of a run -> step -> place on the axis
+TOTAL, TOKENS = "total/", "perf/total_num_tokens"
 SMOOTHED_BEYOND = 60  # steps
 
 # title, {metric: its label}, note
@@ -52,6 +57,78 @@ PANELS = (
 )
 
 
+# --- axes ---
+
+
+class Axis(NamedTuple):
+    """``of_line`` reads what a step spent from its metrics and the run's configuration; None: it is not recorded."""
+
+    label: str
+    needs: str
+    of_line: Callable[[Metrics, Mapping[str, Any]], float | None]
+
+
+def _trajectories(row: Metrics, config: Mapping[str, Any]) -> float | None:
+    """Return the answers that the step drew: those of dropped groups too, where their number is recorded."""
+    n, prompts = config.get("actor_rollout_ref.rollout.n"), config.get("data.train_batch_size")
+    prompts = row.get("collect/prompts_drawn", prompts)
+    return None if n is None or prompts is None else float(n * prompts)
+
+
+def _hours(row: Metrics, config: Mapping[str, Any]) -> float | None:
+    seconds = row.get("timing_s/whole", row.get("timing_s/step"))
+    return None if seconds is None else seconds / 3600
+
+
+AXES: Mapping[str, Axis] = {
+    "step": Axis("step", "", lambda row, config: 1.0),
+    "tokens": Axis(
+        "tokens, prompts included", "perf/total_num_tokens", lambda row, _: row.get("perf/total_num_tokens")
+    ),
+    "trajectories": Axis("trajectories drawn", "data.train_batch_size and actor_rollout_ref.rollout.n", _trajectories),
+    "hours": Axis("hours", "timing_s/whole or timing_s/step", _hours),
+}
+
+
+def totals(metrics: Sequence[Metrics], config: Mapping[str, Any], name: str) -> dict[float, float]:
+    """Return ``step -> what the run had spent by then``; {} where no line records it."""
+    spent, before, recorded = 0.0, 0.0, False
+    found: dict[float, float] = {}
+    for row in metrics:
+        step = row["step"]
+        value = AXES[name].of_line(row, config) if step > 0 else None
+        if TOTAL + name in row:
+            spent, recorded = row[TOTAL + name], True
+        elif value is not None:
+            spent, recorded = spent + value * (step - before), True
+        found[step], before = spent, step
+    return found if recorded else {}
+
+
+def with_totals(metrics: Sequence[Metrics], config: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return the lines with what the run had spent by each, as ``total/*``."""
+    spent = {TOTAL + name: totals(metrics, config, name) for name in AXES if name != "step"}
+    return [{**row, **{key: by_step[row["step"]] for key, by_step in spent.items() if by_step}} for row in metrics]
+
+
+def positions(run: RecordedRun, name: str) -> dict[float, float]:
+    """Return ``step -> position on the axis`` of every line of the run.
+
+    Raises:
+        InputError: the run does not record what the axis needs.
+    """
+    if name == "step":
+        return {row["step"]: row["step"] for row in run.metrics}
+    if found := totals(run.metrics, run.config, name):
+        return found
+    possible = [other for other in AXES if other == "step" or totals(run.metrics, run.config, other)]
+    rule = f"{run.name} does not record it (it needs {AXES[name].needs})"
+    raise InputError(f"--x {name}: {rule}; --x can be {' or '.join(possible)} for this run")
+
+
+# --- panels ---
+
+
 def panels(groups: Sequence[Group], x: str = "step") -> list[Curves]:
     """Return the panels that have data, the accuracy first.
 
@@ -59,11 +136,7 @@ def panels(groups: Sequence[Group], x: str = "step") -> list[Curves]:
         InputError: a run does not record the axis ``x``.
     """
     at = {id(run): positions(run, x) for group in groups for run in group}
-    accuracy = _accuracy_panel(groups, at)
-    if accuracy and x == "step" and (published := _published_lines(groups)):  # it has no tokens and no hours
-        own = [line if line.label or line.faint else replace(line, label="here") for line in accuracy.lines]
-        accuracy = replace(accuracy, lines=[*published, *own])
-    found = [accuracy, *(_metric_panel(groups, at, *panel) for panel in PANELS)]
+    found = [_accuracy_panel(groups, at), *(_metric_panel(groups, at, *panel) for panel in PANELS)]
     found = [panel and replace(panel, x=AXES[x].label) for panel in found]
     found += [_phase_panel(groups, group) for group in groups]
     return [panel for panel in found if panel]
@@ -154,24 +227,6 @@ def _accuracy_panel(groups: Sequence[Group], places: Places) -> Curves | None:
     return Curves("Validation accuracy", lines, note=note) if lines else None
 
 
-def _published_lines(groups: Sequence[Group]) -> list[Line]:
-    """Return what the authors' logs have of the rows that the runs name, on the data sources that the runs have.
-
-    They are drawn first, so under the runs' own lines.
-    """
-    runs = [run for group in groups for run in group]
-    names = dict.fromkeys(name for run in runs if (name := run.config.get("trainer.reference")) is not None)
-    measured = {source for run in runs for source in run.points()}
-    found: list[Line] = []
-    for name in names:
-        for source, curve in published_curve(name).items():
-            if source in measured:
-                steps, percents = zip(*curve, strict=True)
-                values = [value / 100 for value in percents]
-                found.append(Line(f"published, {name}", steps, values, len(groups) + len(found), 1))
-    return found
-
-
 def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool) -> Line:
     points = [p for p in run.points().get(source, []) if p.name.startswith("mean@")]
     estimates = [p.estimate for p in points]
@@ -193,3 +248,27 @@ def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
     note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
     shown = [Line(name, steps, seconds[name]) for name in largest if sum(seconds[name]) > 0.005 * whole]
     return Curves("Time by phase", shown, stacked=True, note=note) if len(shown) > 1 else None
+
+
+# --- the picture of the README ---
+
+
+def learning_curve(groups: Sequence[Group]) -> str:
+    """Return an SVG file of held-out accuracy by step: a faint line a seed, a strong one for their mean."""
+    lines: list[Line] = []
+    for at, group in enumerate(groups):
+        seeds = [_accuracies(run) for run in group]
+        steps = sorted(set.intersection(*map(set, seeds)))
+        lines += [Line("", steps, [seed[step] for step in steps], at, faint=True) for seed in seeds]
+        mean = [statistics.fmean(seed[step] for seed in seeds) for step in steps]
+        lines.append(Line(group_name([run.name for run in group]), steps, mean, at))
+    title = "Held-out accuracy by step: one faint line a seed, a strong one for the mean"
+    svg, _ = draw(Curves(title, lines), 0, ground="white")
+    end = svg.index(">") + 1
+    return f'{svg[:end]}<rect width="100%" height="100%" fill="#ffffff"/>{svg[end:]}\n'  # legible on a dark page too
+
+
+def _accuracies(run: RecordedRun) -> dict[float, float]:
+    """Return step -> mean@k of the run's last data source, which is the hardest one of the labs."""
+    points = next(reversed(run.points().values()))
+    return {point.step: point.estimate.value for point in points if point.name.startswith("mean@")}

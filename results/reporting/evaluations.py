@@ -18,7 +18,8 @@ from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate
 from results.reporting.numbers import percent
 from results.reporting.pages import Table
-from results.reporting.run_reader import commit_of, hardware_of, scrub
+from results.reporting.run_reader import scrub
+from results.reporting.summaries import commit_of, hardware_of
 
 if TYPE_CHECKING:
     from results.reporting.accuracies import Summary

@@ -16,22 +16,21 @@ from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT
 from results.reporting.ablations import NUMBERS, PAGE, render_ablations
 from results.reporting.comparison import Paired, seed_interval
+from results.reporting.curves import learning_curve
 from results.reporting.evaluations import evaluation_table, read_evaluations
-from results.reporting.learning_curve import learning_curve
 from results.reporting.numbers import change, evidence, percent
 from results.reporting.pages import Table, markdown_table, sparkline
-from results.reporting.reference_logs import log_table, read_references, replication_table
 from results.reporting.references import (
     closed_table,
     differing_table,
-    named_evaluations,
     named_runs,
+    read_references,
     reference_table,
     remarks,
     set_table,
 )
-from results.reporting.run_reader import NOT_RECORDED, by_experiment, group_name, load_run, with_bases
-from results.reporting.run_scripts import Summary, read_summaries
+from results.reporting.run_reader import NOT_RECORDED, load_run
+from results.reporting.summaries import Summary, group_name, grouped_summaries, read_summaries
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 LAB_TASKS = ("tools", "users", "figures")  # of recipes/lab/run_lab.sh
@@ -87,14 +86,15 @@ class Experiment:
 
 
 def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
-    keys = with_bases([(summary.get("experiment", summary["group"]), summary.get("base")) for summary in summaries])
-    pairs = [({**s, "key": key}, result) for s, key in zip(summaries, keys, strict=True) for result in s["results"]]
-    grouped = by_experiment(
-        pairs,
-        lambda pair: (pair[0]["key"], pair[1]["data_source"], pair[1]["metric"]),
-        lambda pair: pair[0]["seed"],
-    )
-    return [Experiment(*zip(*group, strict=True)) for group in grouped]
+    """Return an experiment for each group of runs, data source and kind of accuracy."""
+    found = []
+    for group in grouped_summaries(summaries):
+        by_metric: dict[tuple[str, str], list[tuple[Summary, Mapping[str, Any]]]] = {}
+        for summary in group:
+            for result in summary["results"]:
+                by_metric.setdefault((result["data_source"], result["metric"]), []).append((summary, result))
+        found += [Experiment(*zip(*pairs, strict=True)) for pairs in by_metric.values()]
+    return found
 
 
 def _point(result: Mapping[str, Any], when: str) -> str:
@@ -180,9 +180,9 @@ def render(results: Path) -> str:
         InputError: a published run names a row of ``references.yaml`` that does not exist.
     """
     summaries, references = read_summaries(results), read_references(results)
-    named = [*named_runs(results, summaries, references), *named_evaluations(results, references)]
+    named = named_runs(results, summaries, references)
     found, evaluations = experiments(summaries), read_evaluations(results)
-    verified = references.get("verified", ())
+    verified = references["verified"]
     tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
     several, single = ([one for one in found if (len(one.runs) > 1) is many] for many in (True, False))
     parts = [
@@ -211,13 +211,8 @@ def render(results: Path) -> str:
         *(_section("### Runs that name a row and differ", differing_table(named))),
         *(_section("### Not to be reproduced from what was published", closed_table(references))),
         "\n".join(remarks(references)),
-        "### Where others read their numbers",
         "A reported number is one validation of one run. Its interval is the noise of one question set of that size "
-        "(Wilson; of several answers a question an upper bound), and does not hold what another seed would change. "
-        "Where the source's own log ends elsewhere than its table, the row has the log's last value. Curves that could "
-        "be read whole are in `references/curves/`; a report of a run that names such a row draws them under its own.",
-        markdown_table(log_table(references)),
-        *(_section("### Repeated by others", replication_table(references))),
+        "(Wilson; of several answers a question an upper bound), and does not hold what another seed would change.",
         "Source tags:",
         tags,
     ]

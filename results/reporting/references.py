@@ -1,4 +1,4 @@
-"""The numbers that others report, each beside the runs here that name it, or with what it would take.
+"""The numbers that papers report, each beside the runs here that name it, or with the command that would measure it.
 
 A run or an evaluation names a row of ``results/references.yaml`` by ``trainer.reference``. A run stands beside the
 row's number only if it is finished, was validated at its end on all of the row's questions, and has the settings that
@@ -17,21 +17,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from core.config.problem import show
 from core.config.yaml_files import read_yaml
 from core.errors import InputError
-from core.tracking.confidence_intervals import Estimate
+from core.tracking.confidence_intervals import Estimate, wilson
 from core.tracking.run_manifest import flatten
 from results.reporting.comparison import seed_interval
 from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
-from results.reporting.reference_logs import reported, sources
-from results.reporting.run_reader import by_experiment, group_name, with_bases
-from results.reporting.run_scripts import Summary
+from results.reporting.summaries import Summary, group_name, grouped_summaries
 from reward_scores import UnknownDataSource, scorer_for
 
 Row = Mapping[str, Any]
+VERIFIED = "verified.yaml"  # of results/; the tests that repeat published runs write it
+
+
+def read_references(results: Path) -> Mapping[str, Any]:
+    """Return ``references.yaml`` of a results folder, with what its ``verified.yaml`` names under ``verified``."""
+    record = results / VERIFIED
+    verified = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else None
+    return {**yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8")), "verified": verified or []}
+
+
+def sources(row: Row) -> list[str]:
+    return row["data_source"].split(", ")
+
+
+def reported(row: Row, source: str | None = None) -> Estimate:
+    """Return a row's number, or its number of one data set, with the 95 % interval of its number of questions.
+
+    Wilson's interval of one answer a question: of several answers a question it is an upper bound of their noise. The
+    variances of the data sets add up in the interval of their mean. It has no bounds where the number of questions is
+    not known. What another seed would change is not in it.
+    """
+    if source is None and "values" in row:
+        value, each = row["value"] / 100, [reported(row, one) for one in row["values"]]
+        half = math.hypot(*((one.high - one.low) / 2 for one in each)) / len(each)
+        return Estimate(value, value - half, value + half, sum(one.n for one in each))
+    value = (row["value"] if source is None else row["values"][source]) / 100
+    questions = row.get("questions")
+    n = questions[source] if source is not None and isinstance(questions, Mapping) else questions
+    return Estimate(value, None, None, 0) if n is None else Estimate(value, *wilson(value, n), n)
 
 
 # --- which runs stand beside a row ---
@@ -103,42 +132,34 @@ class NamedRun:
 
 
 def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[str, Any]) -> list[NamedRun]:
-    """Return the runs that name a row.
+    """Return the runs and evaluations that name a row.
 
     Raises:
-        InputError: a run names a row that does not exist.
+        InputError: one of them names a row that does not exist.
     """
     known = {row["id"]: row for row in references["references"]}
-    found, problems = [], []
-    for summary in summaries:
-        if "reference" not in summary:
-            continue
-        folder = f"{summary['recipe']}/{summary['run']}"
-        if summary["reference"] not in known:
-            problems.append(f"{folder}: {unknown(summary['reference'])}")
-            continue
-        config = flatten(read_yaml((results / folder / "config.yaml").read_text(encoding="utf-8")))
+    naming = [one for one in (*summaries, *read_evaluations(results)) if "reference" in one]
+    if strange := [one for one in naming if one["reference"] not in known]:
+        raise InputError([f"{one['recipe']}/{one['run']}: {unknown(one['reference'])}" for one in strange])
+    found = []
+    for summary in naming:
         row = known[summary["reference"]]
+        if summary.get("kind") == "evaluation":
+            found.append(_evaluation(summary, row))
+            continue
+        file = results / summary["recipe"] / summary["run"] / "config.yaml"
+        config = flatten(read_yaml(file.read_text(encoding="utf-8")))
         differing = departures(row, summary["recipe"], config)
-        reasons = [str(one) for one in differing if one.why is None]
-        allowed = [one for one in differing if one.why is not None]
-        found.append(NamedRun(summary, row, allowed, [*reasons, *_incomplete(row, summary, config)]))
-    if problems:
-        raise InputError(problems)
+        found.append(_named(summary, row, differing, _incomplete(row, summary, config)))
     return found
 
 
-def named_evaluations(results: Path, references: Mapping[str, Any]) -> list[NamedRun]:
-    """Return the evaluations that name a row.
-
-    Raises:
-        InputError: an evaluation names a row that does not exist.
-    """
-    known = {row["id"]: row for row in references["references"]}
-    found = [one for one in read_evaluations(results) if "reference" in one]
-    if strange := [one for one in found if one["reference"] not in known]:
-        raise InputError([f"{one['recipe']}/{one['run']}: {unknown(one['reference'])}" for one in strange])
-    return [_evaluation(one, known[one["reference"]]) for one in found]
+def _named(
+    summary: Summary, row: Row, differing: Sequence[Departure], more: Iterator[str], evaluated: str = ""
+) -> NamedRun:
+    """``differing`` settings that the row does not allow are reasons, beside ``more``."""
+    reasons = [*(str(one) for one in differing if one.why is None), *more]
+    return NamedRun(summary, row, [one for one in differing if one.why is not None], reasons, evaluated)
 
 
 def _evaluation(record: Mapping[str, Any], row: Row) -> NamedRun:
@@ -149,24 +170,22 @@ def _evaluation(record: Mapping[str, Any], row: Row) -> NamedRun:
     decisive = {key: value for key, value in row.get("settings", {}).items() if key in settings}
     compared = {**row, "settings": decisive, "model": model or path}
     differing = departures(compared, record["recipe"], {MODEL: path, **settings})
-    reasons = [str(one) for one in differing if one.why is None]
-    reasons += [] if model else [f"the row is trained, and it names no released checkpoint, which {path} could be"]
     # An evaluation has one accuracy, that of a finished run of no steps.
     results = [{**one, "after": {"step": 0, "estimate": one["estimate"]}} for one in record["results"]]
     summary = {**record, "status": "finished", "steps": 0, "seed": None, "results": results}
-    summary |= {"group": f"evaluation {record['recipe']}/{record['run']}", "base": record["model"]["weights"]}
-    reasons += [*_otherwise_scored(row, record["scorers"]), *_incomplete(row, summary, {})]
-    allowed = [one for one in differing if one.why is not None]
+    summary |= {"experiment": f"evaluation {record['recipe']}/{record['run']}", "base": record["model"]["weights"]}
+
+    def reasons() -> Iterator[str]:
+        if not model:
+            yield f"the row is trained, and it names no released checkpoint, which {path} could be"
+        with suppress(UnknownDataSource):  # custom_reward_function scores: a setting, which is compared as one
+            own = sorted({scorer_for(source).name for source in sources(row)})
+            if list(record["scorers"]) != own:
+                yield f"it is scored by {', '.join(record['scorers'])} here, {', '.join(own)} there"
+        yield from _incomplete(row, summary, {})
+
     mark = "the released checkpoint evaluated, not trained here" if trained else "evaluated, nothing is trained"
-    return NamedRun(summary, row, allowed, reasons, mark)
-
-
-def _otherwise_scored(row: Row, scorers: Sequence[str]) -> Iterator[str]:
-    """Yield what differs from the scorers that a run of the row has, those of its data sources."""
-    with suppress(UnknownDataSource):  # custom_reward_function scores: a setting, which is compared as one
-        own = sorted({scorer_for(source).name for source in sources(row)})
-        if list(scorers) != own:
-            yield f"it is scored by {', '.join(scorers)} here, {', '.join(own)} there"
+    return _named(summary, row, differing, reasons(), mark)
 
 
 def _only_evaluates(row: Row) -> bool:
@@ -202,36 +221,22 @@ def _incomplete(row: Row, summary: Summary, config: Mapping[str, Any]) -> Iterat
 class Measured:
     """The runs of one experiment that stand beside a row: they differ in their seeds only."""
 
-    row: Row
     runs: Sequence[NamedRun]
 
     @property
     def name(self) -> str:
         return group_name([run.name for run in self.runs])
 
-    @property
-    def estimate(self) -> Estimate:
-        return self._over_seeds([run.macro for run in self.runs])
-
-    @property
-    def evaluated(self) -> str:
-        return self.runs[0].evaluated
-
-    def accuracy(self, source: str) -> Estimate:
-        return self._over_seeds([run.accuracy(source) for run in self.runs])
-
-    def _over_seeds(self, found: Sequence[Estimate]) -> Estimate:
+    def accuracy(self, source: str | None = None) -> Estimate:
+        """Return the accuracy over the seeds on one data source, or on all of the row's."""
+        found = [run.macro if source is None else run.accuracy(source) for run in self.runs]
         return found[0] if len(found) == 1 else seed_interval([one.value for one in found])
 
 
 def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
-    entering = [run for run in runs if run.row["id"] == row["id"] and not run.reasons]
-    keys = with_bases(
-        [(run.summary.get("experiment", run.summary["group"]), run.summary.get("base")) for run in entering]
-    )
-    keyed = list(zip(entering, keys, strict=True))
-    grouped = by_experiment(keyed, lambda pair: pair[1], lambda pair: pair[0].summary["seed"])
-    return [Measured(row, [run for run, _ in group]) for group in grouped]
+    entering = {id(run.summary): run for run in runs if run.row["id"] == row["id"] and not run.reasons}
+    groups = grouped_summaries([run.summary for run in entering.values()])
+    return [Measured([entering[id(summary)] for summary in group]) for group in groups]
 
 
 # --- tables ---
@@ -252,20 +257,21 @@ def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> 
             continue
         found = measured(row, runs)
         for each in found:
-            estimate, summaries = each.estimate, [run.summary for run in each.runs]
+            estimate, first = each.accuracy(), each.runs[0]
             used = dict.fromkeys(f"{one} ({one.why})" for run in each.runs for one in run.allowed)
-            used |= dict.fromkeys(_what_differs(row, each))
+            used |= dict.fromkeys(_stated_departures(row, first))
             cells = [f"{percent(estimate)} ({each.name})", f"{100 * estimate.value - row['value']:+.1f}"]
-            support = evidence(each.name, summaries, references.get("verified", ()), each.evaluated)
+            summaries = [run.summary for run in each.runs]
+            support = evidence(each.name, summaries, references["verified"], first.evaluated)
             rows.append([*_known(row), *cells, "; ".join(used) or "none", support])
         if not found:
             rows.append([*_known(row), "", "", "", f"not run (`{row['command']}`)"])
     return Table([*header, "evidence"], rows)
 
 
-def _what_differs(row: Row, found: Measured) -> list[str]:
+def _stated_departures(row: Row, run: NamedRun) -> list[str]:
     """Return the row's departures that are sentences. Those of the training are not a released checkpoint's."""
-    released = bool(found.evaluated) and not _only_evaluates(row)
+    released = bool(run.evaluated) and not _only_evaluates(row)
     stated = [one for one in row.get("departures", ()) if "what" in one]
     return [one["what"] for one in stated if not released or one.get("evaluation")]
 
@@ -302,10 +308,10 @@ def remarks(references: Mapping[str, Any]) -> list[str]:
             texts.append(f"{what}: {one['why']}")
         for text in texts:
             found.setdefault(text, []).append(row["id"])
-    return [f"- {_together(ids)}: {text}" for text, ids in found.items()]
+    return [f"- {_shortened(ids)}: {text}" for text, ids in found.items()]
 
 
-def _together(ids: Sequence[str]) -> str:
+def _shortened(ids: Sequence[str]) -> str:
     """Return ``dapo-32b-* (9 rows)`` for many ids, the ids themselves for a few."""
     if len(ids) <= 3:
         return ", ".join(ids)

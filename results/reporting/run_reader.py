@@ -1,7 +1,7 @@
-"""Recorded runs: reading a run folder or its published copy, its accuracy before and after, and its summary.
+"""Recorded runs: a run folder, or its published copy, as one object.
 
-Runs that share a group differ in their seeds only. Validation is reported at the last step that has one, never at the
-best. What is drawn of a run is in :mod:`results.reporting.run_report`, publishing in ``results/publish.py``.
+What is said about runs (before and after, which of them are one experiment) is in
+:mod:`results.reporting.summaries`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import math
 import re
 import socket
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,22 +32,11 @@ from core.tracking.records import intact_rows, read_jsonl
 from core.tracking.run_manifest import ROOT, flatten
 from core.tracking.tracker import PICTURES
 from core.tracking.validation import ValRecord
-from results.reporting.comparison import Paired, accuracy_by_question, paired_comparison
+from results.reporting.comparison import accuracy_by_question
 
 Item = TypeVar("Item")
-_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
-_ABSOLUTE_PATH = re.compile(r"(?<![\w/.])(?<!<path>)~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
-# Keys that the recorded hash ``group`` leaves out, besides every key that ends in "seed". Published summaries hold such
-# hashes: this set stays as it is. Runs are compared by ``experiment``, which reads the roles of core/config/sections.
-_RUN_KEYS = {
-    *("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.logger"),
-    "trainer.reference",
-    *("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations", "trainer.cpu_threads"),
-    *("global_profiler.tool", "global_profiler.steps", "global_profiler.save_path"),
-    *("trainer.resume_mode", "trainer.resume_from_path", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"),
-}
-
-
+ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
+ANY_PATH = re.compile(r"(?<![\w/.])(?<!<path>)~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
 THUMBNAIL = "data:image/"  # how a picture of a question begins; a page loads nothing from elsewhere
 NOT_RECORDED = "not recorded"
 
@@ -121,11 +109,6 @@ class RecordedRun:
         return f"{status} at step {self.last_step} of {total}" if short else status
 
     @cached_property
-    def group(self) -> str:
-        """A hash of the keys that this version of the configuration records, for ``summary.json``."""
-        return self._hash({key: value for key, value in self.config.items() if key not in _RUN_KEYS})
-
-    @cached_property
     def experiment(self) -> str:
         """A hash of what makes the experiment: runs that share it differ in their seeds only.
 
@@ -141,12 +124,8 @@ class RecordedRun:
         if not (values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]):
             absent += ("actor_rollout_ref.ref.",)
         decisive = {key: value for key, value in values.items() if not key.startswith(absent)}
-        return self._hash(
-            {k: v for k, v in decisive.items() if records.role_of(k) != BOOKKEEPING and k != "trainer.cpu_threads"}
-        )
-
-    def _hash(self, values: Mapping[str, Any]) -> str:
-        shared = {key: value for key, value in values.items() if key.split(".")[-1] != "seed"}
+        kept = {k: v for k, v in decisive.items() if records.role_of(k) != BOOKKEEPING}
+        shared = {k: v for k, v in kept.items() if k != "trainer.cpu_threads" and k.split(".")[-1] != "seed"}
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
         text = re.sub(rf"\bseed-{re.escape(str(self.seed))}\b", "seed-*", text)  # data that is drawn from the seed
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -166,7 +145,7 @@ class RecordedRun:
         found: dict[str, list[Point]] = {}
         for row in self.metrics:
             for key in row:
-                if match := _ACCURACY.fullmatch(key):
+                if match := ACCURACY.fullmatch(key):
                     source, name = match["source"], match["name"]
                     aux = f"val-aux/{source}"
                     low, high = (row.get(f"{aux}/acc/{name}/{side}") for side in ("ci_low", "ci_high"))
@@ -183,19 +162,6 @@ class RecordedRun:
     def accuracy_at(self, step: int) -> dict[str, dict[str, float]]:
         """Return ``data_source -> uid -> accuracy`` at a validated step; {} where the records were not kept."""
         return accuracy_by_question(self.validation.get(step, ()))
-
-
-def decoding(config: Mapping[str, Any]) -> str:
-    """Return in words how validation answers were decoded."""
-    val = {k.rpartition(".")[2]: v for k, v in config.items() if k.startswith("actor_rollout_ref.rollout.val_kwargs.")}
-    if not val.get("do_sample") or not val.get("temperature"):
-        how = "greedy"
-    else:
-        how = f"sampled, T={val['temperature']:g}"
-        how += f", top-p {val['top_p']:g}" if val.get("top_p") not in (None, 1) else ""
-        how += f", top-k {val['top_k']}" if val.get("top_k") not in (None, -1) else ""
-        how += f", {val.get('n') or 1} a question"
-    return f"{how}, at most {config.get('data.max_response_length')} tokens"
 
 
 # --- reading ---
@@ -237,25 +203,16 @@ def _part(path: Path, read: Callable[[Path], Item]) -> Item:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    return flatten(_mapping(read_yaml(path.read_text(encoding="utf-8")), "a configuration"))
-
-
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{type(value).__name__} where {what} should be")
-    return value
+    return flatten(read_yaml(path.read_text(encoding="utf-8")))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = run_manifest.read(path)
-    total = manifest.get("total_steps")
-    if not manifest["sessions"] or not isinstance(total, int | None):
-        raise ValueError("no sessions, or total_steps is no number")
+    if not manifest["sessions"]:
+        raise ValueError("it has no session")
     for session in manifest["sessions"]:
-        hardware, git = _mapping(session["hardware"], "the hardware"), _mapping(session["git"], "the state of git")
-        text = (session["command"], *hardware["gpus"], git["commit"] or "")
-        if not all(isinstance(one, str) for one in text) or "dirty" not in git:
-            raise ValueError("a field of a session has another type")
+        if not ({"gpus"} <= session["hardware"].keys() and {"commit", "dirty"} <= session["git"].keys()):
+            raise ValueError("a session has no gpus under hardware, or no commit and dirty under git")
     return manifest
 
 
@@ -277,9 +234,7 @@ def _check_numbers(values: Iterable[tuple[str, Any]], where: str) -> None:
 def _read_samples(path: Path) -> list[dict[str, Any]]:
     rows = read_rows(path)
     for row in rows:
-        if type(_mapping(row, "a row")["step"]) is not int or not isinstance(row.get("uid", ""), str):
-            raise ValueError("step or uid of a row has another type")
-        _check_numbers([("score", row["score"])], f"step {row['step']}")
+        _check_numbers([("step", row["step"]), ("score", row["score"])], "an answer")
         if not {"input", "output"} <= row.keys():
             raise ValueError(f"a row of step {row['step']} has no input or no output")
     return rows
@@ -330,153 +285,22 @@ def _read_validation(folder: Path) -> dict[int, list[ValRecord]]:
     return by_step
 
 
-# --- before and after ---
+# --- what of a machine is not published ---
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One accuracy of one data source at the first and at the last validation of a run."""
+def scrub(value: Any, paths: re.Pattern[str] = ANY_PATH) -> Any:
+    """Return the data without secrets, host name and absolute paths.
 
-    source: str
-    before: Point
-    after: Point
-    change: Paired | None  # of mean accuracy, where both validations kept their records
-
-    @property
-    def validated_twice(self) -> bool:
-        return self.after.step > self.before.step
-
-
-def outcomes(run: RecordedRun) -> list[Outcome]:
-    """Return the outcome of every data source and kind of accuracy, ``mean@k`` first."""
-    found = []
-    for source, points in run.points().items():
-        for name in dict.fromkeys(point.name for point in points):
-            same = [point for point in points if point.name == name]
-            before, after = same[0], same[-1]
-            if before.step > points[0].step:  # the first evaluation lacks it: maj@k where an answer had no vote
-                continue
-            a, b = (run.accuracy_at(point.step).get(source, {}) for point in (before, after))
-            paired = name.startswith("mean@") and after.step > before.step and a.keys() & b.keys()
-            found.append(Outcome(source, before, after, paired_comparison(a, b) if paired else None))
-    return sorted(found, key=lambda outcome: not outcome.before.name.startswith("mean@"))
-
-
-def by_experiment(items: Sequence[Item], group: Callable[[Item], Any], seed: Callable[[Item], Any]) -> list[list[Item]]:
-    """Return the items in lists, each of one group and different seeds, in order of appearance; sorted by seed.
-
-    The second run of a seed opens another experiment: the same seed again, after a change of the code say, is not
-    another draw.
+    The repository's paths become relative, others keep their last name.
     """
-    found: dict[tuple[Any, int], list[Item]] = {}
-    seen: Counter[tuple[Any, Any]] = Counter()
-    for item in items:
-        key = (group(item), seed(item))
-        found.setdefault((key[0], seen[key]), []).append(item)
-        seen[key] += 1
-    return [sorted(each, key=lambda item: (str(type(seed(item))), seed(item))) for each in found.values()]
-
-
-def group_runs(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
-    pairs = list(zip(runs, with_bases([(run.experiment, run.base) for run in runs]), strict=True))
-    grouped = by_experiment(pairs, lambda pair: pair[1], lambda pair: pair[0].seed)
-    return [[run for run, _ in group] for group in grouped]
-
-
-def with_bases(pairs: Sequence[tuple[Any, str | None]]) -> list[tuple[Any, str | None]]:
-    """Return (settings, base) of runs such that equal ones are one experiment.
-
-    A run whose base is not recorded belongs to the others of its settings, as long as those have one base.
-    """
-    known: dict[Any, set[str]] = {}
-    for settings, base in pairs:
-        known.setdefault(settings, set()).update([base] if base is not None else [])
-    only = {settings: next(iter(bases)) for settings, bases in known.items() if len(bases) == 1}
-    return [(settings, base or only.get(settings)) for settings, base in pairs]
-
-
-def group_name(names: Sequence[str]) -> str:
-    """Return ``grpo/lab`` for ``grpo/lab_s1, grpo/lab_s2``; a single run keeps its name."""
-    if len(names) == 1:
-        return names[0]
-    return re.sub(r"([-_.](seed|s)?[-_.]?)?\d+$", "", names[0]) or names[0]
-
-
-# --- summary ---
-
-
-def scrub(value: Any) -> Any:
-    """Return the data without secrets, host name and absolute paths: the repository's become relative, others keep
-    their end."""
     value = hidden(value)
     if isinstance(value, Mapping):
-        return {key: scrub(item) for key, item in value.items()}
+        return {key: scrub(item, paths) for key, item in value.items()}
     if isinstance(value, list):
-        return [scrub(item) for item in value]
+        return [scrub(item, paths) for item in value]
     if not isinstance(value, str):
         return value
     text = value.replace(f"{ROOT}/", "").replace(str(ROOT), ".")
-    text = _ABSOLUTE_PATH.sub(lambda match: f"<path>/{Path(match[0]).name}", text)
+    text = paths.sub(lambda match: f"<path>/{Path(match[0]).name}", text)
     host = socket.gethostname()
     return re.sub(rf"\b{re.escape(host)}\b", "<host>", text) if len(host) > 3 else text
-
-
-def comparable(run: RecordedRun, summary: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the run's summary (made, or as recorded) with what tells its experiment, which is not recorded."""
-    return {**(summarise(run) if summary is None else summary), "experiment": run.experiment, "base": run.base}
-
-
-def summarise(run: RecordedRun) -> dict[str, Any]:
-    """Return the run's summary, from which the tables of ``results/`` are made."""
-    results = [
-        {
-            "data_source": outcome.source,
-            "metric": outcome.after.name,
-            "questions": outcome.after.estimate.n or "uncounted",
-            "before": asdict(outcome.before) if outcome.validated_twice else None,
-            "after": asdict(outcome.after),
-            "change": asdict(outcome.change) if outcome.change else None,
-            "curve": [[p.step, p.estimate.value] for p in run.points()[outcome.source] if p.name == outcome.after.name],
-        }
-        for outcome in outcomes(run)
-    ]
-    return {
-        "run": run.manifest["run"],
-        "recipe": run.manifest["recipe"],
-        "group": run.group,
-        "seed": run.seed,
-        "status": run.status,
-        "model": run.config.get("actor_rollout_ref.model.path"),
-        "decoding": decoding(run.config),
-        "estimator": run.config.get("algorithm.adv_estimator"),
-        "loss": run.config.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
-        "command": scrub(run.session["command"]),
-        "steps": run.last_step,
-        "seconds": round(run.seconds, 1),
-        "hardware": hardware_of(run.session),
-        **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
-        **({"reference": reference} if (reference := run.config.get("trainer.reference")) is not None else {}),
-        "commit": commit_of(run.session),
-        "results": results,
-    }
-
-
-def hardware_of(session: Mapping[str, Any]) -> str:
-    """Return in words what a process ran on."""
-    gpus = session["hardware"]["gpus"]
-    return f"{len(gpus)} x {gpus[0]}" if gpus else processor_of(session["hardware"])
-
-
-def processor_of(machine: Mapping[str, Any]) -> str:
-    """Return cores, CPU and its vector instructions, where these are recorded.
-
-    One name of a CPU has stood for machines of which some multiply bfloat16 a hundred times faster than others.
-    """
-    instructions = [machine["instructions"]] if machine.get("instructions") else []
-    return ", ".join([f"{machine.get('cores')} cores", str(machine.get("cpu")), *instructions])
-
-
-def commit_of(session: Mapping[str, Any]) -> str:
-    """Return the commit that a process ran, and whether its tree had changes."""
-    git = session["git"]
-    return f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown"

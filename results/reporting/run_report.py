@@ -1,6 +1,7 @@
 """The report of recorded runs: what was learnt, curves, step times, comparison, samples, configuration, provenance.
 
-It is a list of blocks (:mod:`results.reporting.pages`), written as Markdown and as one web page. The command is
+It is a list of blocks (:mod:`results.reporting.pages`), written as Markdown and as one web page; a finished lab run
+prints the shortest form of it in its terminal. The command is
 ``results/report.py``; the tables over all published runs are in :mod:`results.reporting.readme_tables`.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.errors import printable
 from core.tracking import step_time
 from core.tracking.samples import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
@@ -24,13 +26,16 @@ from results.reporting.pages import (
     Heading,
     Table,
     Text,
+    sparkline,
     without_constants,
     write_pages,
 )
 from results.reporting.readme_tables import experiment_table, experiments, run_table
-from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs, processor_of
+from results.reporting.run_reader import NOT_RECORDED, RecordedRun
+from results.reporting.summaries import comparable, group_name, group_runs, processor_of
 
 FIRST = ("experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")  # of the first table
+WIDTH = 100  # characters of a question or an answer in a terminal
 SHOWN_SAMPLES = 8  # of a run; the questions that flipped are listed apart
 
 
@@ -272,3 +277,45 @@ def _trace_links(runs: Sequence[RecordedRun], out: Path) -> list[Block]:
     from results.reporting.trace_page import trace_links  # it loads numpy
 
     return trace_links(runs, out)
+
+
+# --- in a terminal ---
+
+
+def closing_lines(run: RecordedRun) -> list[str]:
+    """Return a line for each data source's accuracy, and three of a question whose answer changed most."""
+    return [printable(line) for line in (*_sparklines(run), *_most_changed(run))]
+
+
+def _sparklines(run: RecordedRun) -> Iterator[str]:
+    for source, points in run.points().items():
+        means = [point for point in points if point.name.startswith("mean@")]
+        if len(means) < 2:
+            continue
+        values = [point.estimate.value for point in means]
+        steps = f"steps {means[0].step} to {means[-1].step}"
+        what, form = ("score", ".3g") if source in run.scored else ("accuracy", ".1%")
+        yield f"{what} on {source}: {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}, validations at {steps}"
+
+
+def _most_changed(run: RecordedRun) -> Iterator[str]:
+    """Yield the question whose score rose most between the first and the last validation that kept samples."""
+    steps = sorted({row["step"] for row in run.samples})
+    if len(steps) < 2:
+        return
+    first, last = (
+        {row.get("uid", row["input"]): row for row in run.samples if row["step"] == step}
+        for step in (steps[0], steps[-1])
+    )
+    shared = [key for key in last if key in first]
+    if not shared:
+        return
+    key = max(shared, key=lambda one: last[one]["score"] - first[one]["score"])
+    yield f"question: {_shortened(last[key]['input'])}   expected: {_shortened(last[key].get('gts', ''))}"
+    for when, row in ((f"step {steps[0]}", first[key]), (f"step {steps[-1]}", last[key])):
+        yield f"  {when:>8}: {_shortened(row['output'])}   score {row['score']:g}"
+
+
+def _shortened(text: Any) -> str:
+    flat = " ".join(str(text).split())
+    return flat if len(flat) <= WIDTH else f"{flat[: WIDTH // 2]} […] {flat[-WIDTH // 2 :]}"

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urljoin
+from urllib.request import ProxyHandler, build_opener
 
 import yaml
 
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
-from results.reporting.reference_logs import read_references
+from results.reporting.references import read_references
 
 LAB = "lab-repeated"
 SPECIAL = ("released", "lab")  # in the place of a table
@@ -33,7 +36,6 @@ class Row:
     name: str
     command: str
     reported: str
-    cost: str
     named: bool = False
     released: str | None = None
     needs_service: bool = False
@@ -59,22 +61,13 @@ def rows_of(recipe: str, table: str, wanted: Sequence[str]) -> list[Row]:
     names = [*found["tables"], *(name for name in SPECIAL if name in found)]
     if table not in names:
         raise InputError(f"table={table}: is not a table of {recipe}; choose one of {', '.join(names)}")
-    service = found.get("service", {"tables": ()})
-    without = service.get("without", ()) if table in service["tables"] else None
-
-    def needs(name: str) -> bool:
-        return without is not None and name not in without
-
     if table == "lab":
-        lab = found["lab"]
-        rows = [Row(recipe, LAB, lab["command"], "the published seeds, in results/README.md", lab["takes"])]
+        rows = [Row(recipe, LAB, found["lab"]["command"], "the published seeds, in results/README.md")]
     elif table == "released":
-        rows = [_released(recipe, references[name], needs(name)) for name in found["released"]]
+        rows = [_referenced(recipe, references[name], released=True) for name in found["released"]]
     else:
         rows = [
-            _own(recipe, one, needs(one["id"]))
-            if isinstance(one, Mapping)
-            else _referenced(recipe, references[one], needs(one))
+            _own(recipe, one) if isinstance(one, Mapping) else _referenced(recipe, references[one])
             for one in found["tables"][table]["rows"]
         ]
     known = {row.name: row for row in rows}
@@ -86,24 +79,22 @@ def rows_of(recipe: str, table: str, wanted: Sequence[str]) -> list[Row]:
     return [known[name] for name in wanted] or [row for row in rows if row.command]
 
 
-def _reported(row: Mapping[str, Any]) -> str:
-    return f"{row['value']:.1f} ({row['source']})"
+def _referenced(recipe: str, row: Mapping[str, Any], released: bool = False) -> Row:
+    return Row(
+        recipe,
+        row["id"],
+        command="" if "not_reproducible" in row else row["command"],
+        reported=f"{row['value']:.1f} ({row['source']})",
+        named=True,
+        released=row["released"] if released else None,
+        needs_service=_needs_service(recipe, row["id"]),
+        sampled=released or row.get("settings", {}).get(DECODING, False),
+    )
 
 
-def _released(recipe: str, row: Mapping[str, Any], needs_service: bool) -> Row:
-    reported, cost = _reported(row), "an evaluation"
-    return Row(recipe, row["id"], row["command"], reported, cost, True, row["released"], needs_service)
-
-
-def _referenced(recipe: str, row: Mapping[str, Any], needs_service: bool) -> Row:
-    command = "" if "not_reproducible" in row else row["command"]
-    cost, sampled = "", row.get("settings", {}).get(DECODING, False)
-    return Row(recipe, row["id"], command, _reported(row), cost, True, None, needs_service, sampled)
-
-
-def _own(recipe: str, entry: Mapping[str, Any], needs_service: bool) -> Row:
+def _own(recipe: str, entry: Mapping[str, Any]) -> Row:
     reported = f"none; it departs from the paper: {entry['departs']}"
-    return Row(recipe, entry["id"], entry["command"], reported, "", needs_service=needs_service)
+    return Row(recipe, entry["id"], entry["command"], reported, needs_service=_needs_service(recipe, entry["id"]))
 
 
 def overview(recipe: str) -> str:
@@ -116,3 +107,49 @@ def overview(recipe: str) -> str:
     if "released" in found:
         lines += ["released: evaluates what the authors released", *(f"  {row}" for row in found["released"])]
     return "\n".join([*lines, f"lab: the recipe on a laptop, {found['lab']['takes']}"])
+
+
+# --- the server that rows need ---
+
+
+@dataclass(frozen=True)
+class Service:
+    """A server that stages of a recipe need, such as Search-R1's retriever. ``start`` is how a person starts it."""
+
+    name: str
+    key: str
+    url: str
+    start: str
+
+    def require(self) -> None:
+        """Raise InputError where nothing answers at its address, or something else does."""
+        why = "nothing answers there"
+        try:
+            # No proxy: one of the environment must not come between this and the loopback.
+            with build_opener(ProxyHandler({})).open(self.url, timeout=5.0):
+                return
+        except HTTPError as error:
+            why = f"it answers with status {error.code}"
+        except (OSError, ValueError):  # no connection, no HTTP, or no address
+            pass
+        fix = f"start the {self.name} in another shell ({self.start}), or name its address: -- {self.key}=URL"
+        raise InputError(f"{self.key}={self.url}: {why}; {fix}")
+
+
+def _needs_service(recipe: str, row: str) -> bool:
+    return row not in read_tables(recipe).get("service", {"without": [row]})["without"]
+
+
+def service_of(recipe: str, typed: Sequence[str]) -> Service | None:
+    """Return the service that ``reproduce.yaml`` names; None without one, and where its key is typed as null."""
+    entry = read_tables(recipe).get("service")
+    if entry is None:
+        return None
+    url = entry["url"]
+    for word in typed:
+        key, _, value = word.partition("=")
+        if key == entry["key"]:
+            if value in ("null", "None"):
+                return None
+            url = urljoin(value.strip("'\""), entry["url"].rpartition("/")[2])
+    return Service(entry["name"], entry["key"], url, entry["start"])

@@ -25,7 +25,6 @@ from core.tracking.run_manifest import ROOT
 from results.reporting.evaluations import RECORD
 from results.reporting.run_scripts import Script, read_script
 from results.reproduction.rows import LAB, Row, read_tables
-from results.reproduction.service import Service
 
 SCORES = "evaluation/answers.scores-own.jsonl"  # in a run's folder, what core.evaluate score writes
 # What decides answers and scores, or where they are made; other keys of a script are the training's.
@@ -41,28 +40,24 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A shell command, whether what it makes is there, what it costs, and whether the service must answer."""
+    """A shell command, whether what it makes is there, and whether the service must answer."""
 
     name: str
     command: str
     done: Callable[[], bool]
-    cost: str = ""
     needs_service: bool = False
 
     def __str__(self) -> str:
-        state = "done" if self.done() else "to do" + (f", {self.cost}" if self.cost else "")
-        return f"  {self.name}: {state}\n    {self.command}"
+        return f"  {self.name}: {'done' if self.done() else 'to do'}\n    {self.command}"
 
 
-def stages(row: Row, seed: int, typed: Sequence[str], service: Service | None = None) -> Iterator[Stage]:
+def stages(row: Row, seed: int, typed: Sequence[str], serving: bool = False) -> Iterator[Stage]:
     """Yield what is done for a row with one seed, in order.
 
     ``typed`` is added to what trains the row, or to what evaluates it where nothing is trained. Stages that need the
-    service are marked, if there is one.
+    recipe's service are marked, where it is used (``serving``).
     """
-    serving = service is not None and row.needs_service
-    if serving:
-        yield from served_data(row.recipe, service)
+    serving = serving and row.needs_service
     words = shlex.split(row.command)
     at = words.index("bash") + 1
     if Path(words[at]).name == "eval.sh":  # nothing is trained
@@ -77,15 +72,15 @@ def stages(row: Row, seed: int, typed: Sequence[str], service: Service | None = 
         # A typed preset is in the script's values already, and would here lie below them.
         more = [word for word in typed if not word.startswith("preset=")]
         source = ["--model", row.released, *evaluation_keys(script), f"trainer.reference={row.name}", *more]
-        yield from evaluation(row.recipe, folder, source, row.cost, serving)
+        yield from evaluation(row.recipe, folder, source, serving)
         yield publishing(row.recipe, folder.name, folder / SCORES)
         return
     folder = run_folder(script.config)
     keys = {word.partition("=")[0] for word in own}
     words = [word for word in words if word.partition("=")[0] not in keys]
-    yield Stage("train", shlex.join([*words, *own, *typed]), lambda: finished(folder), row.cost, serving)
+    yield Stage("train", shlex.join([*words, *own, *typed]), lambda: finished(folder), serving)
     lab = read_tables(row.recipe)["lab"].get("evaluation", ()) if row.name == LAB else ()
-    yield from evaluation(row.recipe, folder, ["--run", str(folder), *lab], "", serving)
+    yield from evaluation(row.recipe, folder, ["--run", str(folder), *lab], serving)
     target = ROOT / "results" / row.recipe / folder.name
     publish = f"{python()} -m results.publish {folder} --as {row.recipe}/{folder.name}"
     yield Stage("publish", publish, lambda: run_of(folder) is not None and run_of(folder) == run_of(target))
@@ -111,17 +106,9 @@ def untrained_data(row: Row) -> Iterator[Stage]:
             yield making("data", entry["command"], paths(entry["makes"]))
 
 
-def served_data(recipe: str, service: Service) -> Iterator[Stage]:
-    """Yield what makes the files that the service reads, unless it answers already."""
-    entry = read_tables(recipe)["service"].get("data")
-    if entry is not None and service.own:
-        made = making("data", entry["command"], paths(entry["makes"]), entry.get("takes", ""))
-        yield Stage(made.name, made.command, lambda: made.done() or service.answers(), made.cost)
-
-
-def making(name: str, command: str, made: Sequence[Path], cost: str = "") -> Stage:
+def making(name: str, command: str, made: Sequence[Path]) -> Stage:
     command = re.sub("^python ", f"{python()} ", command)
-    return Stage(name, command, lambda: all(path.exists() for path in made), cost)
+    return Stage(name, command, lambda: all(path.exists() for path in made))
 
 
 def paths(words: str) -> list[Path]:
@@ -135,12 +122,12 @@ def paths(words: str) -> list[Path]:
 # --- answers ---
 
 
-def evaluation(recipe: str, folder: Path, source: Sequence[str], cost: str, serving: bool) -> Iterator[Stage]:
+def evaluation(recipe: str, folder: Path, source: Sequence[str], serving: bool) -> Iterator[Stage]:
     """Yield generating, scoring and reporting; ``source`` is the model or the run, with its settings."""
     answers, scores = folder / "evaluation/answers.jsonl", folder / SCORES
     command = f"{python()} -m core.evaluate"
     generate = shlex.join(["generate", recipe, "--out", str(answers), *source])
-    yield Stage("generate", f"{command} {generate}", lambda: scores.exists() or answered(answers), cost, serving)
+    yield Stage("generate", f"{command} {generate}", lambda: scores.exists() or answered(answers), serving)
     yield Stage("score", f"{command} score {answers} --name own", scores.exists)
     report = scores.with_suffix(".report.json")
     yield Stage("report", f"{python()} -m results.reporting.accuracies {scores}", report.exists)
@@ -152,7 +139,7 @@ def untrained(row: Row, typed: Sequence[str], serving: bool) -> Iterator[Stage]:
     folder = Path("outputs") / row.recipe / f"eval-{row.name}"
     reports = [folder / f"{how}.scores-exact_match.report.json" for how in ("greedy", "sampled")]
     command = " ".join([row.command, shlex.join(typed)]).strip()
-    yield Stage("evaluate", command, lambda: all(path.exists() for path in reports), row.cost, serving)
+    yield Stage("evaluate", command, lambda: all(path.exists() for path in reports), serving)
     decoding = "sampled" if row.sampled else "greedy"
     yield publishing(row.recipe, folder.name, folder / f"{decoding}.scores-exact_match.jsonl")
 

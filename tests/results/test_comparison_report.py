@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from results.reporting.x_axis import AXES, positions
 
 from core.errors import InputError
 from results import report
@@ -14,7 +15,6 @@ from results.reporting.comparison_report import Comparison, Side, comparison, to
 from results.reporting.curves import panels as panels_of
 from results.reporting.pages import Fold, Table, Text
 from results.reporting.run_reader import RecordedRun, group_runs, load_run
-from results.reporting.x_axis import AXES, positions
 from tests.core.synthetic import configured, make_run
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from results.reporting.reference_logs import read_references
 
 from core import evaluate
 from core.tracking.confidence_intervals import Estimate
@@ -21,7 +22,6 @@ from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import percent
 from results.reporting.pages import markdown_cell
 from results.reporting.readme_tables import render
-from results.reporting.reference_logs import read_references
 from results.reporting.references import named_evaluations, reference_table, set_table
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from results.reporting.reference_logs import VERIFIED
+from results.reporting.x_axis import positions
 
 from core.tracking.records import json_line, read_jsonl
 from core.tracking.run_manifest import ROOT
@@ -18,9 +20,7 @@ from results import report
 from results.publish import publish
 from results.reporting.answers import flips
 from results.reporting.comparison import accuracy_by_question
-from results.reporting.reference_logs import VERIFIED
 from results.reporting.run_reader import NotARun, load_run, summarise
-from results.reporting.x_axis import positions
 from tests.core.synthetic import configured, make_run, records
 
 SOURCE = "lab/hops"

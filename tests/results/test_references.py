@@ -13,6 +13,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from results.reporting.reference_logs import (
+    log_table,
+    published_curve,
+    read_references,
+    replication_table,
+    reported,
+    sources,
+)
 
 from core.config import convert, examine, recipes
 from core.config.recipes import trainer_of
@@ -24,14 +32,6 @@ from results import report
 from results.publish import publish
 from results.reporting import reference_logs
 from results.reporting.curves import panels
-from results.reporting.reference_logs import (
-    log_table,
-    published_curve,
-    read_references,
-    replication_table,
-    reported,
-    sources,
-)
 from results.reporting.references import departures, differing_table, named_runs, reference_table, set_table
 from results.reporting.run_reader import load_run
 from results.reporting.run_scripts import read_script, read_summaries

@@ -11,16 +11,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from results.reporting.reference_logs import read_references
+from results.reproduction.service import Service, service_of
 
 from core import evaluate
 from core.errors import InputError
 from recipes.lab import base_model, warm_start
 from recipes.search_r1 import knowledge_model
 from results import reproduce
-from results.reporting.reference_logs import read_references
 from results.reporting.run_scripts import Script
 from results.reproduction.rows import Row, read_tables, rows_of
-from results.reproduction.service import Service, service_of
 from results.reproduction.stages import Stage, paths, settings, stages
 from tests.recipes.test_lab import SMALL
 from tests.test_readme_commands import copy_of_the_repository
