@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from results.reporting import readme_tables
-from results.reporting.run_reader import load_run, summarise
+from results.reporting.run_reader import load_run
+from results.reporting.summaries import summarise
 from tests.test_structure import TOP_LEVEL
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,13 +17,20 @@ from results.reporting.references import VERIFIED
 HEAD = "# Written by `make verified`, by the tests that are named; not edited by hand.\n"
 
 
-def record_verified(experiment: str, run: str, by: str) -> None:
-    """Enter that the test ``by`` (file::name) has repeated a published run; it replaces an older entry."""
+def record_verified(experiment: str, run: str, by: str, recorded: str) -> None:
+    """Enter that the test ``by`` (file::name) has repeated a run that was recorded at the commit ``recorded``."""
     if os.environ.get("RECORD_VERIFIED") != "1":
         return
     path = ROOT / "results" / VERIFIED
     entries = (yaml.safe_load(path.read_text(encoding="utf-8")) or []) if path.exists() else []
     today = datetime.date.today().isoformat()
-    entry = {"experiment": experiment, "run": run, "by": by, "date": today, "commit": git_state()["commit"][:10]}
+    entry = {
+        "experiment": experiment,
+        "run": run,
+        "recorded": recorded,
+        "by": by,
+        "date": today,
+        "commit": git_state()["commit"][:10],
+    }
     entries = sorted([*(e for e in entries if e["experiment"] != experiment), entry], key=lambda e: e["experiment"])
     path.write_text(HEAD + yaml.safe_dump(entries, sort_keys=False, width=200), encoding="utf-8")

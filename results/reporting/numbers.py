@@ -36,19 +36,13 @@ def evidence(
 ) -> str:
     """Return how far an experiment's number is supported: ``verified`` names what repeated it, else it is measured.
 
+    What repeated an earlier recording of the run does not count.
     ``evaluated`` tells whose model an evaluation is of; it has no seeds.
     """
-    repeated = next((one for one in verified if one["experiment"] == name), None)
+    recorded = {run["commit"] for run in runs}
+    repeated = next((one for one in verified if one["experiment"] == name and one["recorded"] in recorded), None)
     commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
     seeds = f"{evaluated or f'{len(runs)} seed' + 's' * (len(runs) > 1)}, {commits}"
     if repeated is None:
         return f"measured ({seeds})"
     return f"verified by {repeated['by']}, {repeated['run']} on {repeated['date']} at {repeated['commit']} ({seeds})"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the unit that a person would choose: ``84 s``, ``14 min``, ``3.5 h``."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}" if seconds >= 10 * size else f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -112,7 +112,8 @@ class RecordedRun:
     def experiment(self) -> str:
         """A hash of what makes the experiment: runs that share it differ in their seeds only.
 
-        Keys that another version has or lacks count as their defaults, so seeds of several versions are one experiment.
+        Keys that another version lacks count as their defaults, and keys that this version lacks as nothing, so that
+        seeds of several versions are one experiment.
         Keys of a critic or a reference policy that the run does not have count as nothing: their defaults changed.
         """
         schema = recipes.schema_of(self.manifest["recipe"])
@@ -123,7 +124,7 @@ class RecordedRun:
         absent = () if values["critic.enable"] else ("critic.",)
         if not (values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]):
             absent += ("actor_rollout_ref.ref.",)
-        decisive = {key: value for key, value in values.items() if not key.startswith(absent)}
+        decisive = {k: v for k, v in values.items() if not k.startswith(absent) and convert.known(k, schema)}
         kept = {k: v for k, v in decisive.items() if records.role_of(k) != BOOKKEEPING}
         shared = {k: v for k, v in kept.items() if k != "trainer.cpu_threads" and k.split(".")[-1] != "seed"}
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
@@ -208,8 +209,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = run_manifest.read(path)
-    if not manifest["sessions"]:
-        raise ValueError("it has no session")
+    if not manifest["sessions"] or not isinstance(manifest.get("total_steps"), int | None):
+        raise ValueError("it has no session, or total_steps is no number")
     for session in manifest["sessions"]:
         if not ({"gpus"} <= session["hardware"].keys() and {"commit", "dirty"} <= session["git"].keys()):
             raise ValueError("a session has no gpus under hardware, or no commit and dirty under git")

@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 from core.tracking.confidence_intervals import t_interval
-from results.reporting.run_reader import RecordedRun, load_run, outcomes
+from results.reporting.run_reader import RecordedRun, load_run
+from results.reporting.summaries import outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("hf", "vllm")

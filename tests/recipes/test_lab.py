@@ -458,4 +458,6 @@ def test_a_published_lab_run_repeats(recipe, tmp_path_factory):
     script = ROOT / "recipes" / recipe / "run_lab.sh"
     subprocess.run(["bash", str(script), "trainer.cpu_threads=1", "trainer.seed=1"], cwd=folder, check=True)
     check_repeats(folder / "outputs" / recipe / "lab-seed1", ROOT / "results" / recipe / "lab-seed1")
-    record_verified(f"{recipe}/lab", "lab-seed1", "tests/recipes/test_lab.py::test_a_published_lab_run_repeats")
+    recorded = json.loads((ROOT / "results" / recipe / "lab-seed1" / "summary.json").read_text())["commit"]
+    by = "tests/recipes/test_lab.py::test_a_published_lab_run_repeats"
+    record_verified(f"{recipe}/lab", "lab-seed1", by, recorded)

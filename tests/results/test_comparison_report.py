@@ -11,10 +11,12 @@ from results.reporting.x_axis import AXES, positions
 
 from core.errors import InputError
 from results import report
-from results.reporting.comparison_report import Comparison, Side, comparison, told_apart, with_baseline
+from results.reporting.comparison_report import Comparison, Side, comparison, with_baseline
+from results.reporting.curves import AXES, positions
 from results.reporting.curves import panels as panels_of
 from results.reporting.pages import Fold, Table, Text
-from results.reporting.run_reader import RecordedRun, group_runs, load_run
+from results.reporting.run_reader import RecordedRun, load_run
+from results.reporting.summaries import group_runs
 from tests.core.synthetic import configured, make_run
 
 
@@ -214,22 +216,6 @@ def test_rows_are_corrected_for_their_number(root):
     assert verdicts(changed("six", 6), changed("one", 1), changed("two", 2)) == ["not told apart by question"] * 3
     folds = [block for block in comparison([base, changed("six", 6)]) if isinstance(block, Fold)]
     assert folds[0].title.endswith("(6 up, 0 down)") and len(folds[0].blocks[0].rows) == 6
-
-
-def test_letters_need_three_experiments_and_rank_them(root):
-    groups = loaded(root, *ALL)
-    values = {"high": 0.9, "low": 0.5, "mid": 0.7}
-    same = [
-        Side(group, [value - 0.01, value, value + 0.01], {})
-        for group, value in zip(groups, values.values(), strict=True)
-    ]
-    table = first_table(told_apart({"s": same}, groups))
-    assert [row[3] for row in table] == ["a", "b", "c"]
-    assert [row[2].split()[0] for row in table] == ["90.0", "70.0", "50.0"]
-    assert not list(told_apart({"s": same[:2]}, groups))
-    foreign = Side(groups[0], [0.6], {})  # no questions, one seed: nothing can be tested
-    answered = [Side(group, [0.5], {"1": 0.0}) for group in groups]
-    assert len(first_table(told_apart({"s": [*answered, foreign]}, groups))) == 3
 
 
 def test_one_run_lists_what_changed_while_it_trained(root, tmp_path):

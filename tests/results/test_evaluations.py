@@ -22,7 +22,7 @@ from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import percent
 from results.reporting.pages import markdown_cell
 from results.reporting.readme_tables import render
-from results.reporting.references import named_evaluations, reference_table, set_table
+from results.reporting.references import named_runs, read_references, reference_table, set_table
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ID = "grpo-deepseek7b-gsm8k"  # of this repository, so that generate accepts it; what it holds here stands below
@@ -116,7 +116,7 @@ def published(scores: Path, results: Path, *words: str) -> int:
 
 def line_of(results: Path) -> list[str]:
     known = read_references(results)
-    (found,) = reference_table(known, named_evaluations(results, known)).rows
+    (found,) = reference_table(known, named_runs(results, (), known)).rows
     return found
 
 
@@ -155,7 +155,7 @@ def test_it_stands_beside_the_number_of_its_row_and_in_the_index(scores, results
     (record,) = read_evaluations(results)
     assert line[9] == f"measured (the released checkpoint evaluated, not trained here, {record['commit']})"
     known = read_references(results)
-    sets = set_table(known, named_evaluations(results, known)).rows
+    sets = set_table(known, named_runs(results, (), known)).rows
     assert [(one[2], one[4]) for one in sets] == [(s, percent(found.sources[s]["mean@2"])) for s in SIZES]
     text = render(results)
     lines = text.split("## Evaluations")[1].split("## Reported")[0].splitlines()

@@ -8,9 +8,6 @@ import socket
 from pathlib import Path
 
 import pytest
-import yaml
-from results.reporting.reference_logs import VERIFIED
-from results.reporting.x_axis import positions
 
 from core.tracking.records import json_line, read_jsonl
 from core.tracking.run_manifest import ROOT
@@ -20,7 +17,9 @@ from results import report
 from results.publish import publish
 from results.reporting.answers import flips
 from results.reporting.comparison import accuracy_by_question
-from results.reporting.run_reader import NotARun, load_run, summarise
+from results.reporting.curves import positions
+from results.reporting.run_reader import NotARun, load_run
+from results.reporting.summaries import summarise
 from tests.core.synthetic import configured, make_run, records
 
 SOURCE = "lab/hops"
@@ -78,25 +77,6 @@ def test_fifty_thousand_questions_are_kept(tmp_path):
     assert len(lines) == 150_000 and run.validation.keys() == many.keys()
 
 
-def test_what_is_published_anew_replaces_what_an_earlier_version_wrote(tmp_path):
-    run, target = run_with_answers(tmp_path / "grpo" / "a"), tmp_path / "results" / "grpo" / "a"
-    target.mkdir(parents=True)
-    for name in ("validation.jsonl", "samples.jsonl"):
-        (target / name).write_text("{}\n")
-    publish(run, target)
-    assert not list(target.glob("*.jsonl")) and len(list(target.glob("*.jsonl.gz"))) == 2
-
-
-def test_a_run_that_replaces_another_is_not_verified_by_what_repeated_that_one(tmp_path):
-    run, results = run_with_answers(tmp_path / "grpo" / "lab-seed1"), tmp_path / "results"
-    results.mkdir()
-    entries = [{"experiment": f"{recipe}/lab", "run": "lab-seed1", "by": "a test"} for recipe in ("grpo", "ppo")]
-    (results / VERIFIED).write_text("# of tests\n" + yaml.safe_dump(entries))
-    assert publishing.main([str(run), "--as", "grpo/lab-seed1", "--results", str(results)]) == 0
-    text = (results / VERIFIED).read_text()
-    assert text.startswith("# of tests\n") and yaml.safe_load(text) == entries[1:]
-
-
 @pytest.mark.parametrize("name", ["validation.jsonl.gz", "samples.jsonl.gz"])
 def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
     copy = publish(run_with_answers(tmp_path / "grpo" / "a"), tmp_path / "results" / "grpo" / "a")
@@ -107,29 +87,11 @@ def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
     assert "damaged" in said and name in said and said.count("\n") == 1
 
 
-def test_small_records_of_tokens_are_published_and_large_ones_are_not(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "grpo" / "a", steps=2, questions=5)
-    (run / "trace").mkdir()
-    (run / "trace" / "step_000001.npz").write_bytes(b"x" * 100)
-    (run / "trace" / "notes").write_bytes(b"y")
-    copy = publish(run, tmp_path / "results" / "grpo" / "a")
-    assert [path.name for path in (copy / "trace").iterdir()] == ["step_000001.npz"]
-    monkeypatch.setattr(publishing, "TRACE_BYTES", 99)
-    assert not (publish(run, copy) / "trace").exists()
-
-
 def test_a_line_without_its_fields_is_one_line(tmp_path):
     run = make_run(tmp_path / "grpo" / "a", steps=2, questions=5)
     (run / "validation" / "0.jsonl").write_text('{"acc": [1.0]}\n')
     with pytest.raises(NotARun, match="damaged.*uid"):
         load_run(run)
-
-
-def test_published_before_the_change_still_loads_and_compares(tmp_path, capsys):
-    old = [Path(__file__).parent / "published_before" / name for name in ("lab-cispo", "lab-gspo")]
-    assert all((folder / "validation.jsonl").exists() for folder in old)
-    assert report.main([*map(str, old), "--out", str(tmp_path)]) == 0
-    assert "| 500 |" in (tmp_path / "report.md").read_text()
 
 
 def test_totals_of_a_thinned_copy_are_those_of_the_run(tmp_path, monkeypatch):
@@ -202,25 +164,6 @@ def test_long_answers_are_shortened_from_the_middle(tmp_path):
     (run / "samples.jsonl").write_text("".join(map(json_line, rows)))
     (row, *_) = unpacked(publish(run, tmp_path / "results" / "grpo" / "a") / "samples.jsonl.gz")
     assert len(row["output"]) < 4_010 and row["output"].endswith("a#p") and " […] " in row["output"]
-
-
-def test_all_answers_come_from_the_dump_where_there_is_one_and_it_is_this_runs(tmp_path):
-    dump = tmp_path / "dump"
-    dump.mkdir()
-    run = run_with_answers(tmp_path / "grpo" / "a", **{"trainer.validation_data_dir": str(dump)})
-    kept = read_jsonl(run / "samples.jsonl")
-    (run / "samples.jsonl").write_text("".join(map(json_line, kept[:3] + kept[200:203])))
-    for step in (0, 20):
-        write_answers(dump / f"{step}.jsonl", (step,), 1, 0.2, 200, "dumped")
-    target = tmp_path / "results" / "grpo" / "a"
-    rows = unpacked(publish(run, target) / "samples.jsonl.gz")
-    assert len({row["uid"] for row in rows}) == 50 and {row["output"] for row in rows} == {
-        "dumped at 0",
-        "dumped at 20",
-    }
-    write_answers(dump / "20.jsonl", (20,), 2, 0.2, 200, "another seed's")
-    rows = unpacked(publish(run, target) / "samples.jsonl.gz")
-    assert len({row["uid"] for row in rows}) == 3 and "another seed's" not in str(rows)
 
 
 def test_line_separators_inside_an_answer_do_not_end_its_line(tmp_path):

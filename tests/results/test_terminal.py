@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from results.reporting.terminal import closing_lines
 
 from results.reporting.run_reader import load_run
+from results.reporting.run_report import closing_lines
 from tests.core.synthetic import configured, make_run
 
 

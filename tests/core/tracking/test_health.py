@@ -15,7 +15,8 @@ from core.config import convert, examine
 from core.config.sections.trainer import HealthBound, HealthConfig
 from core.tracking.health import CHECKS, SCORE, Health, UnhealthyRun
 from core.tracking.metrics import repeated_share
-from results.reporting.run_reader import load_run, summarise
+from results.reporting.run_reader import load_run
+from results.reporting.summaries import summarise
 from tests.core.scripted_run import configured, prepare, scripted
 
 QUIET = HealthConfig(
