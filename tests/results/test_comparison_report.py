@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from results.reporting.x_axis import AXES, positions
 
 from core.errors import InputError
 from results import report

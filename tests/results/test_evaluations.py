@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from results.reporting.reference_logs import read_references
 
 from core import evaluate
 from core.tracking.confidence_intervals import Estimate

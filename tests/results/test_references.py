@@ -13,11 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from results.reporting.reference_logs import (
-    read_references,
-    reported,
-    sources,
-)
 
 from core.config import convert, examine, recipes
 from core.config.recipes import trainer_of

@@ -11,8 +11,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from results.reporting.reference_logs import read_references
-from results.reproduction.service import service_of
 
 from core import evaluate
 from core.errors import InputError
