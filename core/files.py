@@ -222,7 +222,7 @@ def written_here(text: str) -> Path:
     return Path(text)
 
 
-class Place(NamedTuple):
+class RemotePlace(NamedTuple):
     """A URL as its driver has it: the file system, and the path in it."""
 
     fs: Any
@@ -258,7 +258,7 @@ def url_problem(url: str, key: str, *, look: bool) -> tuple[str, str] | None:
     return None
 
 
-def place(url: str, key: str) -> Place:
+def place(url: str, key: str) -> RemotePlace:
     """Return the file system and the path of a URL that ``key`` names. Raises InputError where there is no driver."""
     import fsspec
 
@@ -266,7 +266,7 @@ def place(url: str, key: str) -> Place:
         raise InputError(f"{key}={url}: {'; '.join(problem)}")
     with explained(url, key):
         fs, path = fsspec.core.url_to_fs(url)
-    return Place(fs, path.rstrip("/"))
+    return RemotePlace(fs, path.rstrip("/"))
 
 
 @contextmanager
@@ -296,7 +296,7 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def listing(source: Place, without: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def listing(source: RemotePlace, without: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Return file -> what its file system tells of it; the name of a single file is empty.
 
     Raises what the driver does; InputError for a name that leads out of the folder.
@@ -349,7 +349,7 @@ def _copied(url: str, key: str, without: tuple[str, ...]) -> str:
     return str(entry / name_of(url))
 
 
-def _copy(url: str, key: str, source: Place, sizes: dict[str, int | None], entry: Path) -> None:
+def _copy(url: str, key: str, source: RemotePlace, sizes: dict[str, int | None], entry: Path) -> None:
     """Copy all files to a folder of another name, which is renamed once they are complete."""
     partial = entry.with_suffix(PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)

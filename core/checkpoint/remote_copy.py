@@ -15,7 +15,7 @@ from pathlib import Path
 
 from core.checkpoint.store import LOCK, MANIFEST, NAME, TRACKER, CheckpointStore, DamagedCheckpoint, verify
 from core.errors import InputError
-from core.files import Place, check_writable, explained, inside, listing, make_parent, place, tried
+from core.files import RemotePlace, check_writable, explained, inside, listing, make_parent, place, tried
 
 KEY = "trainer.default_local_dir"
 NOT_SENT = ("global_step_", ".tmp-", ".old-", ".trash-", "damaged-", LOCK)  # beginnings of names in a run folder
@@ -32,10 +32,10 @@ class RemoteCopy:
         self.url, self.store = url.rstrip("/"), store
         self.newest = -1  # step that this process has seen or put there
         self._sent: dict[str, tuple[int, int]] = {}  # file of the run -> its state when it was sent
-        self._place: Place | None = None
+        self._place: RemotePlace | None = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RemotePlace:
         if self._place is None:
             self._place = place(self.url, KEY)
         return self._place
@@ -72,7 +72,7 @@ class RemoteCopy:
 
     def _fetch(self, folder: str, into: Path, without: list[str]) -> None:
         """Fetch a folder of the run's; nothing where there is none."""
-        source = Place(self.place.fs, f"{self.place.path}/{folder}".rstrip("/"))
+        source = RemotePlace(self.place.fs, f"{self.place.path}/{folder}".rstrip("/"))
         try:
             names = [name for name in listing(source, without) if name]
         except FileNotFoundError:

@@ -144,7 +144,7 @@ def node_of(group: Any) -> str:
     return node
 
 
-class Pool:
+class NodePool:
     """``nodes`` with ``per_node`` bundles each, for processes of ``gpus`` GPUs where there are any.
 
     The first node is ``first_on`` if there is room. Ray's argument for that is private, but its public one
@@ -184,7 +184,7 @@ class Pool:
             remove_placement_group(group)
 
 
-def wait_for_room(config: Config, pools: Mapping[str, Pool]) -> None:
+def wait_for_room(config: Config, pools: Mapping[str, NodePool]) -> None:
     """Wait until the pools are there; ``pools`` maps the keys that size one to it. Raises InputError."""
     waiting = [group for pool in pools.values() for group in pool.groups]
     deadline = time.monotonic() + min(START_S, config.trainer.phase_timeout_s)
@@ -227,7 +227,7 @@ class RayProcesses:
         self.engine_gpus = rollout.tensor_model_parallel_size if splits else 1  # of each engine
         self.engine: RayEngine | None = None
         self.reward_model: RayRewardModel | None = None
-        self.pools: dict[str, Pool] = {}  # "ranks", "engines", "reward"; without the last two they are beside the ranks
+        self.pools: dict[str, NodePool] = {}  # "ranks", "engines", "reward"; without the last two they are beside the ranks
         self.owns_ray = not ray.is_initialized()
         if learners:
             _check_layers(config)
@@ -257,7 +257,7 @@ class RayProcesses:
         rollout, here, asked = part.rollout, own_node(), {}
 
         def pool(name: str, section: Any, keys: str, gpus: int = 1, first_on: str | None = None) -> None:
-            made = Pool(self.device, section.nnodes, section.n_gpus_per_node // gpus, gpus, first_on)
+            made = NodePool(self.device, section.nnodes, section.n_gpus_per_node // gpus, gpus, first_on)
             self.pools[name] = made
             asked[f"{keys}.nnodes={section.nnodes} {keys}.n_gpus_per_node={section.n_gpus_per_node}"] = made
 

@@ -16,7 +16,7 @@ from ray.util.placement_group import remove_placement_group
 
 from core.cluster import ray_pools
 from core.cluster.processes import LearnerProcess
-from core.cluster.ray_pools import Pool, node_of
+from core.cluster.ray_pools import NodePool, node_of
 from core.config import compose
 from core.errors import InputError
 from tests.core.cluster.stub_processes import Device, layout, put_stubs
@@ -132,7 +132,7 @@ def test_ranks_and_engines_of_two_nodes(cluster):
 
 def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
     for home in gpu_nodes():
-        groups = Pool(CUDA, 2, GPUS, first_on=home).groups
+        groups = NodePool(CUDA, 2, GPUS, first_on=home).groups
         with removed(groups):
             assert all(group.wait(20) for group in groups)
             assert node_of(groups[0]) == home != node_of(groups[1])
@@ -155,7 +155,7 @@ def test_four_nodes_are_reserved_whole(cluster, monkeypatch):
 def test_rank_0_is_beside_the_loop_whichever_group_came_to_its_node(cluster, monkeypatch):
     """As after a restart: the node is not free again when the first group is placed."""
     monkeypatch.setattr(ray_pools.RayProcesses, "_start", lambda *_: None)
-    monkeypatch.setattr(ray_pools, "Pool", lambda *sizes: Pool(*sizes[:4]))
+    monkeypatch.setattr(ray_pools, "NodePool", lambda *sizes: NodePool(*sizes[:4]))
     for home in gpu_nodes():
         monkeypatch.setattr(ray_pools, "own_node", lambda home=home: home)
         processes = ray_pools.RayProcesses(config(4), None, CUDA)
@@ -189,7 +189,7 @@ def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster, monkeypatc
 
 
 def test_ranks_of_two_groups_on_one_node_divide_its_cores(cluster):
-    pool, other = (Pool(Device("cpu"), 1, 4, first_on=gpu_nodes()[1]) for _ in range(2))
+    pool, other = (NodePool(Device("cpu"), 1, 4, first_on=gpu_nodes()[1]) for _ in range(2))
     with removed([*pool.groups, *other.groups]):
         assert all(group.wait(20) for group in [*pool.groups, *other.groups])
         assert pool.shares(4, None) == [4] and pool.shares(4, 6) == [4]

@@ -151,7 +151,7 @@ def test_an_empty_folder_is_refused(tmp_path, copies):
 @pytest.mark.parametrize("name", ["b/m/../../evil", "b/m//etc/passwd", "other/file", "b/m/a\\b"])
 def test_a_name_that_leads_out_of_its_folder_is_refused(name, copies):
     with pytest.raises(InputError, match="leads out of its folder"):
-        files.listing(files.Place(_Listed({name: {"size": 1}}), "b/m"))
+        files.listing(files.RemotePlace(_Listed({name: {"size": 1}}), "b/m"))
 
 
 class _Listed:
