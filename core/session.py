@@ -37,7 +37,7 @@ from core.tracking import run_manifest, step_time
 from core.tracking.health import BoundViolation, Health, Repeats, UnhealthyRun
 from core.tracking.run_manifest import RunFacts
 from core.tracking.tracker import Tracker, mend_run_folder
-from core.types import StepMetrics, TrainBatch
+from core.types import Prompt, StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -69,6 +69,7 @@ class Session:
         self.stop = GracefulStop()
         self.health, self.repeats = Health(), Repeats()
         self.step = self.total_steps = 0
+        self.prompt_of: Callable[[int], Prompt] | None = None  # the prompt of an ordinal, once the stream is known
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
         url = config.trainer.default_local_dir
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
@@ -153,7 +154,7 @@ class Session:
             changed = "; ".join(map(str, self.changes))
             log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
         workers.load(checkpoint.folder)
-        saved = run_state.DriverState.load(checkpoint.folder)
+        saved = run_state.DriverState.load(checkpoint.folder, self.prompt_of)
         self.step = self.writer.saved_step = saved.step
         self.health = Health.of_state(saved.values["health"])
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)

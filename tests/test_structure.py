@@ -35,16 +35,16 @@ TOP_LEVEL = {
 LAYERS = (
     ("launch", "command_line", "ray_trainer", "plan", "export", "evaluate", "answers"),
     ("session",),
-    ("cluster", "rollout"),
+    ("cluster", "rollout", "trace"),
     ("engines", "rewards"),
     ("learner", "tracking"),
     ("algorithm", "checkpoint", "data", "model_shapes"),
     ("vision",),
     ("config",),
-    ("types", "errors", "files", "requirements_check", "__init__"),
+    ("types", "errors", "files", "answer_cache", "requirements_check", "__init__"),
 )
 # Commands at the top of core that belong to an extension.
-COMMANDS = ("plan", "evaluate", "replay")
+COMMANDS = ("plan", "evaluate")
 
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {

@@ -227,7 +227,7 @@ class RayProcesses:
         self.engine_gpus = rollout.tensor_model_parallel_size if splits else 1  # of each engine
         self.engine: RayEngine | None = None
         self.reward_model: RayRewardModel | None = None
-        self.pools: dict[str, NodePool] = {}  # "ranks", "engines", "reward"; without the last two they are beside the ranks
+        self.pools: dict[str, NodePool] = {}  # ranks, engines, reward; the last two may be beside the ranks
         self.owns_ray = not ray.is_initialized()
         if learners:
             _check_layers(config)
