@@ -40,7 +40,7 @@ from core.answers import (
     write_manifest,
 )
 from core.command_line import is_dry_run
-from core.config import Config, convert, examine, recipes, records
+from core.config import Config, convert, examine, recipes, recorded_settings
 from core.config.paths import is_local
 from core.config.problem import show
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
@@ -141,7 +141,7 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
     if composed.problems:
         raise InputError(composed.problems)
     if run is not None:
-        records.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
+        recorded_settings.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
     return GenerateCall(recipe, trainer or "core.ray_trainer:RayPPOTrainer", composed.config, out, checkpoint)
@@ -433,7 +433,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     if problems:
         raise InputError(problems)
     unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
-    records.refuse_code(str(manifest_path(source)), composed.config, recipe, overrides, unread)
+    recorded_settings.refuse_code(str(manifest_path(source)), composed.config, recipe, overrides, unread)
     return composed.config
 
 

@@ -22,7 +22,7 @@ import yaml
 
 from core.config import convert, examine
 from core.config.recipes import trainer_of
-from core.config.records import role_of
+from core.config.recorded_settings import role_of
 from core.config.section import FILES, IDENTITY
 from data_preprocess.gsm8k import row
 from data_preprocess.schema import write_rows

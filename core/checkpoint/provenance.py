@@ -1,7 +1,7 @@
 """Which run a checkpoint or a result belongs to, and what a run that resumes has otherwise than the run that wrote it.
 
 That is its models (and the weights that they started from), seed, ranks, threads, configuration, the contents of the
-files that it names, and package versions. What a key's change means is said by its field (``core/config/records.py``).
+files that it names, and package versions. What a change of a key means is said by its field (its role).
 This module imports neither torch nor transformers.
 """
 
@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from core.config import records
+from core.config import recorded_settings
 from core.config.checked import schema_for
 from core.config.problem import brief, show
 from core.config.section import BOOKKEEPING, FILES, IDENTITY
@@ -254,12 +254,12 @@ def _check_model(folder: Path, name: str, there: ModelFingerprint, here: ModelFi
 def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
     """Yield every key whose other value counts, by its role; of a file the content counts where its hash is known."""
     schema = schema_for(run.config)
-    there, here = (records.completed(each.config, schema) for each in (saved, run))
+    there, here = (recorded_settings.completed(each.config, schema) for each in (saved, run))
     keys = there.keys() | here.keys() | saved.contents.keys() | run.contents.keys()
     if "critic" not in {*saved.models, *run.models}:  # its keys follow the policy's, and nothing reads them
         keys = {key for key in keys if not key.startswith("critic.")}
     for key in sorted({*keys} - {SEED}):
-        role, pair = records.role_of(key), [there.get(key), here.get(key)]
+        role, pair = recorded_settings.role_of(key), [there.get(key), here.get(key)]
         hashes = [_hashes(key, saved), _hashes(key, run)]
         known = None not in hashes  # where one is not recorded the names have to do
         if known and (hashes[0] != hashes[1] or role == FILES):  # a file may have moved

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.config import convert, recipes, records
+from core.config import convert, recipes, recorded_settings
 from core.config.secret_keys import hidden
 from core.config.section import BOOKKEEPING
 from core.config.yaml_files import read_yaml
@@ -117,7 +117,10 @@ class RecordedRun:
         Keys of a critic or a reference policy that the run does not have count as nothing: their defaults changed.
         """
         schema = recipes.schema_of(self.manifest["recipe"])
-        values, defaults = records.completed(self.config, schema, self.manifest["recipe"]), convert.as_json(schema())
+        values, defaults = (
+            recorded_settings.completed(self.config, schema, self.manifest["recipe"]),
+            convert.as_json(schema()),
+        )
         for key, default in defaults.items():
             if values[key] == scrub(default):  # a published copy has lost the folder of a default path
                 values[key] = default
@@ -125,7 +128,7 @@ class RecordedRun:
         if not (values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]):
             absent += ("actor_rollout_ref.ref.",)
         decisive = {k: v for k, v in values.items() if not k.startswith(absent) and convert.known(k, schema)}
-        kept = {k: v for k, v in decisive.items() if records.role_of(k) != BOOKKEEPING}
+        kept = {k: v for k, v in decisive.items() if recorded_settings.role_of(k) != BOOKKEEPING}
         shared = {k: v for k, v in kept.items() if k != "trainer.cpu_threads" and k.split(".")[-1] != "seed"}
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
         text = re.sub(rf"\bseed-{re.escape(str(self.seed))}\b", "seed-*", text)  # data that is drawn from the seed

@@ -27,7 +27,7 @@ def cases(kind):
     part, rule, found = "", "", []
     for line in Path(__file__).with_name("rules.txt").read_text().splitlines():
         if line.startswith("["):
-            part = line.strip("[]")
+            part, rule = line.strip("[]"), ""
         elif line and not line.startswith((" ", "#")):
             rule = line
         elif part == kind and line.startswith(" "):
