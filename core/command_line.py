@@ -1,4 +1,4 @@
-"""From the command line to a configuration, a dry run, or one line a problem.
+"""The body of every ``main_<recipe>.py``: from the command line to a run, a dry run, or one line a problem.
 
     python -m recipes.grpo.main_grpo key=value ...          runs
     DRY_RUN=1 python -m recipes.grpo.main_grpo key=value ... composes, checks, prints and exits
@@ -6,28 +6,60 @@
 
 Arguments before a lone ``--`` are a run script's own: ``main_grpo data.train_files=... -- "$@"``. Those after it were
 typed and win, a typed preset too (:mod:`core.config.composition`). A path that a script brings along need not exist yet
-in a dry run, one that was typed does.
+in a dry run, one that was typed does. Bad input ends in a line, no traceback. A run that lost a process is started
+again from its checkpoint.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
+import logging
 import os
 import sys
-from collections.abc import Collection, Sequence
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from core.cluster.address import address_problem
-from core.config import Composed, Config, code_by_path, diff, examine, paths, recipes, registry
+from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, to_yaml
 from core.config.defaults import resolve
 from core.config.problem import show
-from core.errors import InputError
+from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, printable, write_failed
 from core.model_shapes import model_problems
 from core.plan import plan_lines
-from core.requirements_check import missing_for_run
+from core.tracking import run_manifest
+from core.tracking.health import UnhealthyRun
+
+log = logging.getLogger("core")
 
 HELP = {"-h", "--help"}
+FINISHED = (
+    "the run in {folder} has finished with this configuration and data, and nothing is trained. Its report: {report}. "
+    "To train again, choose another trainer.experiment_name, or trainer.resume_mode=disable"
+)
+
+
+def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
+    """Run a recipe with the arguments of the command line.
+
+    ``trainer`` is ``module:class``, imported only once the configuration is known to be good: a dry run needs
+    neither torch nor a model. Exits with 2 where the input is at fault, with 1 where a process was lost and
+    ``trainer.max_restarts`` allows no other try.
+    """
+    try:
+        hooks = recipes.hooks_of(trainer)
+    except InputError as error:
+        _refuse(error.problems)
+    config = prepare(recipe, sys.argv[1:], hooks)
+    if (folder := finished_folder(config)) is not None:
+        page = folder / "report.html"
+        report = page if page.exists() else f"python -m results.report {folder}"
+        print(FINISHED.format(folder=folder, report=report), flush=True)
+        return
+    work(trainer, config)
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
@@ -99,10 +131,22 @@ def _without_cluster(config: Config) -> list[str]:
 
 
 def _missing_for_run(config: Config) -> list[str]:
-    engine = registry.ENGINES[config.actor_rollout_ref.rollout.name]
-    lines = missing_for_run(config, engine.package if config.needs_engine else None)
+    """Return what this machine lacks for a run of the configuration, a line each: key, value, rule, fix."""
+    lines, trainer, name = [], config.trainer, config.actor_rollout_ref.rollout.name
+    engine = registry.ENGINES[name]
+    if config.needs_engine and engine.package is not None and find_spec(engine.package) is None:
+        fix = "make setup installs it where it can, or use actor_rollout_ref.rollout.name=hf"
+        lines.append(f"actor_rollout_ref.rollout.name={name}: {engine.package} is not installed; {fix}")
     if config.needs_engine and engine.problems:
         lines += code_by_path.load_object(engine.problems)(config)
+    if trainer.backend == "ray" and find_spec("ray") is None:
+        lines.append("trainer.backend=ray: ray is not installed; pip install 'ray>=2.60,<3', or use local")
+    if trainer.backend == "local" and trainer.device == "cuda":  # over Ray the driver's own machine may have no GPU
+        import torch
+
+        if not torch.cuda.is_available():
+            rule = f"PyTorch {torch.__version__} finds no GPU on this machine"
+            lines.append(f"trainer.device=cuda: {rule}; use cpu, or check nvidia-smi and that this PyTorch has CUDA")
     return lines
 
 
@@ -164,3 +208,84 @@ def _help(recipe: str, arguments: Sequence[str], hooks: Collection[str]) -> NoRe
     text, known = explained.shown(recipe, arguments[:at], words, hooks)
     print(text, file=sys.stdout if known else sys.stderr)
     raise SystemExit(0 if known else 1)
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+def finished_folder(config: Config) -> Path | None:
+    """Return the run's folder where a run of the same configuration has ended in it, with or without checkpoints.
+
+    Under ``trainer.resume_mode=disable`` a run trains again, and one that only validates always does.
+    """
+    folder, trainer = paths.run_folder(config), config.trainer
+    if trainer.val_only or trainer.resume_mode != "auto":
+        return None
+    try:
+        manifest = run_manifest.read(folder / "manifest.json")
+        same = (folder / "config.yaml").read_text(encoding="utf-8") == to_yaml(config)
+    except (OSError, ValueError):  # there is none, or it is damaged, which the run's start reports
+        return None
+    same = same and manifest.get("data") == run_manifest.data_of(config)
+    return folder if same and manifest["status"] == "finished" else None
+
+
+class PrintableFormatter(logging.Formatter):
+    """Lines of a log may quote a model's text, whose control characters reach no terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def work(trainer: str, config: Config) -> None:
+    """Train in this process and print the outcome."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    log.setLevel(logging.INFO)
+    module, _, name = trainer.partition(":")
+    run = train(getattr(importlib.import_module(module), name), config).run
+    print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
+
+
+def train(trainer: Callable[[Config], Any], config: Config) -> Any:
+    """Train to the end, restarting from the run's last checkpoint when a process dies or hangs. Return the trainer."""
+    limit, restarts = config.trainer.max_restarts, 0
+    while True:
+        trained = trainer(config)
+        try:
+            trained.init_workers()
+            trained.fit()
+            return trained
+        except WorkersLost as error:
+            if restarts >= limit or trained.run.stop.requested:
+                print(f"{error}\n(trainer.max_restarts={limit}: not started again)", file=sys.stderr)
+                raise SystemExit(1) from error
+            log.error("%s", error)
+        except (UnhealthyRun, InputError, OutOfMemory, OSError) as error:
+            _end(error, trained.run.run_dir)
+        restarts += 1
+        if trained.run.saved_step is not None:  # else this attempt left nothing to resume
+            config = convert.replaced(config, {"trainer.resume_mode": "auto"})
+        log.error("restart %d of %d, after step %d", restarts, limit, trained.run.saved_step or 0)
+
+
+def _end(error: Exception, run_dir: Path) -> NoReturn:
+    """End the process with a line: with 2 where the input is at fault, 1 where the run or the machine is."""
+    message = str(error)
+    if isinstance(error, OutOfMemory):  # not restarted: it would end in the same way
+        trace = run_dir / "out_of_memory.txt"
+        try:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.write_text(traceback.format_exc(), encoding="utf-8")
+            message += f"; the traceback is in {trace}"
+        except OSError:
+            message += f"; {traceback.format_exc()}"
+    elif isinstance(error, OSError):
+        if error.errno not in FULL:
+            raise error
+        traceback.print_exc()
+        message = str(write_failed(error, error.filename or run_dir, "a file"))
+    print(printable(message), file=sys.stderr)
+    of_input = isinstance(error, InputError) and not isinstance(error, WriteFailed)  # a full disk is no fault of it
+    raise SystemExit(2 if of_input else 1) from error

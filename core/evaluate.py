@@ -293,7 +293,7 @@ def answering(
     from core.engines import make_engine
     from core.engines.in_process_engine import InProcessEngine
     from core.learner.models import check_lengths
-    from core.session import prepare_torch
+    from core.run import prepare_torch
 
     run = load_object(trainer)(config)
     run.tokenizer, run.agent_loop = tokenizer, loop

@@ -3,7 +3,7 @@
 The hooks are phases that take and return values: :meth:`RayPPOTrainer.generate`,
 :meth:`~RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
 :meth:`~RayPPOTrainer.compute_advantages`. Starting, resuming, recording, saving and stopping belong to
-the :class:`core.session.Session` that the trainer holds.
+the :class:`core.run.Run` that the trainer holds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from core.learner.step_needs import StepNeeds
 from core.rewards.hook_check import check_hooks
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import AgentLoop, Limits, ToolCalls, check_examples, make_agent_loop
-from core.rollout.background import Background
+from core.rollout.background import Ahead
 from core.rollout.collect import (
     Collected,
     CollectLimits,
@@ -50,7 +49,7 @@ from core.rollout.collect import (
 )
 from core.rollout.group_rollout import GroupRollout, TrajectorySampler
 from core.rollout.repeatable_decoding import make_repeatable
-from core.session import LoopState, Session, prepare_torch
+from core.run import LoopState, Run, prepare_torch
 from core.tracking.health import FAILED
 from core.tracking.metrics import data_metrics, progress_metrics, unknown_ids
 from core.tracking.profiling import profiled
@@ -80,7 +79,7 @@ class RayPPOTrainer:
         ctrl, rollout = config.algorithm.kl_ctrl, config.actor_rollout_ref.rollout
         self.kl_controller = KLController(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
         self.collect_state = CollectState()
-        self.session = Session(config, LoopState(self.kl_controller, self.collect_state))
+        self.run = Run(config, LoopState(self.kl_controller, self.collect_state))
         self.needs = StepNeeds.of(config)
         self.estimator = advantages.estimator(config.algorithm.adv_estimator)
         self.train_sampling = sampling_params(config, rollout)
@@ -108,20 +107,20 @@ class RayPPOTrainer:
         Raises InputError, mostly before a model loads, and what a training hook raises on an example answer.
         """
         config = self.config
-        self.session.fetch()
+        self.run.fetch()
         self.load_data()
         check_lengths(config, self.longest())
-        checkpoint = self.session.open(self.stream, critic=self.needs.critic)
+        checkpoint = self.run.open(self.stream, critic=self.needs.critic)
         if config.trainer.trace.used:
             from core.trace.trace_recorder import TraceRecorder
 
-            self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
+            self.trace = TraceRecorder(config, self.tokenizer, self.run.total_steps)
         with memory_phase("load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
             if self.workers.reward_model is not None:
                 self.reward.attach(self.workers.reward_model)
-            state = self.session.attach(self.workers, checkpoint)
+            state = self.run.attach(self.workers, checkpoint)
             self.collect_state, self.kl_controller = state.collect, state.kl_controller
         except BaseException:
             self.workers.close()
@@ -191,22 +190,21 @@ class RayPPOTrainer:
 
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
-        with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
-            self.session.bound_mismatch(lambda: self.workers.logprob_noise(self.opening_text()))
-            self.workers.sync_weights(self.session.step)
+        with self.run.running(self.workers, self.agent_loop, self.reward) as self.runner, self.make_ahead() as ahead:
+            self.run.bound_mismatch(lambda: self.workers.logprob_noise(self.opening_text()))
+            self.workers.sync_weights(self.run.step)
             self.validate_before_training()
-            for metrics in self.session.steps():
+            for metrics in self.run.steps():
                 with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
                     groups_P = self.collect(metrics)
-                    with self.collecting_ahead(metrics):
-                        batch = self.make_batch(groups_P, metrics.step)
-                        batch = self.compute_log_probs(batch, metrics)
-                        batch = self.apply_rollout_correction(batch, metrics)
-                        with metrics.time("adv"):
-                            batch = self.compute_advantages(batch, metrics)
-                        self.update(batch, metrics)
-                    with metrics.time("update_weights"):
-                        metrics.add(self.workers.sync_weights(metrics.step))
+                    ahead.start(self.collect_ahead(metrics.step), metrics)
+                    batch = self.make_batch(groups_P, metrics.step)
+                    batch = self.compute_log_probs(batch, metrics)
+                    batch = self.apply_rollout_correction(batch, metrics)
+                    batch = self.estimate_advantages(batch, metrics)
+                    self.update(batch, metrics)
+                    self.collect_state = ahead.result(metrics) or self.collect_state
+                    self.sync_weights(metrics)
                 self.complete_step(groups_P, batch, metrics)
 
     # -- hooks: a recipe overrides these ---------------------------------------------------------
@@ -235,7 +233,6 @@ class RayPPOTrainer:
             metrics.add(measured)
         advantages_N, returns_N = self.estimator(advantages.inputs_of(batch, algorithm, penalties_N))
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
-        checks.finite(batch, "adv", "reward", "advantages", "returns")
         checks.advantages_fit(batch, penalties_N, algorithm)
         if penalties_N is not None:
             batch = batch.adding(reward=batch.reward + sum_by_sequence(penalties_N, batch.lengths))
@@ -248,7 +245,7 @@ class RayPPOTrainer:
 
         Sets the state that the next step starts from.
         """
-        oldest, wanted = self.session.step - self.config.trainer.max_staleness, self.config.data.train_batch_size
+        oldest, wanted = self.run.step - self.config.trainer.max_staleness, self.config.data.train_batch_size
 
         async def roll_group(ordinal: int) -> ScoredGroup | AnsweredGroup:
             group = await self.roll_group(ordinal)
@@ -264,12 +261,15 @@ class RayPPOTrainer:
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
                     score_groups=self.rollout.score_later,
-                    stop_requested=lambda: self.session.stop.requested,
+                    stop_requested=lambda: self.run.stop.requested,
                     ahead=self.looks_ahead(metrics.step),
                 )
             )
         self.reward.failures.stop_if_all()
         self.collect_state = self.collected.state
+        if not self.looks_ahead(metrics.step):
+            # Which groups beyond the step were answered depends on timing, and must not reach a checkpoint
+            self.collect_state = dataclasses.replace(self.collect_state, carried={})
         metrics.add(self.collected.metrics)
         metrics.add({"rollout/unknown_ids": unknown_ids(self.collected.groups, self.known)})
         return self.collected.groups
@@ -298,37 +298,17 @@ class RayPPOTrainer:
 
     def looks_ahead(self, step: int) -> bool:
         """Return whether the next step's first prompts are answered by the policy that this step updates."""
-        return self.config.trainer.max_staleness > 0 and step < self.session.total_steps
+        return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
 
-    @contextmanager
-    def collecting_ahead(self, metrics: StepMetrics) -> Iterator[None]:
-        """With ``trainer.max_staleness=1``, answer the next step's first prompts while the block runs.
+    def collect_ahead(self, step: int) -> Coroutine[Any, Any, CollectState] | None:
+        """Return what answers the next step's first prompts with this step's policy, if ``max_staleness`` allows it."""
+        if not self.looks_ahead(step):
+            return None
+        limits, score = self.collect_limits(), self.rollout.score_later
+        return collect_ahead(self.roll_group, self.keeps, self.collected, limits, score)
 
-        Where engine and learner cannot work at the same time (in one process, on one GPU) they are answered before
-        it, with the same outcome. The state to go on from is complete, with them, when the block ends.
-        """
-        work = None
-        if self.looks_ahead(metrics.step):
-            limits = self.collect_limits()
-            work = collect_ahead(self.roll_group, self.keeps, self.collected, limits, self.rollout.score_later)
-        else:  # which groups beyond the step were answered depends on timing, and must not reach a checkpoint
-            self.collect_state = dataclasses.replace(self.collect_state, carried={})
-        if work is not None and not self.workers.overlaps:
-            with metrics.time("gen_ahead"):
-                self.collect_state, work = self.runner.run(work), None
-        metrics.add({f"timing_s/{name}": seconds for name, seconds in self.clock.take().items()})
-        if work is None:
-            yield
-            return
-        background = Background(self.runner, work)
-        try:
-            yield
-            with metrics.time("wait_ahead"):
-                self.collect_state = background.result()
-            hidden = sum(self.clock.take().values()) - metrics.values["timing_s/wait_ahead"]
-            metrics.add({"timing_s/hidden_ahead": max(0.0, hidden)})
-        finally:
-            background.close()
+    def make_ahead(self) -> Ahead:
+        return Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)
 
     async def roll_group(self, ordinal: int) -> ScoredGroup | AnsweredGroup:
         """Answer the prompt of an ordinal and score the answers, where each is scored on its own."""
@@ -368,20 +348,32 @@ class RayPPOTrainer:
         metrics.add(corrected)
         return batch
 
+    def estimate_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
+        """Set advantages and returns by the hook, and check that they are finite."""
+        with metrics.time("adv"):
+            batch = self.compute_advantages(batch, metrics)
+            checks.finite(batch, "adv", "reward", "advantages", "returns")
+        return batch
+
     def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
         """Take the critic's optimizer steps, then the policy's once ``trainer.critic_warmup`` is over."""
         step, config = metrics.step, self.config
         if self.needs.critic:
-            lr_multiplier = multiplier(config.critic.optim, step - 1, self.session.total_steps)
+            lr_multiplier = multiplier(config.critic.optim, step - 1, self.run.total_steps)
             with metrics.time("update_critic"):
                 metrics.add(self.workers.update_critic(batch, lr_multiplier))
         if step > config.trainer.critic_warmup:
-            lr_multiplier = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.session.total_steps)
+            lr_multiplier = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.run.total_steps)
             with metrics.time("update_actor"):
                 metrics.add(self.workers.update_actor(batch, lr_multiplier))
 
+    def sync_weights(self, metrics: StepMetrics) -> None:
+        """Bring the policy's weights to the engines, proved by checksums and a probe."""
+        with metrics.time("update_weights"):
+            metrics.add(self.workers.sync_weights(metrics.step))
+
     def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Measure the step, validate where due, and hand it to the session, which records and saves it."""
+        """Measure the step, validate where due, and hand it to the run, which records and saves it."""
         trainer, step = self.config.trainer, metrics.step
         metrics.add(data_metrics(groups_P, batch))
         self.turns.forget(step - trainer.max_staleness)
@@ -398,9 +390,9 @@ class RayPPOTrainer:
             rows = generation_rows(step, groups_P, self.tokenizer)
             self.show_generations(step, rows, self.config.reward_model.num_examine, "rollout_data_dir")
         state = LoopState(self.kl_controller, self.collect_state)
-        if self.session.is_due(trainer.test_freq, step, state):
+        if self.run.is_due(trainer.test_freq, step, state):
             self.validate(metrics)
-        self.session.complete_step(metrics, state, batch)
+        self.run.complete(metrics, state, batch)
 
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
         """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples are apart.
@@ -419,17 +411,17 @@ class RayPPOTrainer:
         """Print the first ``printed`` answers of each data source; write all where ``trainer.<key>`` names a folder."""
         print_examples(rows, printed)
         if folder := getattr(self.config.trainer, key):
-            self.session.tracker.dump(folder, step, rows, f"trainer.{key}")
+            self.run.tracker.dump(folder, step, rows, f"trainer.{key}")
 
     # -- validation ------------------------------------------------------------------------------
 
     def validate_before_training(self) -> None:
         """Validate the untrained policy, or with ``trainer.val_only`` whatever was loaded."""
-        trainer, step = self.config.trainer, self.session.step
+        trainer, step = self.config.trainer, self.run.step
         if self.val_prompts and (trainer.val_only or (trainer.val_before_train and step == 0)):
             metrics = StepMetrics(step)
             self.validate(metrics)
-            self.session.tracker.log(metrics)
+            self.run.tracker.log(metrics)
 
     async def evaluate(self) -> Sequence[ScoredGroup]:
         """Answer and score the validation prompts; nothing shapes or filters."""
@@ -451,6 +443,6 @@ class RayPPOTrainer:
             found = self.agent_loop.metrics().items()
             metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
         rows = generation_rows(metrics.step, groups, self.tokenizer)
-        self.session.tracker.log_validation(metrics.step, records)
-        self.session.tracker.log_samples(metrics.step, rows, self.val_prompts)
+        self.run.tracker.log_validation(metrics.step, records)
+        self.run.tracker.log_samples(metrics.step, rows, self.val_prompts)
         self.show_generations(metrics.step, rows, self.config.reward_model.val_num_examine, "validation_data_dir")

@@ -1,9 +1,8 @@
-"""What this machine lacks for a command: a supported Python, packages, a GPU.
+"""What this machine lacks for a command: a supported Python and packages.
 
 Every top-level package with commands imports core, and core imports this module: standard library alone, in the syntax
-of old versions. A missing package or extension ends ``python -m <command>`` in one line. Any other error keeps its
+of old versions. A missing package ends ``python -m <command>`` in one line. Any other error keeps its
 traceback: another one in this repository's own imports, in an installed package, or in a program that imports core.
-:func:`missing_for_run` checks what a configuration needs besides, before its run starts.
 """
 
 import os
@@ -73,24 +72,6 @@ def explanation(error):
     if not OLDEST <= sys.version_info[:2] < TOO_NEW:
         return _wrong_python()
     return f"{PACKAGES[package]}: is not installed for {sys.executable}; {_remedy(PACKAGES[package])}"
-
-
-def missing_for_run(config, engine_package):
-    """Return what this machine lacks for a run of the configuration, a line each: key, value, rule, fix."""
-    lines, trainer = [], config.trainer
-    if engine_package is not None and find_spec(engine_package) is None:
-        key = "actor_rollout_ref.rollout.name"
-        fix = f"make setup installs it where it can, or use {key}=hf"
-        lines.append(f"{key}={config.actor_rollout_ref.rollout.name}: {engine_package} is not installed; {fix}")
-    if trainer.backend == "ray" and find_spec("ray") is None:
-        lines.append("trainer.backend=ray: ray is not installed; pip install 'ray>=2.60,<3', or use local")
-    if trainer.backend == "local" and trainer.device == "cuda":  # over Ray the driver's own machine may have no GPU
-        import torch
-
-        if not torch.cuda.is_available():
-            rule = f"PyTorch {torch.__version__} finds no GPU on this machine"
-            lines.append(f"trainer.device=cuda: {rule}; use cpu, or check nvidia-smi and that this PyTorch has CUDA")
-    return lines
 
 
 def _remedy(package):

@@ -10,9 +10,11 @@ from __future__ import annotations
 import builtins
 import logging
 import os
+import signal
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,6 @@ from core.cluster.address import address_problem, cluster_address
 from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_watch import Watch
-from core.cluster.signals import kept_from_children
 from core.config import registry
 from core.config.paths import run_folder
 from core.config.section import thaw
@@ -59,6 +60,19 @@ LEARNER = actor_class(LearnerProcess, 3)
 ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (EngineProcess, RewardModelProcess))
 
 # ---------------------------------------------------------------- a connection, and the code of the processes
+
+
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Block for the processes that are started while entered what a terminal or a scheduler sends to all of a group.
+
+    The step that is finished still needs them. A mask is inherited, a handler is not.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def connect(config: Config, device: torch.device) -> None:

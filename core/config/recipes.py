@@ -11,12 +11,14 @@ accept these keys at values that leave a technique off. ``recipes/<recipe>/confi
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import importlib
 import re
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +30,9 @@ from core.config.yaml_files import read_table
 from core.errors import InputError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+TRAINER = "core.ray_trainer:RayPPOTrainer"  # of recipes that name none
+HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")  # its methods that recipes override
+NEAR = 0.85  # from this similarity on a method's name is taken for a misspelled hook
 
 
 def names() -> list[str]:
@@ -75,35 +80,72 @@ def switch_of(key: str) -> tuple[str, str] | None:
     return None
 
 
-def trainer_of(recipe: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the trainer (``module:class``) of a recipe, None for core's own, and the hooks that it overrides.
+def trainer_of(recipe: str) -> tuple[str, tuple[str, ...]]:
+    """Return the trainer (``module:class``) of a recipe and the hooks that it overrides.
 
-    They are the arguments of ``launch.main(...)`` in ``main_<recipe>.py``, which is read and not run. Raises InputError
-    where they are not written as texts there, or as names of texts.
+    It is the argument of ``command_line.main(...)`` in ``main_<recipe>.py``, which is read and not run. Raises
+    InputError where it is not written as a text there, or as the name of one.
     """
     path = folder(recipe).parent / f"main_{recipe}.py"
     if not path.exists():
         raise InputError(f"recipe={recipe}: has no main_{recipe}.py; choose one of {', '.join(names())}")
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    named = {
+    texts = {
         target.id: node.value
         for node in tree.body
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch.main"]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "command_line.main"]
     try:
         (call,) = calls
-        keywords = {
-            one.arg: named[one.value.id] if isinstance(one.value, ast.Name) else one.value for one in call.keywords
-        }
-        values = {name: ast.literal_eval(value) for name, value in keywords.items()}
+        given = [texts[k.value.id] if isinstance(k.value, ast.Name) else k.value for k in call.keywords]
+        (trainer,) = map(ast.literal_eval, given) if given else (TRAINER,)
     except (KeyError, ValueError) as error:
-        raise InputError(
-            f"{path}: no launch.main(...) whose trainer= and hooks= are plain texts; write them so"
-        ) from error
-    return values.get("trainer"), tuple(values.get("hooks", ()))
+        problem = f"{path}: no command_line.main(...) whose trainer= is a plain text; write it so"
+        raise InputError(problem) from error
+    return trainer, hooks_of(trainer)
+
+
+def hooks_of(trainer: str) -> tuple[str, ...]:
+    """Return the hooks that a trainer (``module:class``) overrides, from its source: importing it would load torch.
+
+    Raises InputError for a method whose name is nearly a hook's: it would never be called.
+    """
+    known, found, left = set(_methods(TRAINER)[0]), set(), [trainer]
+    while left:
+        one = left.pop()
+        if one == TRAINER:
+            continue
+        methods, bases = _methods(one)
+        left += bases
+        found |= {*HOOKS} & {*methods}
+        for name in methods:
+            if name not in known and (near := difflib.get_close_matches(name, HOOKS, 1, NEAR)):
+                raise InputError(f"{one}.{name}: no hook has this name, so it is never called; rename it to {near[0]}")
+    return tuple(hook for hook in HOOKS if hook in found)
+
+
+def _methods(path: str) -> tuple[list[str], list[str]]:
+    """Return the methods of a class (``module:class``) and its bases, as far as its source names them."""
+    module, _, name = path.partition(":")
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # of its package; importing it will report that
+        return [], []
+    if spec is None or not str(spec.origin).endswith(".py"):
+        return [], []
+    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    places = {one: f"{module}:{one}" for one in classes}
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            places |= {alias.asname or alias.name: f"{node.module}:{alias.name}" for alias in node.names}
+    if name not in classes:
+        return [], []
+    defined = [node.name for node in classes[name].body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return defined, [places[base.id] for base in classes[name].bases if getattr(base, "id", None) in places]
 
 
 @functools.cache

@@ -3,10 +3,9 @@
 python -m recipes.dapo.main_dapo key=value ...    DRY_RUN=1 in the environment only checks the configuration
 """
 
-from core import launch
+from core import command_line
 
 TRAINER = "recipes.dapo.dapo_ray_trainer:RayDAPOTrainer"
-HOOKS = ("shape_reward", "keep_group")  # what RayDAPOTrainer overrides
 
 if __name__ == "__main__":
-    launch.main("dapo", trainer=TRAINER, hooks=HOOKS)
+    command_line.main("dapo", trainer=TRAINER)

@@ -5,7 +5,7 @@ The recipe overrides no hook; it is the core trainer with the configuration in `
     python -m recipes.grpo.main_grpo key=value ...    DRY_RUN=1 in the environment only checks the configuration
 """
 
-from core import launch
+from core import command_line
 
 if __name__ == "__main__":
-    launch.main("grpo", hooks=())
+    command_line.main("grpo")

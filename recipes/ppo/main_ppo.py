@@ -5,7 +5,7 @@ The recipe overrides no hook; it is the core trainer with the configuration in `
     python -m recipes.ppo.main_ppo key=value ...      DRY_RUN=1 in the environment only checks the configuration
 """
 
-from core import launch
+from core import command_line
 
 if __name__ == "__main__":
-    launch.main("ppo", hooks=())
+    command_line.main("ppo")

@@ -3,10 +3,9 @@
 python -m recipes.search_r1.main_search_r1 key=value ...    DRY_RUN=1 in the environment only checks the configuration
 """
 
-from core import launch
+from core import command_line
 
 TRAINER = "recipes.search_r1.search_r1_ray_trainer:SearchR1Trainer"
-HOOKS = ("generate",)  # what SearchR1Trainer overrides
 
 if __name__ == "__main__":
-    launch.main("search_r1", trainer=TRAINER, hooks=HOOKS)
+    command_line.main("search_r1", trainer=TRAINER)

@@ -3,9 +3,9 @@
 python -m recipes.sft.main_sft key=value ...    DRY_RUN=1 in the environment only checks the configuration
 """
 
-from core import launch
+from core import command_line
 
 TRAINER = "recipes.sft.sft_trainer:SFTTrainer"
 
 if __name__ == "__main__":
-    launch.main("sft", trainer=TRAINER)
+    command_line.main("sft", trainer=TRAINER)

@@ -1,6 +1,6 @@
 """The loop of supervised fine-tuning: draw demonstrations, raise their likelihood, validate by answering questions.
 
-Session, workers, learner and validation are core's. The loop is another one than that of reinforcement learning, so
+The run, workers, learner and validation are core's. The loop is another one than that of reinforcement learning, so
 ``fit`` is written anew here, where a recipe would override hooks: nothing is collected, and engines get the weights
 only where a validation needs them.
 """
@@ -13,7 +13,7 @@ from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import check_examples, make_agent_loop
 from core.rollout.collect import CollectState, StopRequested
-from core.session import LoopState
+from core.run import LoopState
 from core.tracking.metrics import progress_metrics
 from core.tracking.profiling import profiled
 from core.types import StepMetrics, TrainBatch
@@ -41,9 +41,9 @@ class SFTTrainer(RayPPOTrainer):
 
     def fit(self) -> None:
         """Train to the last step. Each iteration trains on a batch of demonstrations."""
-        with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
+        with self.run.running(self.workers, self.agent_loop, self.reward) as self.runner:
             self.validate_before_training()
-            for metrics in self.session.steps():
+            for metrics in self.run.steps():
                 with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
                     batch = self.draw(metrics.step)
                     self.update(batch, metrics)
@@ -51,7 +51,7 @@ class SFTTrainer(RayPPOTrainer):
 
     def draw(self, step: int) -> TrainBatch:
         """Return the step's demonstrations, which are those of the next ordinals."""
-        if self.session.stop.requested:
+        if self.run.stop.requested:
             raise StopRequested
         first, count = self.collect_state.next_ordinal, self.config.data.train_batch_size
         batch = [self.stream.prompt(ordinal) for ordinal in range(first, first + count)]
@@ -59,7 +59,7 @@ class SFTTrainer(RayPPOTrainer):
         return demonstration_batch(batch, self.tokenizer.pad_token_id)
 
     def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Measure the step, validate where due, and hand it to the session, which records and saves it."""
+        """Measure the step, validate where due, and hand it to the run, which records and saves it."""
         step, trained = metrics.step, batch.count(batch.response_mask).float()
         state = LoopState(self.kl_controller, self.collect_state)
         metrics.add(
@@ -73,9 +73,9 @@ class SFTTrainer(RayPPOTrainer):
         )
         epoch = self.stream.epoch(self.collect_state.next_ordinal - 1)
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
-        if self.session.is_due(self.config.trainer.test_freq, step, state):
+        if self.run.is_due(self.config.trainer.test_freq, step, state):
             self.validate(metrics)
-        self.session.complete_step(metrics, state, batch)
+        self.run.complete(metrics, state, batch)
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer the questions with the learner's weights, which engines have not had since the last validation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -515,20 +516,10 @@ def test_a_misspelt_key_is_the_recipes_message(files, tmp_path, capsys):
 def test_a_recipes_trainer_is_read_from_its_entry(recipe):
     trainer, hooks = recipes.trainer_of(recipe)
     module = __import__(f"recipes.{recipe}.main_{recipe}", fromlist=["x"])
-    assert (trainer, hooks) == (getattr(module, "TRAINER", None), getattr(module, "HOOKS", ()))
-
-
-def test_the_entry_of_a_recipe_of_ones_own_is_read(tmp_path, monkeypatch):
-    config = tmp_path / "recipes" / "mine" / "config"
-    config.mkdir(parents=True)
-    (config / "mine.yaml").write_text("{}")
-    monkeypatch.syspath_prepend(tmp_path)
-    main = config.parent / "main_mine.py"
-    main.write_text('from core import launch\nlaunch.main("mine", trainer="a.b:C", hooks=("shape_reward",))\n')
-    assert recipes.trainer_of("mine") == ("a.b:C", ("shape_reward",))
-    main.write_text('from core import launch\nlaunch.main("mine", trainer=name())\n')
-    with pytest.raises(ValueError, match="plain texts"):
-        recipes.trainer_of("mine")
+    path = getattr(module, "TRAINER", recipes.TRAINER)
+    found = getattr(importlib.import_module(path.partition(":")[0]), path.partition(":")[2])
+    overridden = [name for name in recipes.HOOKS if getattr(found, name) is not getattr(RayPPOTrainer, name)]
+    assert (trainer, list(hooks)) == (path, overridden)
 
 
 # --- other engines ---

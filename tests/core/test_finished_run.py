@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from core.command_line import finished_folder
 from core.config import compose
 from core.config.checked import to_yaml
-from core.launch import finished_folder
 from core.tracking import run_manifest
 
 

@@ -66,7 +66,7 @@ def test_each_steps_kl_moves_the_coefficient_of_the_next_step(folder):
     class Apart(scripted()):
         def make_workers(self, device):
             workers = super().make_workers(device)
-            workers.compute_ref_log_prob = lambda batch: batch.rollout_log_probs - kl[self.session.step]
+            workers.compute_ref_log_prob = lambda batch: batch.rollout_log_probs - kl[self.run.step]
             return workers
 
     control = ("type=adaptive", "kl_coef=0.4", "target_kl=0.1", "horizon=40")

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from core import launch
+from core import command_line
 from core.ray_trainer import RayPPOTrainer
 from core.types import StepMetrics, Trajectory
 from reward_scores.score import Score
@@ -43,7 +43,7 @@ class Striking(RayPPOTrainer):
         self.validating, self.completing = False, 0
         super().init_workers()
         self.pids = {name: _pid(actor) for name, actor in self.workers.watch.actors.items()}
-        self.note("begun", step=self.session.step)
+        self.note("begun", step=self.run.step)
         wait = self.workers.watch.wait
 
         def struck(phase: str, calls: dict[str, Any], **options: Any) -> list[Any]:
@@ -86,13 +86,13 @@ class Striking(RayPPOTrainer):
         ordinals = [group.prompt.ordinal for group in groups_P]
         self.completing = metrics.step  # validation comes before the session counts the step as complete
         super().complete_step(groups_P, batch, metrics)
-        self.note("step", step=self.session.step, ordinals=ordinals)
+        self.note("step", step=self.run.step, ordinals=ordinals)
 
     # -- the act
 
     def strike(self, phase: str) -> None:
-        of = {"validation": self.completing, "checkpoint": self.session.step}
-        step = of.get(phase, self.session.step + 1)
+        of = {"validation": self.completing, "checkpoint": self.run.step}
+        step = of.get(phase, self.run.step + 1)
         if self.at.get(phase) != step:
             return
         victim = self.victim()
@@ -137,4 +137,4 @@ def _children(pid: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    launch.main("ppo", trainer="tests.faults.striking:Striking")
+    command_line.main("ppo", trainer="tests.faults.striking:Striking")

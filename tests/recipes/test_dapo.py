@@ -301,11 +301,7 @@ def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_
     run = tiny(files, tmp_path / "epoch", 1, *unlimited)
     run.fit()
     last = json.loads((tmp_path / "epoch" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (
-        run.session.finished()
-        and last["collect/next_ordinal"] >= 13
-        and run.session.step <= run.session.total_steps == 3
-    )
+    assert run.run.finished() and last["collect/next_ordinal"] >= 13 and run.run.step <= run.run.total_steps == 3
     scarce = ("algorithm.filter_groups.max_num_gen_batches=1", "trainer.save_freq=-1")
     alike = ("actor_rollout_ref.rollout.temperature=0.01",)  # every answer to a prompt is the same
     few = tiny(files, tmp_path / "few", 1, *scarce, *alike, "algorithm.filter_groups.on_exhausted=raise")

@@ -225,7 +225,7 @@ def test_a_checkpoint_that_cannot_be_sent_is_complete_here_and_the_next_one_is_s
     monkeypatch.chdir(tmp_path)
     run = trainer(prepare(tmp_path / "files"), 4).init_workers()
     run.fit()
-    assert run.session.store.steps() == [2, 4] and run.session.remote.steps() == [4]
+    assert run.run.store.steps() == [2, 4] and run.run.remote.steps() == [4]
     assert f"trainer.default_local_dir={URL}: cannot be written (OSError: quota exceeded" in caplog.text
     assert "Training goes on, and the next checkpoint is another try" in caplog.text
 
@@ -240,10 +240,10 @@ def test_a_last_checkpoint_that_cannot_be_sent_ends_the_run_and_is_complete_here
         WriteFailed, match=f"^trainer.default_local_dir={URL}: cannot be written .OSError: quota exceeded"
     ):
         run.fit()
-    assert run.session.store.latest().step == 2 and not run.session.remote.steps()
+    assert run.run.store.latest().step == 2 and not run.run.remote.steps()
     monkeypatch.setattr(RemoteCopy, "_put", put)
     again = trainer(files, 4).init_workers()
-    assert again.session.step == 2 and again.session.remote.steps() == [2]
+    assert again.run.step == 2 and again.run.remote.steps() == [2]
 
 
 def test_answers_and_recorded_tokens_reach_urls(memory, tmp_path, monkeypatch):
@@ -280,7 +280,7 @@ def test_a_run_goes_on_from_its_url_on_a_fresh_machine(memory, tmp_path, monkeyp
         (tmp_path / machine).mkdir()
         monkeypatch.chdir(tmp_path / machine)
         run = trainer(files, steps).init_workers()
-        assert run.session.step == {"one": 0, "two": 3}[machine]
+        assert run.run.step == {"one": 0, "two": 3}[machine]
         run.fit()
         trained += run.trained
     (tmp_path / "whole").mkdir()

@@ -10,13 +10,14 @@ import time
 
 import pytest
 
-from core.cluster.signals import GracefulStop, kept_from_children
+from core.cluster.ray_pools import kept_from_children
+from core.run import GracefulStop
 from tests.checkpoints import ROOT
 
 LOOP = """
 import sys, time
 from core.checkpoint.store import CheckpointStore
-from core.cluster.signals import GracefulStop
+from core.run import GracefulStop
 store, step = CheckpointStore(sys.argv[1]), 0
 try:
     with GracefulStop() as stop:
@@ -82,7 +83,7 @@ def test_nohup_is_respected():
     code = """
 import os, signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from core.cluster.signals import GracefulStop
+from core.run import GracefulStop
 with GracefulStop() as stop:
     os.kill(os.getpid(), signal.SIGHUP)
     print(stop.requested)
@@ -128,7 +129,7 @@ def test_outside_the_main_thread_it_changes_nothing():
 def test_a_forked_worker_dies_of_terminate_and_outlives_ctrl_c():
     code = """
 import os, signal, time
-from core.cluster.signals import GracefulStop
+from core.run import GracefulStop
 with GracefulStop() as stop:
     told, tells = os.pipe()
     child = os.fork()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core import launch
+from core import command_line
 from core.cluster import ray_pools
 from core.cluster.address import address_problem, cluster_address
 from core.config import compose
@@ -58,7 +58,7 @@ def test_nothing_starts_without_it(monkeypatch, capsys, tmp_path):
     ours = ["trainer.nnodes=16", "trainer.n_gpus_per_node=8", f"trainer.default_local_dir={tmp_path}"]
     monkeypatch.setattr("sys.argv", ["main_grpo", RAY, *ours])
     with pytest.raises(SystemExit) as ended:
-        launch.main("grpo", trainer="never.imported:Trainer")
+        command_line.main("grpo", trainer="never.imported:Trainer")
     told = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and any(line.startswith("trainer.nnodes=16: needs a Ray cluster") for line in told)
     monkeypatch.setattr(ray_pools.ray, "init", lambda **_: pytest.fail("it connects"))
@@ -70,6 +70,6 @@ def test_a_dry_run_mentions_it(monkeypatch, capsys):
     monkeypatch.setenv("DRY_RUN", "1")
     monkeypatch.setattr("sys.argv", ["main_grpo", RAY, "trainer.nnodes=2"])
     with pytest.raises(SystemExit) as ended:
-        launch.main("grpo", trainer="never.imported:Trainer")
+        command_line.main("grpo", trainer="never.imported:Trainer")
     assert ended.value.code == 0
     assert "\n  cluster: trainer.nnodes=2: needs a Ray cluster, and neither RAY_ADDRESS" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import torch
 
 from core.cluster import local_workers
 from core.cluster.ray_workers import RayWorkers
-from core.cluster.restarts import work
+from core.command_line import work
 from core.config import compose, convert
 from core.engines.hf import HFEngine
 from core.errors import MEMORY_KEYS, OutOfMemory, out_of_memory

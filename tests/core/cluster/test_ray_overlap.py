@@ -15,7 +15,7 @@ import ray
 import torch
 
 from core.cluster.ray_workers import RayWorkers
-from core.cluster.restarts import train
+from core.command_line import train
 from core.config import Config, compose
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.ray_cluster import cluster_config, local_ray
@@ -90,10 +90,10 @@ class Trainer(RayDAPOTrainer):
         self.trained: dict[int, list[tuple[int, int]]] = {}
         self.ungated: list[int] = []  # steps after which there was nothing left to draw ahead
         if self.config.trainer.backend == "ray":
-            self.gates = Path(f"{self.session.run_dir}-gates-{self.session.step}")
+            self.gates = Path(f"{self.run.run_dir}-gates-{self.run.step}")
             self.gates.mkdir()
             actors = self.workers.watch.actors
-            planted = (("learner rank 0", gate_updates, (self.session.step + 1, STEPS)), ("engine 0", note_samples, ()))
+            planted = (("learner rank 0", gate_updates, (self.run.step + 1, STEPS)), ("engine 0", note_samples, ()))
             for name, plant, more in planted:
                 ray.get(actors[name].__ray_call__.remote(plant, self.gates, *more))
             self.learner_pid = ray.get(actors["learner rank 0"].__ray_call__.remote(lambda _: os.getpid()))
@@ -101,7 +101,7 @@ class Trainer(RayDAPOTrainer):
 
     async def generate(self, *args):
         ahead = threading.current_thread().name.startswith("ahead")
-        step = self.session.step + 1
+        step = self.run.step + 1
         while ahead and not (self.gates / f"updating-{step}").exists():
             await asyncio.sleep(0.002)
         if ahead and type(self).kill_in == step:

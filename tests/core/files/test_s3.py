@@ -71,7 +71,7 @@ def run(files: Path, steps: int, folder: Path, monkeypatch) -> int:
     config = config_of(files, steps)
     assert paths.missing(config) == []
     trainer = scripted()(config, lambda request, version: "12"[request.seed % 2]).init_workers()
-    began = trainer.session.step
+    began = trainer.run.step
     trainer.fit()
     return began
 

@@ -90,7 +90,7 @@ def test_a_run_on_urls_is_the_run_on_paths(files, tmp_path, copies):
         run = scripted()(config, lambda request, version: "12"[request.seed % 2]).init_workers()
         run.fit()
         trained.append(run.trained)
-        hashes.append({key: value for key, value in run.session.contents.items() if key.startswith("data.")})
+        hashes.append({key: value for key, value in run.run.contents.items() if key.startswith("data.")})
     assert trained[0] == trained[1] and hashes[0] == hashes[1] and hashes[0]["data.train_files"]
     manifest = run_manifest.data_hashes([rows])
     assert [entry["path"] for entry in manifest] == [rows] and manifest[0]["sha256"] == sha256_of(rows)

@@ -241,7 +241,7 @@ def test_adapters_are_resumed_on_their_own_base_alone(runs, tmp_path):
     moved = planted(straight.parent / "model", tmp_path / "moved", shards="20KB")  # the same weights, cut otherwise
     assert len(list(moved.glob("*.safetensors"))) > 1
     run = resumed(straight, moved).init_workers()
-    assert run.session.step == 4
+    assert run.run.step == 4
     run.workers.close()
 
 

@@ -46,7 +46,7 @@ def trained(folder, tmp_path):
         seen.unlink()  # calls at start
         run.fit()
         calls = [json.loads(line) for line in seen.read_text().splitlines()]
-        lines = (run.session.run_dir / "metrics.jsonl").read_text().splitlines()
+        lines = (run.run.run_dir / "metrics.jsonl").read_text().splitlines()
         index_of = [run.stream.prompt(ordinal).extra_info["index"] for ordinal in range(100)]
         return run, calls, [json.loads(line) for line in lines], index_of
 
@@ -102,7 +102,7 @@ def test_a_run_whose_every_answer_fails_stops_before_its_first_update(folder, ca
     run = scripted()(config, lambda request, _: "x").init_workers()
     with pytest.raises(RewardError, match="(?s)each of the 8 answers so far.*ValueError: x"):
         run.fit()
-    assert run.session.step == 0 and run.workers.version == 0
+    assert run.run.step == 0 and run.workers.version == 0
     assert sum("Shown once" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -131,6 +131,6 @@ def test_the_rate_counts_dropped_groups_and_stands_in_the_steps_line(folder, cap
 
     run = scripted(RayDAPOTrainer)(config, respond).init_workers()
     run.fit()
-    lines = [json.loads(line) for line in (run.session.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run.run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(line["reward/crash_rate"] == 0.0 for line in lines) and any(line["reward/failed_rate"] for line in lines)
     assert "| scorer failed on " in capsys.readouterr().out

@@ -233,7 +233,7 @@ def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(fold
             assert run.workers.threads_seen == [1] * (STEPS - 1) + [0]  # the last step has none to look ahead for
     ages = [step - 1 - version for step, one in enumerate(runs[0].details, start=1) for _, version in one]
     assert set(ages) == {0, 1}
-    rows = load_run(runs[0].session.run_dir).metrics
+    rows = load_run(runs[0].run.run_dir).metrics
     assert all(("timing_s/wait_ahead" in row) == (overlapping and row["step"] < STEPS) for row in rows)
 
 
@@ -245,7 +245,7 @@ def whole(folder):
 @pytest.mark.parametrize("killed_after", [1, 3, 6])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder, whole, killed_after):
     part = folder / f"part{killed_after}"
-    shutil.copytree(whole.session.run_dir, part)
+    shutil.copytree(whole.run.run_dir, part)
     for step in range(killed_after + 1, STEPS + 1):  # what a process killed in the next step leaves
         shutil.rmtree(part / f"global_step_{step}")
     (part / "latest_checkpointed_iteration.txt").write_text(str(killed_after))
@@ -256,7 +256,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder, whole, killed_
 def test_on_policy_nothing_is_collected_ahead(folder):
     run = fit(folder, "on-policy")
     assert all(step - 1 == version for step, one in enumerate(run.details, start=1) for _, version in one)
-    assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.session.run_dir).metrics[0]
+    assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.run.run_dir).metrics[0]
 
 
 def test_a_fault_in_the_update_ends_the_collection_too(folder):
@@ -284,7 +284,7 @@ def test_a_fault_in_the_collection_surfaces_after_the_update(folder):
     run.workers.overlaps = True
     with pytest.raises(RuntimeError, match="an engine died"):
         run.fit()
-    assert run.session.step == 1
+    assert run.run.step == 1
 
 
 def test_background_work_runs_beside_and_can_be_given_up():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from core.checkpoint.run_state import DriverState
-from core.cluster.restarts import train
+from core.command_line import train
 from core.config import convert, examine
 from core.config.sections.trainer import HealthBound, HealthConfig
 from core.tracking.health import CHECKS, SCORE, Health, UnhealthyRun
@@ -85,19 +85,19 @@ def test_crossing_a_bound_stops_after_saving(name, folder):
     with pytest.raises(UnhealthyRun) as stopped:
         run.fit()
     last = FIRST[name]
-    assert run.session.step == last and run.session.store.steps()[-1] == last
+    assert run.run.step == last and run.run.store.steps()[-1] == last
     text = str(stopped.value)
     assert f"trainer.health.{name}.bound" in text and f"stopped after step {last}" in text
     healthy = 3 if name != "nonfinite" else 4
     assert f"last healthy step is {healthy}" in text
     sound = healthy if healthy % 2 == 0 else healthy - 1
-    assert f"global_step_{sound}" in text and f"resume_from_path={run.session.store.folder(sound)}" in text
-    manifest = json.loads((run.session.run_dir / "manifest.json").read_text())
+    assert f"global_step_{sound}" in text and f"resume_from_path={run.run.store.folder(sound)}" in text
+    manifest = json.loads((run.run.run_dir / "manifest.json").read_text())
     assert manifest["status"] == "stopped" and manifest["last_healthy_step"] == healthy
     assert manifest["stopped_because"] == text
-    assert summarise(load_run(run.session.run_dir))["last_healthy_step"] == healthy
-    assert load_run(run.session.run_dir).metrics[-1]["health/last_healthy_step"] == healthy
-    assert (run.session.run_dir / "nonfinite_step_5.pt").exists() == (name == "nonfinite")
+    assert summarise(load_run(run.run.run_dir))["last_healthy_step"] == healthy
+    assert load_run(run.run.run_dir).metrics[-1]["health/last_healthy_step"] == healthy
+    assert (run.run.run_dir / "nonfinite_step_5.pt").exists() == (name == "nonfinite")
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -108,11 +108,11 @@ def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
         run = scripted()(config, answers(**replies), report=report).init_workers()
         run.fit()
     said = [record.getMessage() for record in caplog.records if f"trainer.health.{name}.bound" in record.getMessage()]
-    assert run.session.step == 6 and said and said[0].startswith(f"step {FIRST[name]}: ")
-    crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.session.run_dir).metrics}
+    assert run.run.step == 6 and said and said[0].startswith(f"step {FIRST[name]}: ")
+    crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics}
     assert crossed[FIRST[name]] == 1 and crossed[FIRST[name] - 1] == 0
     recovers = name not in ("reward_drop", "repetition", "unfinished", "shortening")  # whose windows still hold step 5
-    assert run.session.health.last_healthy_step == (6 if recovers else 3)
+    assert run.run.health.last_healthy_step == (6 if recovers else 3)
 
 
 def test_what_comes_at_every_step_is_said_once_again_when_it_doubles_and_counted(folder, caplog):
@@ -125,7 +125,7 @@ def test_what_comes_at_every_step_is_said_once_again_when_it_doubles_and_counted
     said = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "logp_diff" in text]
     assert [text.partition(":")[0] for text in said[:-1]] == ["step 1", "step 4"]
     assert said[-1] == "trainer.health.logp_diff.bound was crossed in 4 more steps, not warned of again"
-    assert [row["health/crossed_bounds"] for row in load_run(run.session.run_dir).metrics] == [1.0] * 6
+    assert [row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics] == [1.0] * 6
 
 
 def test_a_bound_that_follows_rounding_is_measured_once_a_run_and_printed(folder, caplog):
@@ -139,7 +139,7 @@ def test_a_bound_that_follows_rounding_is_measured_once_a_run_and_printed(folder
             run = scripted()(config, answers(), report=report).init_workers()
             run.workers.logprob_noise = lambda text: next(costs) if len(text) > 20 else 0.0
             run.fit()
-    assert run.session.health.logp_diff_bound == pytest.approx(0.06)
+    assert run.run.health.logp_diff_bound == pytest.approx(0.06)
     said = [record.getMessage() for record in caplog.records if "logp_diff" in record.getMessage()]
     assert said[0].startswith("rounding costs 0.03 nats a token on this model") and "warns above 0.06" in said[0]
     assert [text.partition(":")[0] for text in said[1:2]] == ["step 4"] and len(said) == 3
@@ -153,7 +153,7 @@ def test_a_run_within_its_bounds_says_nothing(folder, caplog):
         run = scripted()(config, answers()).init_workers()
         run.fit()
     assert not [r for r in caplog.records if "trainer.health" in r.getMessage()]
-    assert run.session.health.last_healthy_step == 6
+    assert run.run.health.last_healthy_step == 6
 
 
 def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
@@ -162,15 +162,15 @@ def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
     bounds = ["trainer.health.nonfinite.bound=2", "trainer.save_freq=1", "trainer.health.reward_window=2"]
     first = scripted()(configured(folder, "resumed", *bounds, steps=2), answers(), report=lose).init_workers()
     first.fit()
-    assert first.session.health.lost_updates_in_row == 1 and len(first.session.health.recent[SCORE]) == 2
-    assert first.session.health.best_score is not None
-    state = DriverState.load(first.session.store.folder(2)).values["health"]
-    assert Health.of_state(state) == first.session.health and state["last_healthy_step"] == 2
+    assert first.run.health.lost_updates_in_row == 1 and len(first.run.health.recent[SCORE]) == 2
+    assert first.run.health.best_score is not None
+    state = DriverState.load(first.run.store.folder(2)).values["health"]
+    assert Health.of_state(state) == first.run.health and state["last_healthy_step"] == 2
     again = scripted()(configured(folder, "resumed", *bounds), answers(), report=lose).init_workers()
-    assert again.session.health == first.session.health
+    assert again.run.health == first.run.health
     with pytest.raises(UnhealthyRun, match="The last healthy step is 2: go back"):
         again.fit()
-    assert again.session.step == 3
+    assert again.run.step == 3
 
 
 def test_the_command_ends_with_a_line_and_status_one(folder, capsys):

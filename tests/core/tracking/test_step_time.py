@@ -93,7 +93,7 @@ def finished(folder):
     config = configured(folder, "run", "trainer.save_freq=2", "trainer.test_freq=3", "trainer.val_before_train=True")
     run = scripted()(config, lambda request, version: str(request.seed % 5)).init_workers()
     run.fit()
-    return run.session.run_dir
+    return run.run.run_dir
 
 
 def test_every_step_s_parts_are_the_time_since_the_line_before(finished):
@@ -129,7 +129,7 @@ def test_torch_writes_a_trace_of_the_chosen_step(folder):
     config = configured(folder, "traced", "global_profiler.tool=torch", "global_profiler.steps=[2]", steps=3)
     run = RayPPOTrainer(config).init_workers()
     run.fit()
-    (trace,) = (run.session.run_dir / "profile").iterdir()
+    (trace,) = (run.run.run_dir / "profile").iterdir()
     assert trace.name == "step_2.json"
     names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
     assert any(name.startswith("aten::") for name in names)

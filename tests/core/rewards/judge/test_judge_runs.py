@@ -109,7 +109,7 @@ def test_replies_go_with_a_run_folder_at_a_url(folder, tmp_path, monkeypatch):
             assert len(kept) > len(CANARIES)
             kept.close()
             run.reward.close()
-    assert run.session.step == 3
+    assert run.run.step == 3
 
 
 def test_failures_are_masked_counted_and_stop_at_a_bound(folder):

@@ -1,7 +1,7 @@
 """What surrounds the loop: the run's folder, its checkpoints, its record, its health and its signals.
 
-A :class:`Session` starts, resumes, records, saves and stops a run; the trainer holds one. It knows no phase of a step:
-what it needs of the loop arrives as arguments, and it never calls back.
+A :class:`Run` starts, resumes, records, saves and stops; the trainer holds one. It knows no phase of a step: what it
+needs of the loop arrives as arguments, and it never calls back. Who starts a trainer is ``core/command_line.py``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import asyncio
 import dataclasses
 import logging
 import os
+import signal
+import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +28,6 @@ from core.checkpoint import run_state
 from core.checkpoint.provenance import Change, ModelFingerprint, Provenance, check_resume
 from core.checkpoint.remote_copy import RemoteCopy
 from core.checkpoint.store import BackgroundWriter, Checkpoint, CheckpointStore, resolve_resume
-from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
 from core.config import convert, defaults
 from core.config.paths import run_folder
@@ -45,6 +48,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Ctrl-C; a scheduler's warning; a terminal that closes; the warning that `sbatch --signal=USR1@600` asks SLURM for
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+ENDED_BY_SIGNAL = 128  # plus its number: what shells report for a program that a signal ended
+NOTICE = (
+    ": finishing this step, then saving a checkpoint and stopping; the same command continues from it. "
+    "Once more stops at once."
+)
+NOTICE_AGAIN = " again: stopping at once; the last complete checkpoint stands, and the same command continues from it"
+
 
 @dataclass(frozen=True)
 class LoopState:
@@ -54,7 +66,7 @@ class LoopState:
     collect: CollectState
 
 
-class Session:
+class Run:
     """The surroundings of one run. ``step`` counts complete steps; ``saved_step`` is that of the newest checkpoint.
 
     :meth:`fetch` comes first, :meth:`open` finds the checkpoint before a model loads, :meth:`attach` resumes from it,
@@ -183,6 +195,29 @@ class Session:
 
         The run's status in its manifest is how the block ended. A requested stop saves first and does not raise.
         """
+        self.tracker, status = self._open_tracker(), "failed"
+        try:
+            with memory_phase("update_weights"), self.stop, asyncio.Runner() as runner:
+                try:
+                    yield runner
+                    self.writer.finish()
+                    status = "finished"
+                except StopRequested:
+                    self._save_and_say()
+                    status = "stopped"
+                except Exception as error:
+                    unhealthy = isinstance(error, UnhealthyRun)
+                    status = "stopped" if unhealthy else status
+                    because = str(error) if unhealthy else f"{type(error).__name__}: {error}"
+                    self.tracker.note("stopped_because", because)
+                    raise
+        finally:
+            self._close(status)
+            for part in owned:
+                if part is not None:
+                    part.close()
+
+    def _open_tracker(self) -> Tracker:
         only_validates = self.config.trainer.val_only
         folder = self.run_dir / f"val_only_step_{self.step}" if only_validates else self.run_dir
         if self.finished() and not only_validates:
@@ -197,39 +232,21 @@ class Session:
             models={name: model.base for name, model in self.models.items()},
             changes={change.key: [change.there, change.here] for change in self.changes},
         )
-        self.tracker = Tracker(folder, self.config, resume_step, self.run_dir.parent.name, facts)
+        tracker = Tracker(folder, self.config, resume_step, self.run_dir.parent.name, facts)
         if not only_validates:
-            self.tracker.progress(self.total_steps)
-        status = "failed"
-        try:
-            with memory_phase("update_weights"), self.stop, asyncio.Runner() as runner:
-                try:
-                    yield runner
-                    self.writer.finish()
-                    status = "finished"
-                except UnhealthyRun as error:
-                    status = "stopped"
-                    self.tracker.note("stopped_because", str(error))
-                    raise
-                except StopRequested:
-                    self._save_and_say()
-                    status = "stopped"
-                except Exception as error:
-                    self.tracker.note("stopped_because", f"{type(error).__name__}: {error}")
-                    raise
-        finally:
-            for name, count in self.repeats.counts.items():
-                log.warning("trainer.health.%s.bound was crossed in %d more steps, not warned of again", name, count)
-            self.writer.close()
-            self.tracker.close(status)
-            if self.remote is not None and not only_validates:
-                try:
-                    self.remote.send_files()
-                except InputError as error:  # how the run ended must not be hidden by it
-                    log.warning("%s", error)
-            for part in owned:
-                if part is not None:
-                    part.close()
+            tracker.progress(self.total_steps)
+        return tracker
+
+    def _close(self, status: str) -> None:
+        for name, count in self.repeats.counts.items():
+            log.warning("trainer.health.%s.bound was crossed in %d more steps, not warned of again", name, count)
+        self.writer.close()
+        self.tracker.close(status)
+        if self.remote is not None and not self.config.trainer.val_only:
+            try:
+                self.remote.send_files()
+            except InputError as error:  # how the run ended must not be hidden by it
+                log.warning("%s", error)
 
     def steps(self) -> Iterator[StepMetrics]:
         """Yield the metrics of each step to come, empty, until the run is finished."""
@@ -248,7 +265,7 @@ class Session:
         """Return whether something that happens every ``frequency`` steps, and after the last, happens now."""
         return frequency > 0 and (step % frequency == 0 or self._is_last(step, state))
 
-    def complete_step(self, metrics: StepMetrics, state: LoopState, batch: TrainBatch) -> None:
+    def complete(self, metrics: StepMetrics, state: LoopState, batch: TrainBatch) -> None:
         """Record the step, save it where due, and stop an unhealthy run.
 
         The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
@@ -256,20 +273,16 @@ class Session:
         self.step, self.state = metrics.step, state
         self.writer.look()
         violations = self._check_health(metrics)
-        self._add_up_times(metrics)
+        if self.saving_s:
+            metrics.add({"timing_s/save_checkpoint": self.saving_s})
+        now = time.perf_counter()
+        metrics.add({"timing_s/whole": now - self.line_ended})  # since the line before; a checkpoint is on the next one
+        metrics.add({"timing_s/other": step_time.parts(metrics.values)[step_time.REST]})
+        self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
         if self.is_due(self.config.trainer.save_freq, self.step, state):
             self.save()
         self._stop_if_unhealthy(violations, batch)
-
-    def _add_up_times(self, metrics: StepMetrics) -> None:
-        """Add the seconds since the line before, and those of no phase. A checkpoint is on the line after it."""
-        now = time.perf_counter()
-        if self.saving_s:
-            metrics.add({"timing_s/save_checkpoint": self.saving_s})
-        metrics.add({"timing_s/whole": now - self.line_ended})
-        metrics.add({"timing_s/other": step_time.parts(metrics.values)[step_time.REST]})
-        self.line_ended, self.saving_s = now, 0.0
 
     def outcome(self) -> str:
         """Return how the run ended, in a few words."""
@@ -392,3 +405,58 @@ def prepare_torch(trainer: TrainerConfig) -> torch.device:
     torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
     run_state.seed_generators(trainer.seed)
     return torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+class GracefulStop:
+    """Turns signals into ``requested``, which the loop reads at the end of a step.
+
+    A second signal ends the process at once with status 128 plus its number, without clean-up: the checkpoint layer
+    expects no better. Outside the main thread only :meth:`request` does something.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.cause = ""  # the signal's name, where it was one
+        self._pid = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> GracefulStop:
+        if threading.current_thread() is threading.main_thread():
+            # A SIGHUP that is ignored stays so: ``nohup`` asks for it
+            handled = (n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
+            self._before = {number: signal.signal(number, self._handle) for number in handled}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, previous in self._before.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked child inherits this handler: it must die of terminate(), and leave a Ctrl-C to its parent.
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if number == signal.SIGHUP:
+            _drop_closed_terminal()
+        again, self.requested = self.requested, True
+        text = f"\n{signal.Signals(number).name}{NOTICE_AGAIN if again else NOTICE}\n"
+        with suppress(OSError):  # the terminal that closed, say: nobody reads it
+            os.write(2, text.encode())  # safe while it interrupts a print
+        if again:
+            os._exit(ENDED_BY_SIGNAL + number)
+        self.cause = signal.Signals(number).name
+
+    def request(self) -> None:
+        """Request a stop after the step, as a first signal does."""
+        self.requested = True
+
+
+def _drop_closed_terminal() -> None:
+    """Send what is still printed nowhere if it went to the terminal that has closed: a print must not end the run."""
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)

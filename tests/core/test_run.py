@@ -11,9 +11,9 @@ import pytest
 
 from core.checkpoint.run_state import DriverState
 from core.checkpoint.store import BackgroundWriter, CheckpointStore
-from core.cluster.restarts import train
+from core.command_line import train
 from core.errors import WriteFailed
-from core.session import Session
+from core.run import Run
 from tests.core import scripted_run
 from tests.core.scripted_run import ScriptedSnapshot, configured, prepare, scripted
 
@@ -36,19 +36,19 @@ class Writes:
     def __init__(self, monkeypatch):
         self.order: list[str] = []
         self.steps = {step: threading.Event() for step in range(10)}
-        complete, write = Session.complete_step, ScriptedSnapshot.write
+        complete, write = Run.complete, ScriptedSnapshot.write
 
-        def completed(session, metrics, *rest):
+        def completed(run, metrics, *rest):
             self.order.append(f"step {metrics.step}")
             self.steps[metrics.step].set()
-            complete(session, metrics, *rest)
+            complete(run, metrics, *rest)
 
         def written(snapshot, folder):
             self.before(snapshot.version)
             self.order.append(f"wrote {snapshot.version}")
             return write(snapshot, folder)
 
-        monkeypatch.setattr(Session, "complete_step", completed)
+        monkeypatch.setattr(Run, "complete", completed)
         monkeypatch.setattr(scripted_run.ScriptedSnapshot, "write", written)
 
     def before(self, version: int) -> None:
@@ -62,10 +62,10 @@ def test_a_checkpoint_is_written_while_the_next_step_runs(tmp_path, monkeypatch)
     run = start(tmp_path, "trainer.total_training_steps=3", "trainer.save_freq=2")
     run.fit()
     assert writes.order == ["step 1", "step 2", "step 3", "wrote 2", "wrote 3"]
-    assert run.session.saved_step == 3 and CheckpointStore(run.session.run_dir).steps() == [2, 3]
-    stored = json.loads((run.session.store.folder(2) / "actor" / "version.json").read_text())
+    assert run.run.saved_step == 3 and CheckpointStore(run.run.run_dir).steps() == [2, 3]
+    stored = json.loads((run.run.store.folder(2) / "actor" / "version.json").read_text())
     assert stored == 2, "what is written is the state of its step"
-    assert DriverState.load(run.session.store.folder(2)).step == 2
+    assert DriverState.load(run.run.store.folder(2)).step == 2
 
 
 def test_one_checkpoint_is_complete_before_the_next_begins(tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_one_checkpoint_is_complete_before_the_next_begins(tmp_path, monkeypatch
     Writes(monkeypatch)
     run = start(tmp_path, "trainer.total_training_steps=4")
     snapshot = run.workers.snapshot
-    monkeypatch.setattr(run.workers, "snapshot", lambda: seen.append(run.session.store.steps()) or snapshot())
+    monkeypatch.setattr(run.workers, "snapshot", lambda: seen.append(run.run.store.steps()) or snapshot())
     run.fit()
     assert seen == [[], [1], [1, 2], [1, 2, 3]]
 
@@ -91,10 +91,10 @@ def test_a_write_that_fails_is_tried_again_at_the_next_save(tmp_path, monkeypatc
     full_at(Writes(monkeypatch), 2, 3)
     run = start(tmp_path, "trainer.total_training_steps=5")
     run.fit()
-    assert run.session.saved_step == 5 and CheckpointStore(run.session.run_dir).steps() == [1, 4, 5]
-    assert not list(run.session.run_dir.glob(".tmp-global*"))
+    assert run.run.saved_step == 5 and CheckpointStore(run.run.run_dir).steps() == [1, 4, 5]
+    assert not list(run.run.run_dir.glob(".tmp-global*"))
     for step in (2, 3):
-        text = f"the checkpoint of step {step} could not be written to {run.session.run_dir}: [Errno 28]"
+        text = f"the checkpoint of step {step} could not be written to {run.run.run_dir}: [Errno 28]"
         assert caplog.text.count(text) == 1
     assert "GiB free" in caplog.text and "global_step_1 is intact" in caplog.text
     assert "Training goes on, and the next checkpoint is another try" in caplog.text
@@ -106,29 +106,29 @@ def test_a_last_write_that_fails_is_an_error_and_the_run_can_go_on(tmp_path, mon
     run = start(tmp_path, "trainer.total_training_steps=3")
     with pytest.raises(WriteFailed, match="the checkpoint of step 3 could not be written.*global_step_1 is intact"):
         run.fit()
-    manifest = json.loads((run.session.run_dir / "manifest.json").read_text())
+    manifest = json.loads((run.run.run_dir / "manifest.json").read_text())
     assert manifest["status"] == "failed" and "step 3 could not be written" in manifest["stopped_because"]
     again = start(tmp_path, "trainer.total_training_steps=4")
     writes.before = lambda version: None
-    assert again.session.step == 1
+    assert again.run.step == 1
     again.fit()
-    assert again.session.saved_step == 4
+    assert again.run.saved_step == 4
 
 
 def test_a_stop_whose_save_fails_is_no_success(tmp_path, monkeypatch):
     full_at(Writes(monkeypatch), 2)
     run = start(tmp_path, "trainer.total_training_steps=9", "trainer.save_freq=-1")
-    complete = run.session.complete_step
+    complete = run.run.complete
 
     def completed(metrics, *rest):
         complete(metrics, *rest)
         if metrics.step == 2:
-            run.session.stop.request()
+            run.run.stop.request()
 
-    monkeypatch.setattr(run.session, "complete_step", completed)
+    monkeypatch.setattr(run.run, "complete", completed)
     with pytest.raises(WriteFailed, match="step 2 could not be written"):
         run.fit()
-    assert json.loads((run.session.run_dir / "manifest.json").read_text())["status"] == "failed"
+    assert json.loads((run.run.run_dir / "manifest.json").read_text())["status"] == "failed"
 
 
 def test_a_step_whose_write_failed_may_be_tried_again(tmp_path):
@@ -168,7 +168,7 @@ def test_a_damaged_record_is_mended_before_a_model_loads(kind, tmp_path, monkeyp
 
     monkeypatch.setattr(run, "make_workers", loads)
     run.init_workers().fit()
-    assert run.session.step == 3 and CheckpointStore(tmp_path / "run").steps() == [1, 2, 3]
+    assert run.run.step == 3 and CheckpointStore(tmp_path / "run").steps() == [1, 2, 3]
     assert path.name in caplog.text
     metrics = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert metrics == [0, 1, 2, 3]
@@ -182,11 +182,11 @@ def test_what_was_begun_is_completed_when_the_loop_fails(tmp_path, monkeypatch):
     update = run.workers.update_actor
 
     def broken(batch, multiplier):
-        if run.session.step == 2:
+        if run.run.step == 2:
             raise RuntimeError("the third step fails")
         return update(batch, multiplier)
 
     monkeypatch.setattr(run.workers, "update_actor", broken)
     with pytest.raises(RuntimeError, match="the third step fails"):
         run.fit()
-    assert run.session.saved_step == 2 and CheckpointStore(run.session.run_dir).latest().step == 2
+    assert run.run.saved_step == 2 and CheckpointStore(run.run.run_dir).latest().step == 2
