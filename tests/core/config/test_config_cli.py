@@ -147,7 +147,7 @@ def test_the_files_of_a_curriculum_are_paths(data, capsys):
 
 
 def test_what_this_version_cannot_start_is_one_line(data, capsys, monkeypatch):
-    monkeypatch.setattr("core.requirements_check.find_spec", lambda name: None)
+    monkeypatch.setattr("core.command_line.find_spec", lambda name: None)
     cluster = ["trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm"]
     lines = ends(2, "ppo", [*data, *cluster], capsys=capsys).err.splitlines()
     assert lines == [

@@ -21,7 +21,7 @@ def enter_dry_run(folder, monkeypatch):
     (folder / "model/config.json").write_text(f"{{{sizes}}}")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("DRY_RUN", "1")
-    monkeypatch.setattr("core.requirements_check.find_spec", lambda name: True)
+    monkeypatch.setattr("core.command_line.find_spec", lambda name: True)
     return folder
 
 
