@@ -33,8 +33,8 @@ TOP_LEVEL = {
 # The layers of core, the top one first. A package or file imports from the layers below it and, as long as no circle
 # arises, from its own layer. A name is that of a package or of a file at the top of core.
 LAYERS = (
-    ("launch", "command_line", "ray_trainer", "plan", "export", "evaluate", "answers"),
-    ("session",),
+    ("command_line", "ray_trainer", "plan", "export", "evaluate", "answers"),
+    ("run",),
     ("cluster", "rollout", "trace"),
     ("engines", "rewards"),
     ("learner", "tracking"),
