@@ -103,7 +103,7 @@ class LocalWorkers:
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.reward_model = None
         if config.reward_model.loads_model:
-            from core.rewards.judge.reward_model import RewardModel
+            from core.rewards.reward_model import RewardModel
 
             self.reward_model = RewardModel(config.reward_model, device).score
         length = config.data.max_response_length

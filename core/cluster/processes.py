@@ -22,7 +22,7 @@ import torch
 from core.engines import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Packer, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
-from core.rewards.model_score import Answer, ModelScore
+from core.rewards.grading import Answer, ModelScore
 from core.tracking.profiling import Profile
 from core.types import TrainBatch
 
@@ -241,12 +241,12 @@ class RewardModelProcess(Process):
 
     def __init__(self, cores: int | None, parts: int = 1):
         super().__init__(cores, parts)
-        self.model: Any = None  # of core/rewards/judge
+        self.model: Any = None  # of core/rewards/reward_model.py
 
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
         """Load the model, or this rank's part of it."""
-        from core.rewards.judge.reward_model import RewardModel
-        from core.rewards.judge.shared_reward_model import shared_reward_model
+        from core.cluster.shared_reward_model import shared_reward_model
+        from core.rewards.reward_model import RewardModel
 
         if (ranks := config.reward_model.ranks) == 1:
             self.model = RewardModel(config.reward_model, device)

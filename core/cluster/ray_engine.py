@@ -21,7 +21,7 @@ from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import out_of_memory
 from core.learner.batching import rank_shares
 from core.learner.weight_probe import WeightSyncError
-from core.rewards.model_score import Answer, ModelScore
+from core.rewards.grading import Answer, ModelScore
 from core.types import Trajectory
 
 PAUSE_S = 1.0  # between two checks of the actors while samples are awaited

@@ -18,7 +18,7 @@ from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config.section import FrozenDict
 from core.engines import RolloutEngine
 from core.learner.traced_tokens import TracedRows
-from core.rewards.model_score import RewardModelCall
+from core.rewards.grading import RewardModelCall
 from core.types import TrainBatch
 
 

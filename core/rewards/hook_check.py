@@ -12,8 +12,8 @@ from typing import Any
 
 from core.data.parquet import Example
 from core.rewards.check import MODEL_STYLE
+from core.rewards.grading import ModelScore
 from core.rewards.layer import RewardLayer
-from core.rewards.model_score import ModelScore
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 

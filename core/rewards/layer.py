@@ -26,9 +26,18 @@ from core.rewards.check import (
 )
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.failures import Failures, RewardError, described
-from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers
+from core.rewards.grading import (
+    Answer,
+    Failure,
+    Grade,
+    InProcess,
+    Job,
+    ModelScore,
+    RewardManager,
+    RewardModelCall,
+    Scorers,
+)
 from core.rewards.managers import make_manager
-from core.rewards.model_score import Answer, ModelScore, RewardModelCall
 from core.rewards.request_batcher import RequestBatcher
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
@@ -70,7 +79,7 @@ class RewardLayer:
         self.manager: RewardManager = make_manager(reward, self.scorers)
         self.judge: Any = None
         if reward.judged:
-            from core.rewards.judge.judge import Judge
+            from core.rewards.judge import Judge
 
             self.judge = Judge(reward.judge)
         self.judging: Any = self.judge  # the judge, or a barrier before it

@@ -55,7 +55,7 @@ class JudgeConfig(Section):
     max_failures: Count = execution(100, "answers in a row without a verdict, after which the run ends")
     cache_dir: str | None = execution(None, "folder of kept replies; null: judge in the run folder")
     canaries: str | None = bookkeeping(
-        None, "file of answers of known grade, as JSON lines; null: core/rewards/judge/judge_canaries.jsonl", CANARIES
+        None, "file of answers of known grade, as JSON lines; null: core/rewards/judge_canaries.jsonl", CANARIES
     )
     canary_every: Size = bookkeeping(32, "answers per canary graded beside them; 0: none")
     prompt_price: NonNegative = bookkeeping(0.0, "price of a million tokens that the judge reads, in any currency")

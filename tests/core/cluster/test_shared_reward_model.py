@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from core.rewards.judge import shared_reward_model as shared
-from core.rewards.judge.reward_model import RewardModel
+from core.cluster import shared_reward_model as shared
+from core.rewards.reward_model import RewardModel
 from tests.core import fsdp_ranks
-from tests.core.rewards.judge.reward_model_runs import (
+from tests.core.rewards.reward_model_runs import (
     REFUSED,
     REFUSES_X,
     answers,

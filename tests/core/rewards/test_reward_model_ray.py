@@ -15,9 +15,9 @@ import ray
 from core.cluster.ray_engine import RayRewardModel
 from core.errors import WorkersLost
 from core.ray_trainer import RayPPOTrainer
-from core.rewards.judge.reward_model import RewardModel
-from core.rewards.model_score import Answer, ModelScore
-from tests.core.rewards.judge.reward_model_runs import answers, metrics, run_config
+from core.rewards.grading import Answer, ModelScore
+from core.rewards.reward_model import RewardModel
+from tests.core.rewards.reward_model_runs import answers, metrics, run_config
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
 

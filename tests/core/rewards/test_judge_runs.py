@@ -12,12 +12,11 @@ import pytest
 
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
+from core.rewards import judge as judge_module
 from core.rewards.barrier import Barrier
-from core.rewards.judge import judge_client
-from core.rewards.judge.judge import JudgeLost
-from core.rewards.judge.judge_client import ReplyCache
+from core.rewards.judge import JudgeLost
 from core.tracking.health import UnhealthyRun
-from tests.core.rewards.judge.test_judge import NOBODY, shown
+from tests.core.rewards.test_judge import NOBODY, shown
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.judge_server import MODEL, serve
 
@@ -29,7 +28,7 @@ CANARIES = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge_client, "HttpOptions", partial(judge_client.HttpOptions, pause_s=0.01))
+    monkeypatch.setattr(judge_module, "HttpOptions", partial(judge_module.HttpOptions, pause_s=0.01))
     prepare(tmp_path)
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
     for row in rows:  # no scorer knows the source: the judge alone can score
@@ -105,9 +104,7 @@ def test_replies_go_with_a_run_folder_at_a_url(folder, tmp_path, monkeypatch):
             run = scripted()(config(folder, "x", url, "trainer.save_freq=1", *at_url), answer).init_workers()
             if machine == "one":
                 run.fit()
-            kept = ReplyCache(run.reward.judge.client.cache.path.parent)
-            assert len(kept) > len(CANARIES)
-            kept.close()
+            assert len(run.reward.judge.cache) > len(CANARIES)
             run.reward.close()
     assert run.run.step == 3
 

@@ -1,6 +1,6 @@
 """A reward model: a classifier that gives an answer one number (verl's ``reward_model.enable``).
 
-How it is called, and what becomes of its numbers, is :mod:`core.rewards.model_score`'s and the layer's.
+How it is called, and what becomes of its numbers, is the layer's.
 
 A *token* classifier (one label) is read at the last token, as verl does; a *sequence* classifier (one label) as
 transformers pools it. Answers are passed in batches of similar length, right-padded under a mask, so that neither the
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from core.errors import InputError
 from core.learner.learner import ALONE, Ranks
 from core.learner.models import load_classifier, load_reward_tokenizer
-from core.rewards.model_score import Answer, ModelScore
+from core.rewards.grading import Answer, ModelScore
 
 if TYPE_CHECKING:
     from core.config.sections.reward import RewardModelConfig
@@ -30,7 +30,7 @@ class RewardModel:
     With ``reward_model.model.input_tokenizer`` (the policy's, whose text is put into the reward model's chat template)
     the answer is tokenised anew; with null the model reads the policy's token ids. More than ``max_length`` tokens are
     cut at the end, and the score's ``cut`` is True. Several ``ranks`` may share a ``loaded`` model, each with answers
-    of its own (:func:`core.rewards.judge.shared_reward_model`). Raises InputError.
+    of its own (:mod:`core.cluster.shared_reward_model`). Raises InputError.
     """
 
     def __init__(

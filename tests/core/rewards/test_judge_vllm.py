@@ -26,9 +26,9 @@ if importlib.util.find_spec("vllm") is None:
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from core.answer_cache import AnswerCache
 from core.engines import vllm
-from core.rewards.judge.judge_client import ReplyCache
-from tests.core.rewards.judge.test_judge import NOBODY
+from tests.core.rewards.test_judge import NOBODY
 from tests.faults.kill_and_resume import AtPoint, AtRandom, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import command, prepare
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -113,8 +113,8 @@ def end(process: subprocess.Popen) -> None:
 
 
 def keys(folder):
-    cache = ReplyCache(folder)
-    found = {key for (key,) in cache._store.execute("SELECT key FROM replies")}
+    cache = AnswerCache(Path(folder) / "replies", "cache_dir")
+    found = set(cache._cache)
     cache.close()
     return found
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from core.config import compose
 from core.config.sections.model import FSDPConfig
 from core.config.sections.reward import RewardModelConfig, RewardModelModelConfig
-from core.rewards.judge.shared_reward_model import shared_reward_model
-from core.rewards.model_score import Answer
+from core.rewards.grading import Answer
+from core.rewards.reward_model import shared_reward_model
 from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer
 

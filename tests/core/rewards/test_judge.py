@@ -19,13 +19,13 @@ from core.config.sections.reward import CustomRewardFunctionConfig, JudgeConfig,
 from core.config.sections.trainer import HealthConfig
 from core.data.parquet import Example
 from core.errors import InputError
+from core.rewards import judge as judge_module
+from core.rewards import judge_texts
 from core.rewards.failures import RewardError
-from core.rewards.judge import judge_client, judge_verdict
-from core.rewards.judge.judge import Judge, JudgeLost
-from core.rewards.judge.judge_prompt import CANARIES, TEMPLATE, Case, Template, read_canaries
-from core.rewards.judge.judge_verdict import NoVerdict, VerdictRule
+from core.rewards.grading import Answer
+from core.rewards.judge import Judge, JudgeLost
+from core.rewards.judge_texts import CANARIES, TEMPLATE, Case, NoVerdict, Template, VerdictRule, read_canaries
 from core.rewards.layer import RewardLayer
-from core.rewards.model_score import Answer
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
 from tests.judge_server import MODEL, serve
@@ -42,7 +42,7 @@ NOBODY = "http://127.0.0.1:9/v1"  # a port that refuses connections
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(judge_client, "HttpOptions", partial(judge_client.HttpOptions, pause_s=0.01))
+    monkeypatch.setattr(judge_module, "HttpOptions", partial(judge_module.HttpOptions, pause_s=0.01))
 
 
 @pytest.fixture
@@ -136,26 +136,14 @@ LONG = "x" * 300
 
 
 def test_a_pattern_without_an_end_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(judge_verdict, "MATCH_S", 0.05)
+    monkeypatch.setattr(judge_texts, "MATCH_S", 0.05)
     with pytest.raises(NoVerdict, match=r"judge.pattern=.* did not come to an end on it in 0.05 s"):
         rule(pattern=ENDLESS).read(LONG)
     assert rule(pattern=ENDLESS).occurs_in(LONG)  # the policy's own text: what cannot be told is counted
 
 
-def test_a_schemas_pattern_without_an_end_is_no_verdict(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge_verdict, "MATCH_S", 0.05)
-    why = {"type": "string", "pattern": ENDLESS}
-    (tmp_path / "s.json").write_text(json.dumps({**SCHEMA, "properties": {**SCHEMA["properties"], "why": why}}))
-    by_schema = rule(json_schema=str(tmp_path / "s.json"))
-    with pytest.raises(NoVerdict, match="a pattern of the schema did not come to an end on it in 0.05 s"):
-        by_schema.read(json.dumps({"why": LONG, "score": 1}))
-    with pytest.raises(NoVerdict, match="does not follow the schema"):
-        by_schema.read('{"why": "y", "score": 1}')
-    assert by_schema.read('{"why": "xx1", "score": 1}') == 1
-
-
 def test_a_run_goes_on_after_a_pattern_without_an_end(make, monkeypatch):
-    monkeypatch.setattr(judge_verdict, "MATCH_S", 0.05)
+    monkeypatch.setattr(judge_texts, "MATCH_S", 0.05)
     with serve(lambda number, body: LONG if shown(body)[1] == "y" else "x1") as server:
         lost, found = grade(make(server.url, pattern=r"(?:x|xx)+(\d)"), "y", "z")
     assert "did not come to an end" in lost.error and found.value == 1
@@ -377,7 +365,7 @@ def test_a_judge_that_restarts_costs_retries_and_no_verdict_however_many_wait(ma
 
     async def everything():
         asked = [asyncio.create_task(judge.run(Answer(CHAT, f"{n} 4", (), "4"))) for n in range(128)]
-        while judge.client.http.counts["retries"] < 16:  # all that are on their way have failed once
+        while judge.http.counts["retries"] < 16:  # all that are on their way have failed once
             await asyncio.sleep(0.01)
         with serve(port=port):
             return await asyncio.gather(*asked)
@@ -404,7 +392,7 @@ def test_waiting_for_a_turn_is_no_failure(make):
 
 
 def test_a_reply_without_end_is_left(make, monkeypatch):
-    monkeypatch.setattr(judge_client, "HttpOptions", partial(judge_client.HttpOptions, largest_reply=100_000))
+    monkeypatch.setattr(judge_module, "HttpOptions", partial(judge_module.HttpOptions, largest_reply=100_000))
     with serve("[[1]]" + " " * 200_000) as server:
         (found,) = grade(make(server.url, give_up_s=0.1), "4")
     assert "more than 100000 bytes" in found.error
@@ -504,7 +492,8 @@ def test_without_a_server_kept_replies_begin_a_repetition(make, caplog):
         ({"json_schema": "f"}, "{", "is not JSON"),
         ({"json_schema": "f"}, '{"type": 3}', "is no JSON schema"),
         ({"json_schema": "f"}, '{"type": "object"}', "must require a property 'score'"),
-        ({"json_schema": "f"}, '{"items": {"patternProperties": {"a": {}}}}', "has patternProperties"),
+        ({"json_schema": "f"}, '{"items": {"patternProperties": {"a": {}}}}', "has a pattern"),
+        ({"json_schema": "f"}, '{"properties": {"score": {"pattern": "(a+)+b"}}}', "has a pattern"),
         (
             {"canaries": "f"},
             '{"question": "q", "response": "r", "right": true}',

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from core.cluster.fsdp import ProcessRanks, fill, shard
 from core.learner.models import load_classifier
-from core.rewards.judge.reward_model import RewardModel
+from core.rewards.reward_model import RewardModel
 
 if TYPE_CHECKING:
     from core.config.sections.reward import RewardModelConfig

@@ -17,13 +17,13 @@ from core.data.parquet import Example
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.failures import RewardError
-from core.rewards.judge.reward_model import RewardModel
+from core.rewards.grading import Answer, ModelScore
 from core.rewards.layer import RewardLayer
-from core.rewards.model_score import Answer, ModelScore
+from core.rewards.reward_model import RewardModel
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
 from tests.core.ray_cluster import write_model
-from tests.core.rewards.judge.reward_model_runs import (
+from tests.core.rewards.reward_model_runs import (
     TEMPLATE,
     answers,
     metrics,
