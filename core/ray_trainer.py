@@ -35,8 +35,8 @@ from core.learner.batching import make_batch
 from core.learner.learner import multiplier
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
 from core.learner.step_needs import StepNeeds
-from core.rewards.hook_check import check_hooks
 from core.rewards.layer import RewardLayer
+from core.rewards.scorer_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Limits, ToolCalls, check_examples, make_agent_loop
 from core.rollout.background import Ahead
 from core.rollout.collect import (

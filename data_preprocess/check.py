@@ -18,7 +18,7 @@ import numpy as np
 from core.data.dataset import ChatError, Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError, printable
-from core.rewards.check import GOLD_REMARK
+from core.rewards.scorer_check import GOLD_REMARK
 
 
 @dataclass

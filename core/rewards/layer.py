@@ -16,14 +16,6 @@ from core.config import registry
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.barrier import Barrier
-from core.rewards.check import (
-    MODEL_STYLE,
-    check_examples,
-    check_rows,
-    fails_on_all,
-    option_problems,
-    trial_answers,
-)
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.failures import Failures, RewardError, described
 from core.rewards.grading import (
@@ -39,6 +31,14 @@ from core.rewards.grading import (
 )
 from core.rewards.managers import make_manager
 from core.rewards.request_batcher import RequestBatcher
+from core.rewards.scorer_check import (
+    MODEL_STYLE,
+    check_examples,
+    check_rows,
+    fails_on_all,
+    option_problems,
+    trial_answers,
+)
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 from reward_scores.unit_tests import SandboxOptions

@@ -1,7 +1,4 @@
-"""Finds what is wrong with the rewards before anything is trained: options, examples of the data, scorers.
-
-The training hooks are tried by :mod:`core.rewards.hook_check`.
-"""
+"""Find what is wrong with the rewards before anything is trained: options, examples of the data, scorers, hooks."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Example, Problems
 from core.rewards.graders import GraderPool, to_json
-from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
-from core.types import Prompt
+from core.rewards.grading import Failure, InProcess, Job, ModelScore, RewardManager, Scorers
+from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores import SCORERS, Scorer, UnknownDataSource
 from reward_scores.score import Score
 
@@ -175,3 +172,30 @@ def fails_on_all(key: str, row: Row, job: Job, failure: Failure) -> str:
         "or the data; if it is to fail on such answers, give its module EXAMPLES = ((answer, ground_truth, acc), ...)"
         + "".join(f"\n{line}" for line in [*trace, last] if trace)
     )
+
+
+def check_hooks(
+    rows: Sequence[Example],
+    reward: Any,
+    tokenizer: Any,
+    shape_reward: Callable[[Score, Trajectory], Score],
+    keep_group: Callable[[ScoredGroup], bool],
+) -> None:
+    """Call both training hooks with a group of one example answer for each data source of ``rows``.
+
+    A hook that cannot work with what a scorer returns (a filter on a part that is not there) then ends the run at its
+    start. ``reward`` is the :class:`core.rewards.layer.RewardLayer`, which has checked the scorers before.
+    The answer is the scorer's first example; for a user's function one that it graded at start: a function must return
+    the same parts for every answer. A row for a reward model has that model's parts. Raises what the hooks raise.
+    """
+    for row in {row.data_source: row for row in reversed(rows)}.values():  # the first row of each source
+        if row.style == MODEL_STYLE:  # which need not have a scorer
+            answer, score = "", Score(0.0, ModelScore(0.0).parts)
+        else:
+            answer, score = reward.known_answer(row)
+        ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
+        length = len(ids)
+        trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
+        shaped = shape_reward(score.keeping_raw(), trajectory)
+        prompt = Prompt(0, row.where, (0,), (), row.ground_truth, row.data_source)
+        keep_group(ScoredGroup(prompt, (trajectory,) * 2, (shaped,) * 2))
