@@ -305,8 +305,7 @@ def the_judge(c: View) -> Broken:
     if c.reward.judged and c.is_url(c.judge.cache_dir):
         yield (
             "reward_model.judge.cache_dir",
-            "is a database, which cannot be written to a URL; leave it out; the replies are then kept in the run "
-            "folder, and sent with it where that is a URL",
+            "is a database, which cannot be written to a URL; name a local folder",
         )
     if c.reward.judged and c.reward.on_error == "zero":
         yield (

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
+from core.cluster.shared_reward_model import shared_reward_model
 from core.config import compose
-from core.config.sections.model import FSDPConfig
-from core.config.sections.reward import RewardModelConfig, RewardModelModelConfig
+from core.config.sections.reward import RewardModelConfig, RewardModelModelConfig, ScoringFSDPConfig
 from core.rewards.grading import Answer
-from core.rewards.reward_model import shared_reward_model
 from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer
 
@@ -41,7 +40,7 @@ def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **co
 
 
 def settings(folder, *, input_tokenizer="policy", fsdp=None, **given):
-    sharding = FSDPConfig(**{"dtype": "float32", **(fsdp or {})})
+    sharding = ScoringFSDPConfig(**{"dtype": "float32", **(fsdp or {})})
     model = RewardModelModelConfig(path=str(folder), input_tokenizer=input_tokenizer, fsdp_config=sharding)
     filled = {"max_length": 200, "use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 400, **given}
     return RewardModelConfig(enable=True, model=model, **filled)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import partial
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -91,22 +90,6 @@ def test_a_replay_without_a_server_gives_the_same_rewards(folder):
     with pytest.raises(InputError, match="cannot be reached"):  # nothing is kept elsewhere
         elsewhere = f"reward_model.judge.cache_dir={folder}/other"
         scripted()(config(folder, "new", NOBODY, elsewhere), answer).init_workers()
-
-
-def test_replies_go_with_a_run_folder_at_a_url(folder, tmp_path, monkeypatch):
-    """On another machine the run is there with its replies, before the judge is reached: it needs no server."""
-    fsspec.filesystem("memory").store.clear()
-    at_url = ("reward_model.judge.cache_dir=null", "trainer.default_local_dir=memory://bucket/grpo/judged")
-    with serve(generous) as server:
-        for machine, url in (("one", server.url), ("two", NOBODY)):
-            (tmp_path / machine).mkdir()
-            monkeypatch.chdir(tmp_path / machine)
-            run = scripted()(config(folder, "x", url, "trainer.save_freq=1", *at_url), answer).init_workers()
-            if machine == "one":
-                run.fit()
-            assert len(run.reward.judge.cache) > len(CANARIES)
-            run.reward.close()
-    assert run.run.step == 3
 
 
 def test_failures_are_masked_counted_and_stop_at_a_bound(folder):
