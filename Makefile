@@ -1,11 +1,11 @@
 # make setup       makes .venv in the tested versions     make lab         trains the laptop task and writes a report
 # make real        trains a pretrained model of 135 million parameters: 50 minutes on two cores without AMX
-# make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
+# make check       a minute of tests: structure, keys, losses         make test        lints and runs the tests (.ci/run runs this)
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
 # make test-processes  runs those that start clusters, ranks, engines and shells: some ten minutes
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
-# make record      runs what is published of the labs again, with the oracle: an hour or two
+# make record      runs what is published of the labs again: an hour or two
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
 #
@@ -41,7 +41,7 @@ real: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m tests.check
+	$(BIN)/python -m pytest -n 2 tests/test_structure.py tests/core/config tests/core/algorithm tests/recipes/test_from_scratch.py
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2

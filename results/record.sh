@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Records the published lab runs and the oracle again (`make record`), after a change that was meant to change
+# Records the published lab runs again (`make record`), after a change that was meant to change
 # their numbers.
 #
-#   bash results/record.sh [labs] [others] [oracle]          these by default
+#   bash results/record.sh [labs] [others]          these by default
 #   bash results/record.sh real                                         the real model, days on two cores without AMX
 #
 #   labs      grpo, ppo, dapo and search_r1, seeds 1 to 3          results/RECIPE/lab-seedN
 #   others    tools, users, figures                                results/RECIPE/lab-NAME
-#   oracle    hashes of ten steps                                  tests/oracle.json
 #   real      recipes/real: seeds 1 to 3, controls                 results/RECIPE/real-NAME, outputs/real/answers_TASK
 #
 # Commit first: a run names the commit that made it. Runs go to outputs/ of this clone, with one thread each and two at a
@@ -61,10 +60,6 @@ others() {
             trainer.save_freq=-1
     } &
     wait $!
-}
-
-oracle() {
-    "$python" -m tests.oracle --write tests/oracle.json --work outputs/oracle
 }
 
 searching=(retriever.url=null "retriever.local={index: ./outputs/real/search/index}") # for answers of the search task
@@ -185,11 +180,11 @@ real() {
     settle
 }
 
-(($#)) || set -- labs others oracle
+(($#)) || set -- labs others
 for part in "$@"; do
     case "$part" in
-    labs | others | oracle | real) "$part" ;;
-    *) echo "$part: not one of labs, others, oracle, real" >&2 && exit 2 ;;
+    labs | others | real) "$part" ;;
+    *) echo "$part: not one of labs, others, real" >&2 && exit 2 ;;
     esac
 done
 "$python" -m results.report --index
