@@ -61,7 +61,7 @@ from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBat
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
-    from core.trace.trace_recorder import TraceRecorder
+    from core.trace import TraceRecorder
 
 DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
 OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
@@ -112,7 +112,7 @@ class RayPPOTrainer:
         check_lengths(config, self.longest())
         checkpoint = self.run.open(self.stream, critic=self.needs.critic)
         if config.trainer.trace.used:
-            from core.trace.trace_recorder import TraceRecorder
+            from core.trace import TraceRecorder
 
             self.trace = TraceRecorder(config, self.tokenizer, self.run.total_steps)
         with memory_phase("load"):

@@ -1,7 +1,7 @@
 """Reading what ``trainer.trace`` recorded: steps, groups and trajectories with their tokens. Imports no torch.
 
 A step that cannot be read is left out and named in a note; nothing is guessed. The recorder, and the format, are in
-:mod:`core.trace.trace_recorder`.
+:mod:`core.trace`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from core.errors import InputError
 from core.files import PARTIAL
-from core.trace.trace_recorder import FOLDER, FORMAT
+from core.trace import FOLDER, FORMAT
 from core.tracking.records import step_of
 
 HOW = "record some with trainer.trace.freq=20 (every 20 steps, the first and the last), or trainer.trace.steps=[1,2]"

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from core.errors import InputError
-from core.trace.trace_recorder import FORMAT
+from core.trace import FORMAT
 from core.types import Stop
 from core.vision.pictures import THUMBNAIL, pixels, read_picture, thumbnail
 from results import report, trace

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.algorithm.losses import vanilla
+from core.algorithm.losses import LossInputs, vanilla
 from core.config import Config
 from core.learner.batching import make_batch, mini_batches
 from core.learner.traced_tokens import TracedTokens, clipped_how
-from core.trace.trace_recorder import TraceRecorder, _byte_of
+from core.trace import TraceRecorder, _byte_of
 from core.types import Media, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run
@@ -124,7 +124,7 @@ def record(
     rng = torch.Generator().manual_seed(seed + step)
     recorder = recorder or TraceRecorder(config, ByteTokenizer(), 4)
     if drop is not None:
-        recorder.filtered(drop, False)
+        recorder.remember(drop)
     groups = passing("groups", list(groups or made_groups(step, seed)))
     batch = passing("batch", recorder.begin(make_batch(groups, PAD), step))
     noise = 1e-6 * torch.randn(batch.tokens, generator=rng)
@@ -149,7 +149,7 @@ def update(one: TrainBatch, old: torch.Tensor, traced: TracedTokens, config: Con
     actor, old_N = config.actor_rollout_ref.actor, one.adding(entropy=old).entropy
     moved = 0.2 * torch.randn(one.tokens, generator=rng) if one.old_log_probs is not None else torch.zeros(one.tokens)
     now = (old_N + moved) * one.response_mask
-    loss, stats = vanilla(now, old_N, one.advantages, one.response_mask, actor)
+    loss, stats = vanilla(LossInputs(now, old_N, one.advantages, one.response_mask, actor, one.lengths))
     entropy = torch.rand(one.tokens, generator=rng) * one.response_mask
     kept = {"old": old_N, "entropy": entropy, "clip": clipped_how(stats), "loss": loss, "loss_weight": one.loss_weight}
     kept = passing("loss", {"log_prob": now, **kept})

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import compose
 from core.ray_trainer import RayPPOTrainer
-from core.trace.trace_recorder import FOLDER, TraceRecorder, make_room, shown
+from core.trace import FOLDER, TraceRecorder, make_room, shown
 from core.tracking.tracker import Tracker
 from core.types import TrainBatch
 from results.reporting.run_reader import load_run
@@ -20,6 +19,7 @@ from results.reporting.trace_checks import Seen, findings
 from results.reporting.trace_reader import read_step, trace_files
 from tests.core import scripted_run
 from tests.core.scripted_run import configured, scripted
+from tests.core.test_run import start
 from tests.results.traced_run import ByteTokenizer, made_groups, record, traced_config
 
 
@@ -166,36 +166,6 @@ def test_the_work_is_that_of_the_recorded_groups_whatever_the_batch(tmp_path, mo
     assert sizes[1] < 1.5 * sizes[0]
 
 
-def test_a_run_that_records_too_much_is_told(tmp_path, caplog):
-    recorder = TraceRecorder(traced_config(tmp_path / "a" / "run"), ByteTokenizer(), 4)
-    recorder.step_s, recorder.cpu_s = 100.0, 1.9
-    recorder._warn()
-    assert not caplog.records
-    recorder.cpu_s = 2.1
-    recorder._warn()
-    recorder._warn()
-    assert [record.message for record in caplog.records] == [
-        "trainer.trace takes 2.1% of the steps' time; raise trainer.trace.freq or lower trainer.trace.groups"
-    ]
-
-
-@pytest.mark.slow
-def test_recording_every_step_of_a_lab_takes_at_most_two_percent(tmp_path, monkeypatch):
-    """CPU seconds inside the recorder over seconds of the steps, as the run itself measures them."""
-    from recipes.lab import sums
-
-    root = Path(__file__).resolve().parents[4]
-    monkeypatch.chdir(tmp_path)
-    sums.prepare()
-    tools = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={root / 'recipes/lab/tools.yaml'}"
-    more = ["trainer.trace.freq=1", "trainer.backend=local", "trainer.cpu_threads=1", "trainer.total_training_steps=10"]
-    settings = ["trainer.default_local_dir=outputs/grpo/traced", "data.val_max_samples=8", "trainer.device=cpu"]
-    RayPPOTrainer(compose("grpo", ["preset=lab_tools", tools, *more, *settings])).init_workers().fit()
-    rows = [row for row in load_run(tmp_path / "outputs/grpo/traced").metrics if row["step"]]
-    spent, steps = (sum(row[name] for row in rows) for name in ("perf/trace_cpu_s", "timing_s/step"))
-    assert len(rows) == 10 and 0 < spent <= 0.02 * steps
-
-
 def test_disk_is_bounded_and_the_first_and_the_newest_steps_stay(tmp_path):
     run = tmp_path / "a" / "run"
     record(traced_config(run), 1, made_groups(1, 0, length=50))
@@ -231,21 +201,6 @@ def test_room_is_made_from_the_second_record_on(tmp_path):
 # --- kills and resuming ---
 
 
-def test_a_kill_while_writing_leaves_no_half_record(tmp_path, monkeypatch):
-    run = tmp_path / "a" / "run"
-    config = traced_config(run)
-    record(config, 1)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("core.trace.trace_recorder.os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        record(config, 2)
-    assert files(run) == ["step_000001.npz"]
-    assert [path.name for path in (run / FOLDER).glob("*.partial")] == ["step_000002.npz.partial"]
-
-
 def test_a_resumed_run_writes_the_steps_that_it_repeats_anew(folder):
     run = fit(configured(folder, "resumed", "trainer.trace.freq=1", "trainer.save_freq=2", steps=4))
     before = {path.name: read_step(path) for path in trace_files(run)}
@@ -274,3 +229,13 @@ def test_a_new_start_sets_the_records_aside(tmp_path):
     record(traced_config(run), 1)
     Tracker(run, traced_config(run)).close("finished")
     assert not trace_files(run) and (run / "previous" / "1" / FOLDER / "step_000001.npz").exists()
+
+
+def test_a_full_trace_folder_ends_no_training(tmp_path, caplog):
+    """The folder is a file: nothing can be written in it."""
+    run = start(tmp_path, "trainer.total_training_steps=2", "trainer.trace.freq=1")
+    run.trace.folder = tmp_path / "model" / "config.json"
+    run.fit()
+    assert run.run.step == 2 and caplog.text.count("trace could not be written") == 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["perf/trace_dropped"] for line in lines] == [1, 1]

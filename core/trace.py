@@ -7,18 +7,16 @@ tensors, and beside it from the trajectories, so that a fault between the two ca
 
 Which groups: some whose questions recur (the lowest hashes of their names, so that other steps and other runs record
 the same questions where they can), the one of the lowest mean score, the one of the largest difference between engine
-and learner, and the first one that ``keep_group`` dropped.
-
-What it costs is ``perf/trace_cpu_s`` of a recorded step: CPU seconds in the driver, and those of the busiest rank.
+and learner, and the first one that ``keep_group`` dropped. ``perf/trace_cpu_s`` of a recorded step is what it costs:
+CPU seconds in the driver, and those of the busiest rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import io
 import json
 import logging
-import os
 import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +28,7 @@ import numpy as np
 
 from core.config.paths import run_folder
 from core.data.vocabulary import end_ids
-from core.files import PARTIAL, fsync
+from core.files import replacing
 from core.tracking.records import Records
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 
@@ -42,7 +40,6 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 FOLDER = "trace"
 UPDATED = ("log_prob", "ratio", "entropy", "clip", "loss", "loss_weight")  # what an update keeps of numbered rows
-SHARE = 0.02  # of a step's time, in CPU seconds: more is a warning
 # Fields of the batch that are recorded where they are set, with the precision they are kept in. Differences of two
 # log-probs are read at 1e-6, which half precision does not have.
 FIELDS = {
@@ -69,11 +66,10 @@ class TraceRecorder:
         self.folder, self.total_steps = run_folder(config) / FOLDER, total_steps
         self.texts: dict[int, str | dict[str, str]] = {}  # of the tokens seen so far
         self.dropped: dict[int, ScoredGroup] = {}  # the lowest ordinals, which do not depend on timing
-        self.cpu_s = self.step_s = 0.0
         self.records = Records()
-        self.warned = False
 
     def is_due(self, step: int) -> bool:
+        """Return whether the step is to be recorded."""
         freq = self.options.freq
         regular = freq > 0 and (step % freq == 0 or step in (1, self.total_steps))
         return regular or step in (self.options.steps or ())
@@ -99,7 +95,6 @@ class TraceRecorder:
         last = groups[-1].prompt.ordinal
         dropped = [group for ordinal, group in sorted(self.dropped.items()) if ordinal < last]
         self.dropped = {ordinal: group for ordinal, group in self.dropped.items() if ordinal > last}
-        self.step_s += metrics.values.get("timing_s/step", 0.0)
         if not self.is_due(metrics.step):
             return {}
         start = time.thread_time()
@@ -109,24 +104,11 @@ class TraceRecorder:
 
         def write() -> None:
             nonlocal size
-            size = self._write(metrics.step, chosen, batch, traced.rows)
+            size = self._write(path, metrics.step, chosen, batch, traced.rows)
 
         written = self.records.attempt(FOLDER, path, write)
-        spent = time.thread_time() - start + traced.cpu_s
-        self.cpu_s += spent
-        self._warn()
-        return {
-            "perf/trace_cpu_s": spent,
-            "perf/trace_mb": size / 2**20,
-            **({} if written else {"perf/trace_dropped": 1}),
-        }
-
-    def _warn(self) -> None:
-        """Warn once where recording takes more than its share, of at least a minute of steps."""
-        if not self.warned and self.step_s > 60 and self.cpu_s > SHARE * self.step_s:
-            self.warned = True
-            taken = f"{self.cpu_s / self.step_s:.1%} of the steps' time"
-            log.warning("trainer.trace takes %s; raise trainer.trace.freq or lower trainer.trace.groups", taken)
+        cost = {"perf/trace_cpu_s": time.thread_time() - start + traced.cpu_s, "perf/trace_mb": size / 2**20}
+        return cost if written else {**cost, "perf/trace_dropped": 1}
 
     def _chosen(
         self,
@@ -136,15 +118,13 @@ class TraceRecorder:
         gap: tuple[float, int] | None,
     ) -> list[Chosen]:
         """Return the groups to record, the worst first. A group is recorded once, with its first reason."""
-        worst = min(range(len(groups)), key=lambda i: sum(score.value for score in groups[i].scores) / len(groups[i]))
-        reasons = {worst: "worst"}
+        indices = range(len(groups))
+        reasons = {min(indices, key=lambda i: sum(s.value for s in groups[i].scores) / len(groups[i])): "worst"}
         if gap is not None and gap[0] > 0:
             reasons.setdefault(int(batch.group[gap[1]]), "mismatch")
         else:  # the answer that the engine itself found least likely
-            reasons.setdefault(
-                min(range(len(groups)), key=lambda i: min(map(_surprise, groups[i].trajectories))), "mismatch"
-            )
-        by_hash = sorted(range(len(groups)), key=lambda i: _hash(groups[i]))
+            reasons.setdefault(min(indices, key=lambda i: min(map(_mean_log_prob, groups[i].trajectories))), "mismatch")
+        by_hash = sorted(indices, key=lambda i: hashlib.sha256(groups[i].prompt.uid.encode()).hexdigest())
         for index in by_hash[: self.options.groups]:
             reasons.setdefault(index, "question")
         starts = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
@@ -153,36 +133,20 @@ class TraceRecorder:
 
     # -- the file --------------------------------------------------------------------------------
 
-    def _write(self, step: int, chosen: list[Chosen], batch: TrainBatch, traced: Mapping[int, Any]) -> int:
+    def _write(self, path: Path, step: int, chosen: list[Chosen], batch: TrainBatch, traced: Mapping[int, Any]) -> int:
         """Write the step's file and return its bytes: 0 where one group alone is too much for ``max_mb``."""
         room = int(self.options.max_mb * 2**20)
         while chosen:
-            written = self._replace(step, *self._content(step, chosen, batch, traced), room)
-            if written:
-                return written
+            archive = _archive(*self._content(step, chosen, batch, traced))
+            if len(archive) <= room / 2:  # the first step's record stays, so no other may have more than half
+                self.folder.mkdir(parents=True, exist_ok=True)
+                make_room(self.folder, room - len(archive), besides=path)
+                with replacing(path) as partial:
+                    partial.write_bytes(archive)
+                return len(archive)
             chosen = chosen[:-1]
         log.warning("step %d is not recorded: its worst group alone is over trainer.trace.max_mb", step)
         return 0
-
-    def _replace(self, step: int, meta: dict[str, Any], arrays: Mapping[str, np.ndarray], room: int) -> int:
-        """Write the archive under another name, make room, and rename it. Return its bytes, or 0 if it is too large."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step_{step:06d}.npz"
-        partial = path.with_name(path.name + PARTIAL)
-        try:
-            _write_archive(partial, meta, arrays)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
-        size = partial.stat().st_size
-        if size > room / 2:  # the first step's record stays, so no other may have more than half
-            partial.unlink()
-            return 0
-        make_room(self.folder, room - size, besides=path)
-        os.replace(partial, path)
-        fsync(self.folder)
-        return size
 
     def _content(
         self, step: int, chosen: Sequence[Chosen], batch: TrainBatch, traced: Mapping[int, Any]
@@ -192,18 +156,16 @@ class TraceRecorder:
         rows = batch.only(("response_mask", "input_ids", *FIELDS)).rows(recorded)
         others = [t for one in chosen if one.rows is None for t in one.group.trajectories]
         of_others = [len(t.prompt_ids) + len(t.response_ids) for t in others]
-        more, policy = sum(of_others), rows.response_mask.bool().numpy()
 
-        def padded(value: np.ndarray, fill: Any = 0) -> np.ndarray:
-            return np.concatenate([value, np.full(more, fill, value.dtype)])
+        def padded(value: np.ndarray, fill: Any) -> np.ndarray:
+            return np.concatenate([value, np.full(sum(of_others), fill, value.dtype)])
 
         trajectories = [t for one in chosen for t in one.group.trajectories]
+        ids = [rows.input_ids.numpy(), *(part for t in others for part in (t.prompt_ids, t.response_ids))]
         arrays = {
             "lengths": np.array([*rows.lengths.tolist(), *of_others], np.int32),
             "prompts": np.array([len(t.prompt_ids) for t in trajectories], np.int32),
-            "ids": np.concatenate(
-                [rows.input_ids.numpy(), *(x for t in others for x in (t.prompt_ids, t.response_ids))]
-            ),
+            "ids": np.concatenate(ids),
             "sampled": _flat(trajectories, "response_mask", np.bool_),
             "engine": _flat(trajectories, "logprobs", np.float32),
         }
@@ -211,8 +173,8 @@ class TraceRecorder:
             if name in rows.stored:
                 fill = 0 if dtype is np.bool_ else np.nan
                 arrays[name] = padded(rows.require(name).numpy().astype(dtype), fill)
-        arrays |= {name: padded(value, np.nan) for name, value in _of_update(recorded, rows, policy, traced).items()}
-        ids = np.unique(arrays["ids"]).tolist()
+        arrays |= {name: padded(value, np.nan) for name, value in _of_update(recorded, rows, traced).items()}
+        known = np.unique(arrays["ids"]).tolist()
         meta = {
             "format": FORMAT,
             "step": step,
@@ -221,71 +183,56 @@ class TraceRecorder:
             "temperature": self.config.actor_rollout_ref.rollout.temperature,
             "clip": _clip_bounds(self.config),
             "ends": sorted(end_ids(self.tokenizer)),
-            "tokens": dict(zip(map(str, ids), self._texts(ids), strict=True)),
-            "groups": [self._described(one, step, batch) for one in chosen],
+            "tokens": dict(zip(map(str, known), self._texts(known), strict=True)),
+            "groups": [_described(one, batch) for one in chosen],
         }
         return meta, arrays
 
-    def _described(self, chosen: Chosen, step: int, batch: TrainBatch) -> dict[str, Any]:
-        prompt, rows = chosen.group.prompt, chosen.rows
-        reward, counted = batch.reward, batch.in_group_stats
-        described = []
-        for index, (t, score) in enumerate(zip(chosen.group.trajectories, chosen.group.scores, strict=True)):
-            described.append(
-                {
-                    "stop": t.stop.value,
-                    "turns": t.turns,
-                    "tool_calls": t.tool_calls,
-                    "version": t.policy_version,
-                    "score": score.value,
-                    "parts": dict(score.parts),
-                    "status": score.status.value,
-                    "masked": score.masked,
-                    "pred": score.pred,
-                    "reward": None if rows is None else float(reward[rows[index]]),
-                    "counted": None if rows is None else bool(counted[rows[index]]),
-                    "roles": [[segment.role, len(segment.text)] for segment in t.segments],
-                }
-            )
-        shown = prompt.media.thumbnails() if prompt.media else []
-        return {
-            "uid": prompt.uid,
-            "ordinal": prompt.ordinal,
-            "data_source": prompt.data_source,
-            "question": prompt.messages[-1].get("content", "") if prompt.messages else "",
-            "ground_truth": prompt.ground_truth,
-            "pictures": shown,
-            "more_pictures": len(prompt.media or ()) - len(shown),
-            "chosen": chosen.why,
-            "dropped": None if rows is not None else self._why_dropped(chosen.group),
-            "trajectories": described,
-        }
-
-    def _why_dropped(self, group: ScoredGroup) -> str:
-        """Return what can be said of a group that ``keep_group`` refused: it returns no reason."""
-        alike = [name for name in group.scores[0].parts if len({s.parts.get(name) for s in group.scores}) == 1]
-        return f"keep_group refused it; alike in all answers: {', '.join(alike) or 'nothing'}"
-
     def _texts(self, ids: Sequence[int]) -> list[str | dict[str, str]]:
         """Return the text of each id, or its bytes where they are no text alone; each is decoded once in a run."""
-        new = [one for one in ids if one not in self.texts]
-        if new:
+        if new := [one for one in ids if one not in self.texts]:
             names = self.tokenizer.convert_ids_to_tokens(new)
             alone = self.tokenizer.batch_decode([[one] for one in new], clean_up_tokenization_spaces=False)
             self.texts |= {one: shown(text, name) for one, text, name in zip(new, alone, names, strict=True)}
         return [self.texts[one] for one in ids]
 
 
-def _write_archive(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the description and the arrays into one file, on disk when this returns. Raises OSError."""
-    with open(path, "wb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            archive.writestr("meta.json", json.dumps(meta, ensure_ascii=False, default=str).encode(errors="replace"))
-            for name, value in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
-                    np.lib.format.write_array(part, value, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+def _described(chosen: Chosen, batch: TrainBatch) -> dict[str, Any]:
+    """Return what ``meta.json`` has of a group."""
+    prompt, rows, group = chosen.group.prompt, chosen.rows, chosen.group
+    alike = [name for name in group.scores[0].parts if len({score.parts.get(name) for score in group.scores}) == 1]
+    pictures = prompt.media.thumbnails() if prompt.media else []
+    trajectories = [
+        {
+            **{"stop": t.stop.value, "turns": t.turns, "tool_calls": t.tool_calls, "version": t.policy_version},
+            **{"score": score.value, "parts": dict(score.parts), "status": score.status.value},
+            **{"masked": score.masked, "pred": score.pred},
+            "reward": None if rows is None else float(batch.reward[rows[index]]),
+            "counted": None if rows is None else bool(batch.in_group_stats[rows[index]]),
+            "roles": [[segment.role, len(segment.text)] for segment in t.segments],
+        }
+        for index, (t, score) in enumerate(zip(group.trajectories, group.scores, strict=True))
+    ]
+    return {
+        **{name: getattr(prompt, name) for name in ("uid", "ordinal", "data_source", "ground_truth")},
+        "question": prompt.messages[-1].get("content", "") if prompt.messages else "",
+        "pictures": pictures,
+        "more_pictures": len(prompt.media or ()) - len(pictures),
+        "chosen": chosen.why,
+        "dropped": f"keep_group refused it; alike in all answers: {', '.join(alike)}" if rows is None else None,
+        "trajectories": trajectories,
+    }
+
+
+def _archive(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return the description and the arrays as one file."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr("meta.json", json.dumps(meta, ensure_ascii=False, default=str).encode(errors="replace"))
+        for name, value in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                np.lib.format.write_array(part, value, allow_pickle=False)
+    return file.getvalue()
 
 
 def shown(text: str, name: str | None) -> str | dict[str, str]:
@@ -325,13 +272,11 @@ def _flat(trajectories: Iterable[Trajectory], name: str, dtype: type) -> np.ndar
     return np.concatenate(parts).astype(dtype)
 
 
-def _of_update(
-    rows: Sequence[int], batch: TrainBatch, policy_N: np.ndarray, traced: Mapping[int, Any]
-) -> dict[str, Any]:
+def _of_update(rows: Sequence[int], batch: TrainBatch, traced: Mapping[int, Any]) -> dict[str, np.ndarray]:
     """Return what the update computed over all tokens of these rows, NaN where it computed nothing."""
     names = [name for name in UPDATED if any(name in values for values in traced.values())]
     updated = {name: np.full(batch.tokens, np.nan, np.float32) for name in names}
-    end = 0
+    policy_N, end = batch.response_mask.bool().numpy(), 0
     for row, length in zip(rows, batch.lengths.tolist(), strict=True):
         span, end = slice(end, end + length), end + length
         for name, value in traced.get(row, {}).items():
@@ -346,11 +291,7 @@ def _clip_bounds(config: Config) -> list[float]:
     return [1 - low, 1 + high]
 
 
-def _hash(group: ScoredGroup) -> str:
-    return hashlib.sha256(group.prompt.uid.encode()).hexdigest()
-
-
-def _surprise(trajectory: Trajectory) -> float:
+def _mean_log_prob(trajectory: Trajectory) -> float:
     """Return the mean log-prob that the engine gave what it wrote."""
     return float(trajectory.logprobs.sum() / max(1, trajectory.response_mask.sum()))
 
