@@ -23,9 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from core.cluster.address import address_problem
 from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, to_yaml
 from core.config.defaults import resolve
+from core.config.paths import address_problem
 from core.config.problem import show
 from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, printable, write_failed
 from core.model_shapes import model_problems

@@ -25,12 +25,11 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.checkpoint.store import LOCK
-from core.cluster.address import address_problem, cluster_address
 from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_watch import Watch
 from core.config import registry
-from core.config.paths import run_folder
+from core.config.paths import address_problem, cluster_address, run_folder
 from core.config.section import thaw
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT

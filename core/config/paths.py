@@ -1,4 +1,4 @@
-"""Files that a configuration names, and what can only be checked when a run starts."""
+"""Files and clusters that a configuration names, and what can only be checked when a run starts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_pat
 COPIED = {*MODELS, "reward_model.model.path", "trainer.resume_from_path"}
 COPIED |= {"data.train_files", "data.val_files", "data.curriculum"}
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+
+CLUSTER_RULE = "needs a Ray cluster, and neither RAY_ADDRESS nor ray_kwargs.ray_init.address names one"
+CLUSTER_FIX = (
+    "type `ray start --head --port=6379` on the first node (the head node), `ray start --address=HEAD_IP:6379` on each "
+    "of the others, then this command on any of them with RAY_ADDRESS=HEAD_IP:6379 in front"
+)
 
 
 def is_local(model: str) -> bool:
@@ -167,3 +173,23 @@ def _set_paths(config: Config) -> set[str]:
     if _own_manager(config) and config.reward_model.module.path:
         keys.add("reward_model.module.path")
     return keys
+
+
+def cluster_address(config: Config) -> str | None:
+    """Return the address of a cluster that exists. None: the run starts a Ray of its own on this machine."""
+    address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+    return None if address in (None, "", "local") else address
+
+
+def address_problem(config: Config) -> Problem | None:
+    """Return the problem of a run on several nodes that names no cluster, None for any other run.
+
+    With ``trainer.device=cpu`` a local Ray stands for any number of nodes, because its CPUs are only tickets.
+    """
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if trainer.backend != "ray" or trainer.device == "cpu" or cluster_address(config) is not None:
+        return None
+    nodes = {"trainer.nnodes": trainer.nnodes}
+    if not config.actor_rollout_ref.hybrid_engine:
+        nodes["actor_rollout_ref.rollout.nnodes"] = rollout.nnodes or 1
+    return next((Problem(key, count, CLUSTER_RULE, CLUSTER_FIX) for key, count in nodes.items() if count > 1), None)

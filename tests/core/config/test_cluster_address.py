@@ -7,8 +7,8 @@ import torch
 
 from core import command_line
 from core.cluster import ray_pools
-from core.cluster.address import address_problem, cluster_address
 from core.config import compose
+from core.config.paths import address_problem, cluster_address
 from core.errors import InputError
 
 RAY, POOL = "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False"
