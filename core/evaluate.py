@@ -308,8 +308,8 @@ def answering(
             else:
                 engine = make_engine(config, None, tokenizer, device)
                 owned.callback(engine.close)
-        repeatable = loop is not None and config.actor_rollout_ref.rollout.multi_turn.repeatable
-        if repeatable and isinstance(engine, InProcessEngine):
+        deterministic = loop is not None and config.actor_rollout_ref.rollout.multi_turn.deterministic_tools
+        if deterministic and isinstance(engine, InProcessEngine):
             engine.before_step = run.tool_calls.add_barrier()
         run.sampler = run.make_sampler(engine)
         yield run

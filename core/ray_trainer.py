@@ -47,8 +47,7 @@ from core.rollout.collect import (
     collect_ahead,
     fresh_enough,
 )
-from core.rollout.group_rollout import GroupRollout, TrajectorySampler
-from core.rollout.repeatable_decoding import make_repeatable
+from core.rollout.group_rollout import GroupRollout, TrajectorySampler, make_deterministic
 from core.run import LoopState, Run, prepare_torch
 from core.tracking.health import FAILED
 from core.tracking.metrics import data_metrics, progress_metrics, unknown_ids
@@ -125,7 +124,9 @@ class RayPPOTrainer:
         except BaseException:
             self.workers.close()
             raise
-        make_repeatable(config, self.workers.engine, self.reward, self.tool_calls, episodes=self.agent_loop is not None)
+        make_deterministic(
+            config, self.workers.engine, self.reward, self.tool_calls, episodes=self.agent_loop is not None
+        )
         if self.reward.in_process and isinstance(self.workers.engine, InProcessEngine):
             self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
         self.sampler = self.make_sampler(self.turns.watch(self.workers.engine))

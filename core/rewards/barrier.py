@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 
 class Barrier:
     """Hands results out together, in the order of their jobs, once none is outstanding.
 
-    ``inner`` has ``async run(job)``: a reward manager, or what calls tools. Its results arrive in an order that chance
-    decides. Where they decide what is generated next (filtered groups, turns after a tool), an engine that decodes in
-    this process awaits :meth:`settled` before each step: which samples decode together, and with it every last bit, is
-    then the same in every run. The price is that decoding waits for the slowest result.
+    ``run_job`` is awaited with each job: a reward manager's or a judge's ``run``, or what calls tools. Results arrive
+    in an order that chance decides. Where they decide what is generated next (filtered groups, turns after a tool), an
+    engine that decodes in this process awaits :meth:`settled` before each step: which samples decode together, and with
+    it every last bit, is then the same in every run. The price is that decoding waits for the slowest result.
     """
 
-    def __init__(self, inner: Any):
-        self.inner = inner
+    def __init__(self, run_job: Callable[[Any], Awaitable[Any]]):
+        self.run_job = run_job
         self._round: list[tuple[asyncio.Task, asyncio.Future]] = []
         self._open = 0
         self._news = False  # results were handed out since the last call of settled
 
     async def run(self, job: Any) -> Any:
         loop = asyncio.get_running_loop()
-        task, handed_out = loop.create_task(self.inner.run(job)), loop.create_future()
+        task, handed_out = loop.create_task(self.run_job(job)), loop.create_future()
         self._round.append((task, handed_out))
         self._open += 1
         task.add_done_callback(self._hand_out)
@@ -55,6 +56,3 @@ class Barrier:
             await asyncio.wait([task for task, _ in self._round])
         news, self._news = self._news, False
         return news
-
-    def close(self) -> None:
-        self.inner.close()

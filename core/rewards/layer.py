@@ -82,7 +82,8 @@ class RewardLayer:
             from core.rewards.judge import Judge
 
             self.judge = Judge(reward.judge)
-        self.judging: Any = self.judge  # the judge, or a barrier before it
+        self.grade: Grade = self.manager.run  # or a barrier's run before it
+        self.ask_judge: Any = None if self.judge is None else self.judge.run  # or a barrier's
         self.custom = function is not None or own
         # It takes the answers of a step in one call
         self.batched = function is not None and function.batched
@@ -102,7 +103,7 @@ class RewardLayer:
         For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
         ``reward_model.weight`` times the model's number is added where that is not 0.
         """
-        return await self._score(prompt, trajectory, self.job(prompt, trajectory), self.manager.run)
+        return await self._score(prompt, trajectory, self.job(prompt, trajectory), self.grade)
 
     async def score_all(
         self, answers: Sequence[tuple[Prompt, Trajectory]], scored: Callable[[], Any] = lambda: None
@@ -111,7 +112,7 @@ class RewardLayer:
 
         ``scored`` is called after each.
         """
-        jobs, grade = [self.job(*answer) for answer in answers], self.manager.run
+        jobs, grade = [self.job(*answer) for answer in answers], self.grade
         if self.batched:
             ruled = [job for (prompt, _), job in zip(answers, jobs, strict=True) if not self._by_model(prompt)]
             results = await self.manager.run_together(ruled) if ruled else []
@@ -152,9 +153,9 @@ class RewardLayer:
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job, grade: Grade) -> Score | Failure:
-        if self.judging is None and self._reward_model is None:
+        if self.ask_judge is None and self._reward_model is None:
             raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
-        call = self._call_reward_model if self.judging is None else self.judging.run
+        call = self.ask_judge or self._call_reward_model
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
         answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if prompt.style == MODEL_STYLE:
@@ -240,11 +241,13 @@ class RewardLayer:
         """
         if self.in_process or self.batched:
             return []
-        self.manager = manager = Barrier(self.manager)
+        manager = Barrier(self.manager.run)
+        self.grade = manager.run
         if self.judge is None:
             return [manager.settled]
-        self.judging = judging = Barrier(self.judge)
-        return [manager.settled, judging.settled]
+        judge = Barrier(self.judge.run)
+        self.ask_judge = judge.run
+        return [manager.settled, judge.settled]
 
     @property
     def in_process(self) -> bool:

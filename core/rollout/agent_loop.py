@@ -20,7 +20,7 @@ them names, ``@register("oracle")``; the data chooses among all names by its col
 Every episode is a coroutine of its own: one that waits for a tool holds no other. When tools answer decides which
 samples decode together, and with an engine that decodes in this process every last bit. A tool that answers without
 giving way (a lookup in this process) answers in the same order in every run, so a replay is exact. Of others the order
-is chance; under ``multi_turn.repeatable`` the engine waits for them before each step (:class:`ToolCalls`).
+is chance; under ``multi_turn.deterministic_tools`` the engine waits for them before each step (:class:`ToolCalls`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from core.data.sampler import sampling_seed
 from core.data.vocabulary import writable
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
-from core.rollout.repeatable_decoding import ToolCalls
+from core.rewards.barrier import Barrier
 from core.types import Prompt, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
@@ -173,6 +173,24 @@ def _made(spec: str, config: Config, tokenizer: Any) -> AgentLoop:
     return made
 
 
+class ToolCalls:
+    """Awaits tools, each on its own; after :meth:`add_barrier` together, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._barrier: Barrier | None = None
+
+    async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
+        return await (self._await(job) if self._barrier is None else self._barrier.run(job))
+
+    def add_barrier(self) -> Callable[[], Awaitable[bool]]:
+        """Hand answers out together from now on, and return what an engine in this process awaits before each step."""
+        self._barrier = Barrier(self._await)
+        return self._barrier.settled
+
+    async def _await(self, job: Callable[[], Awaitable[Any]]) -> Any:
+        return await job()
+
+
 @dataclass(frozen=True)
 class Limits:
     """``response`` tokens of the whole episode after the prompt, tools' included; ``turn`` of one of its turns."""
@@ -283,7 +301,7 @@ class Episode:
             async with asyncio.timeout(timeout_s):
                 return await job()
 
-        return await self._calls(bounded)
+        return await self._calls.run(bounded)
 
     def encode(self, text: str) -> list[int]:
         """Ids of text that is not the policy's. What looks like a special token in it is text and stays text.

@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from core.config.schema import Config
 from core.data.sampler import sampling_seed
-from core.engines import SampleRequest, SamplingParams
+from core.engines import RolloutEngine, SampleRequest, SamplingParams
+from core.engines.in_process_engine import InProcessEngine
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls
 from core.rollout.collect import ScoreGroups
@@ -139,3 +141,27 @@ class GroupRollout:
             ScoredGroup(group.prompt, group.trajectories, tuple(itertools.islice(scores, len(group.trajectories))))
             for group in groups
         ]
+
+
+def make_deterministic(
+    config: Config, engine: RolloutEngine, reward: RewardLayer, tool_calls: ToolCalls, *, episodes: bool
+) -> None:
+    """Have an engine in this process await what decides which samples decode together: a run then repeats to the bit.
+
+    Scores are awaited where they decide what is begun next, tools with ``multi_turn.deterministic_tools``. Other
+    engines are left alone.
+    """
+    if not isinstance(engine, InProcessEngine):
+        return
+    data, barriers = config.data, []
+    in_flight = data.gen_batch_size or data.train_batch_size
+    if config.drops_groups or in_flight < data.train_batch_size:
+        barriers += reward.add_barriers()
+    if episodes and config.actor_rollout_ref.rollout.multi_turn.deterministic_tools:
+        barriers.append(tool_calls.add_barrier())
+
+    async def settled() -> bool:
+        """Await all of them; return whether any had news."""
+        return any([await barrier() for barrier in barriers])
+
+    engine.before_step = settled if barriers else None

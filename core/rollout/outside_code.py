@@ -8,7 +8,6 @@ interpreter's lock, holds up the process all the same.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import ctypes
 import inspect
 import logging
@@ -16,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -61,21 +60,8 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:SHOWN] if text else type(error).__name__
 
 
-@dataclass
-class SharedContext:
-    """The context variables of an episode: what a tool or user sets in one call, the episode's other calls read."""
-
-    variables: contextvars.Context = field(default_factory=contextvars.copy_context)
-
-
-SHARED: contextvars.ContextVar[SharedContext | None] = contextvars.ContextVar("SHARED", default=None)
-
-
 class ApartLoop:
-    """An event loop on a thread of its own. One that a call blocks past its deadline is left behind for a new one.
-
-    Where :data:`SHARED` is set, calls run with its variables, as if one task made all of them.
-    """
+    """An event loop on a thread of its own. One that a call blocks past its deadline is left behind for a new one."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,17 +73,11 @@ class ApartLoop:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="tools", daemon=True)
             self._thread.start()
-        loop, thread, shared = self._loop, self._thread, SHARED.get()
-
-        async def in_shared() -> Any:
-            return await loop.create_task(guarded(call, *passes), context=shared.variables)
-
-        future = asyncio.run_coroutine_threadsafe(in_shared() if shared else guarded(call, *passes), loop)
+        loop, thread = self._loop, self._thread
+        future = asyncio.run_coroutine_threadsafe(guarded(call, *passes), loop)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:  # the deadline, or a sample that was given up
-            if shared:  # the call may hold the variables for good; no second thread can enter them
-                shared.variables = shared.variables.copy()
             self._watch(loop, thread)
             raise
 

@@ -17,7 +17,7 @@ from core.config.section import thaw
 from core.config.sections.model import ModelConfig
 from core.data.chat_frames import ChatError, Message, Render, reply_frame
 from core.errors import InputError
-from core.rollout.call_formats.answer_roles import ANSWERED
+from core.rollout.call_formats import ANSWERED
 from core.rollout.tools import check_tools
 from core.rollout.users import check_users
 

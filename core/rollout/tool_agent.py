@@ -21,7 +21,7 @@ from core.data.parquet import Example
 from core.data.vocabulary import writable
 from core.errors import InputError, printable
 from core.rollout.agent_loop import AgentLoop, Episode
-from core.rollout.call_formats.call_formats import FORMATS, Call, Chat, Piece, tell_hermes
+from core.rollout.call_formats import FORMATS, Call, Chat, Piece, tell_hermes
 from core.rollout.outside_code import ApartLoop, Failed, described, guarded
 from core.rollout.template_check import template_problems, uses_of_template
 from core.rollout.tools import KEY as TOOLS_KEY

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CALLS = '''
-from core.rollout.call_formats.call_formats import parse_hermes
+from core.rollout.call_formats import parse_hermes
 from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import chosen
 

@@ -110,7 +110,7 @@ def test_rows_say_how_many_hops_and_their_gold_answer(tmp_path):
 def test_the_presets_hold_an_episode_of_two_hops():
     for preset in ("lab", "lab_ppo"):
         config = compose("search_r1", [f"preset={preset}"], main_search_r1.HOOKS)
-        assert config.actor_rollout_ref.rollout.multi_turn.repeatable
+        assert config.actor_rollout_ref.rollout.multi_turn.deterministic_tools
         assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 256
         assert config.trainer.default_local_dir.endswith(("lab-seed1", "lab-ppo-seed1"))
 

@@ -39,7 +39,7 @@ class MultiTurnConfig(Section):
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "the part that is kept")
     format: Literal["hermes", "react"] = key("hermes", "how a tool call is written")
-    repeatable: bool = execution(False, "decoding waits for tools, so that a run repeats to the bit", IN_PROCESS)
+    deterministic_tools: bool = execution(False, "decoding waits for tools, to repeat to the bit", IN_PROCESS)
 
 
 class ValKwargs(Section):
@@ -263,9 +263,9 @@ def the_tool_agent(c: View) -> Broken:
 
 @rules.problem
 def episodes_repeat(c: View) -> Broken:
-    if c.rollout.multi_turn.repeatable and not c.engine.seeded and c.config.needs_engine:
+    if c.rollout.multi_turn.deterministic_tools and not c.engine.seeded and c.config.needs_engine:
         yield (
-            "actor_rollout_ref.rollout.multi_turn.repeatable",
+            "actor_rollout_ref.rollout.multi_turn.deterministic_tools",
             f"{c.rollout.name} draws no answer from a seed, so that a run cannot be repeated; set False, or "
             "actor_rollout_ref.rollout.name=hf",
         )

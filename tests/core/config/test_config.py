@@ -44,7 +44,10 @@ ADDED = {
     # of its engines other than FSDP
     *(f"{part}.tensor_model_parallel_size" for part in (ACTOR, "actor_rollout_ref.ref", "critic")),
     *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking"),
-    *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
+    *(
+        f"actor_rollout_ref.rollout.multi_turn.{name}"
+        for name in ("max_tool_calls", "tool_timeout_s", "deterministic_tools")
+    ),
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
     "trainer.heartbeat_timeout_s",
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions

@@ -130,7 +130,7 @@ def test_an_engine_in_this_process_awaits_verdicts_where_they_decide_what_is_dra
         one = config(folder, "filtered", server.url, "reward_model.judge.canary_every=0", "data.gen_batch_size=2")
         run = RayPPOTrainer(one).init_workers()
         try:
-            assert isinstance(run.reward.judging, Barrier) and run.workers.engine.before_step is not None
+            assert isinstance(run.reward.ask_judge.__self__, Barrier) and run.workers.engine.before_step is not None
         finally:
             run.reward.close()
             run.workers.close()

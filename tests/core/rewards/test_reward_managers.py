@@ -251,7 +251,7 @@ class Slow:
 
 
 def test_a_wave_is_handed_out_together_and_in_order():
-    waves = Barrier(Slow(0))
+    waves = Barrier(Slow(0).run)
 
     async def watch():
         order = []
@@ -273,7 +273,7 @@ def test_a_wave_is_handed_out_together_and_in_order():
 
 
 def test_an_error_passes_through_a_wave():
-    waves = Barrier(Slow(0))
+    waves = Barrier(Slow(0).run)
 
     async def watch():
         return await asyncio.gather(
@@ -287,7 +287,7 @@ def test_an_error_passes_through_a_wave():
 def decoded_together(seed: int, in_waves: bool, waits: bool = True) -> list[tuple[int, ...]]:
     """Which samples (by seed) each step of the engine decoded, under verdicts that take their time."""
     engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer(), adopt=True)
-    executor = Barrier(Slow(seed)) if in_waves else Slow(seed)
+    executor = Barrier(Slow(seed).run) if in_waves else Slow(seed)
     engine.before_step = executor.settled if in_waves and waits else None
     steps, step = [], engine.batch.step
 

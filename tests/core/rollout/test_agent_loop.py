@@ -265,7 +265,7 @@ def test_add_barrier_answers_come_together_in_the_order_of_the_calls():
             order.append(f"answered {name}")
             return name
 
-        order.append(f"got {await calls(job)}")
+        order.append(f"got {await calls.run(job)}")
 
     async def main() -> None:
         tasks = [asyncio.ensure_future(ask(name, turns)) for name, turns in (("slow", 9), ("fast", 1), ("middle", 4))]
@@ -449,7 +449,7 @@ def test_a_run_with_a_tool_is_resumed_to_the_bit(files, tmp_path):
 @pytest.mark.slow
 def test_a_run_with_a_slow_tool_repeats_to_the_bit_where_that_is_asked(files, tmp_path):
     slow = parrot(files, "lambda: random.SystemRandom().random() / 100", "slow.py")
-    make = trained(files, slow, f"{ROLLOUT}.multi_turn.repeatable=True", "trainer.test_freq=-1")
+    make = trained(files, slow, f"{ROLLOUT}.multi_turn.deterministic_tools=True", "trainer.test_freq=-1")
     for name in ("one", "two"):
         run_uninterrupted(make, tmp_path / name)
     assert compare_runs(tmp_path / "one", tmp_path / "two") == []

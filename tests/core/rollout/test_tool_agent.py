@@ -12,7 +12,7 @@ from core.config import compose
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import Episode, Limits
-from core.rollout.call_formats.call_formats import FORMATS, Call, parse_hermes, parse_react
+from core.rollout.call_formats import FORMATS, Call, parse_hermes, parse_react
 from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import BaseTool, ToolError, ToolResponse, chosen, kwargs_of, load_tools
 from core.types import Prompt, Stop

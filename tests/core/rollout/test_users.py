@@ -122,7 +122,7 @@ def test_scores_survive_a_file_of_answers(tmp_path):
     import json
 
     trajectory, _ = played(tmp_path, ["3", "4"])
-    line = json.loads(answer_line(prompt(), 0, trajectory, "Q"))
+    line = json.loads(json.dumps(answer_line(prompt(), 0, trajectory, "Q")))
     assert trajectory_of(line).user_scores == (-0.5, 1.0)
     line.pop("user_scores")  # as in files that are older
     assert trajectory_of(line).user_scores == ()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.data.chat_frames import ChatError, template_of
-from core.rollout.call_formats.call_formats import Chat
+from core.rollout.call_formats import Chat
 from core.types import Stop
 from tests.core.data.templates import tokenizer_of
 from tests.core.data.test_chat_frames import CHAT

@@ -24,15 +24,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.data.chat_frames import Frame, reply_frame, template_of
-from core.data.dataset import Encoder
 from core.data.vocabulary import end_ids, first_token, template_ends, whole_tokens
-from core.rollout.agent_loop import Episode
-from core.rollout.call_formats.answer_roles import ANSWERED, OBSERVATION
 from core.types import Stop
 
+if TYPE_CHECKING:
+    from core.rollout.agent_loop import Episode
+
+OBSERVATION = "Observation:"
+ANSWERED = {"hermes": ("tool", ""), "react": ("user", f"{OBSERVATION} ")}  # multi_turn.format -> role, text before
 Piece = tuple[str, bool]  # text, and whether it is an answer's: what looks like a special token in one is text
 Message = Mapping[str, Any]
 
@@ -50,15 +52,15 @@ class Chat:
     """What the chat template writes behind the policy's turn."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]] = ()):
+        from core.data.dataset import Encoder
+
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, template_kwargs)
         self.has_template = bool(template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
         self.whole_tokens = whole_tokens(tokenizer)
         self.ends, self.own_ends = end_ids(tokenizer), template_ends(tokenizer, template_kwargs)
         kwargs = {**self.encoder.template_kwargs, **({"tools": list(schemas)} if schemas else {})}
-        self.template = template_of(
-            tokenizer, kwargs
-        )  # with tools: some tokenizers have a template of its own for them
+        self.template = template_of(tokenizer, kwargs)  # with tools: some tokenizers have one of its own for them
         self._frames: dict[tuple[str, int, str], Frame] = {}
 
     def frame(self, role: str, count: int, before: str = "") -> Frame:
