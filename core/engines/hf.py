@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from core.algorithm import checks
 from core.config.limits import FULL_PRECISION
-from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.stopping import eos_ids
-from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight
+from core.engines.weight_buckets import Proof, Weight
 from core.types import Media
 from core.vision.modality import modality_of
 
@@ -269,15 +267,12 @@ class HFEngine(InProcessEngine):
         cache_gib: float = 4.0,
         adopt: bool = False,
     ):
-        self.model = _prepared(model if adopt else copy.deepcopy(model), device, dtype)
-        self.device = self.model.device
-        vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        max_length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        super().__init__(tokenizer, eos_ids(tokenizer, self.model), vocab_size, max_length)
-        cache = SharedPromptCache(self.model)
+        model = _prepared(model if adopt else copy.deepcopy(model), device, dtype)
+        super().__init__(tokenizer, model, model.device)
+        cache = SharedPromptCache(model)
         self.batch = DecodeBatch(
-            self.model,
-            unknown_among(known_ids(tokenizer), len(self.model.get_output_embeddings().weight)),
+            model,
+            self.unknown,
             max_rows=max_batch_rows,
             max_prefill_tokens=max_prefill_tokens,
             cache_tokens=int(cache_gib * 2**30 / cache.bytes_per_token),
@@ -311,23 +306,11 @@ class HFEngine(InProcessEngine):
             gone = set(map(id, rows))
             self.batch.remove([place for place, row in enumerate(self.batch.rows) if id(row) in gone])
 
-    def _model(self) -> nn.Module:
-        return self.model
-
-    def begin_update(self, weights: Sequence[Weight]) -> None:
-        super().begin_update(weights)
-        self._received: list[Checksum | None] = []
-
     @torch.no_grad()
-    def load(self, bucket: Bucket) -> None:
-        values, received = bucket.open(self.device)
+    def _copy(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
         own = self.model.state_dict(keep_vars=True)
-        for weight, value in zip(bucket.weights, values, strict=True):
+        for weight, value in zip(weights, values, strict=True):
             own[weight.names[0]].copy_(value)
-        self._received.append(received)
-
-    def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        GROUP.join(address, first_rank, size, self.device, timeout_s)
 
     def _finish(self) -> list[Proof]:
         return [Proof(tuple(self._received), self.weight_sums())]

@@ -10,17 +10,20 @@ the bit.
 from __future__ import annotations
 
 import asyncio
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
-from core.engines.stopping import StopRule
-from core.engines.weight_buckets import Bucket, Proof, Weight
+from core.engines.stopping import StopRule, eos_ids
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight
 from core.engines.weight_check import check_weights, held_weights
 from core.types import Segment, Stop, Trajectory
 
@@ -64,28 +67,34 @@ class Row:
         return self.stop is not None
 
 
+def positions(model: nn.Module) -> int:
+    """Return how many tokens the model has positions for."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
 class Engine(ABC):
     """The parts of :class:`core.engines.RolloutEngine` that do not depend on what computes.
 
-    ``eos`` are the ids that end a response; prompts hold ids below ``vocab_size``; prompt and response together have
-    at most ``max_length`` tokens, which ``length_key`` bounds.
+    ``model`` is transformers' model, or its skeleton on the meta device: what names and shapes an update must have.
+    ``max_length`` bounds prompt and response together where the engine has less room than the model has positions;
+    ``length_key`` names the bound. An engine that ``sleeps`` frees the device's memory until the next update.
     """
 
     length_key = "the model's max_position_embeddings"
 
-    def __init__(self, tokenizer: Any, eos: frozenset[int], vocab_size: int, max_length: int | None):
-        self.tokenizer, self.eos = tokenizer, eos
-        self.vocab_size, self.max_length = vocab_size, max_length
+    def __init__(self, tokenizer: Any, model: nn.Module, device: torch.device, max_length: int = sys.maxsize):
+        self.tokenizer, self.model, self.device = tokenizer, model, device
+        self.eos = eos_ids(tokenizer, model)  # ids that end a response
+        self.vocab_size = model.config.get_text_config().vocab_size
+        self.unknown = unknown_among(known_ids(tokenizer), self.vocab_size)  # ids that are never drawn
+        self.max_length = min(max_length, positions(model))
         self.policy_version = 0
-        self._closed = False
+        self.sleeps = self.asleep = self._closed = False
+        self._received: list[Checksum | None] = []
 
-    @abstractmethod
-    def _model(self) -> nn.Module:
-        """Return the model as transformers has it, or its skeleton: what names and shapes an update must have."""
-
-    @abstractmethod
-    def load(self, bucket: Bucket) -> None:
-        """Copy the weights of a bucket."""
+    def _copy(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
+        """Copy the weights of a bucket, where :meth:`load` is not overridden."""
+        raise NotImplementedError
 
     @abstractmethod
     def _finish(self) -> list[Proof]:
@@ -103,9 +112,15 @@ class Engine(ABC):
     def _free(self) -> None:
         """Release model and cache; nothing is in flight."""
 
+    def _sleep(self) -> None:
+        """Free the device's memory, where the engine ``sleeps``; it wakes when it begins and ends an update."""
+        raise NotImplementedError
+
     def _check(self, request: SampleRequest) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
+        if self.asleep:
+            raise RuntimeError("the engine is asleep and without weights: update_weights wakes it")
         prompt, budget = request.prompt_ids, request.sampling.max_tokens
         if not prompt:
             raise ValueError("SampleRequest.prompt_ids is empty: a response needs at least one token to follow")
@@ -114,7 +129,7 @@ class Engine(ABC):
                 f"SampleRequest.prompt_ids holds ids from {min(prompt)} to {max(prompt)}, but the model has "
                 f"{self.vocab_size} tokens: is it this model's tokenizer?"
             )
-        if self.max_length is not None and len(prompt) + budget > self.max_length:
+        if len(prompt) + budget > self.max_length:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens + max_tokens={budget} is beyond {self.length_key}="
                 f"{self.max_length}: lower data.max_prompt_length or data.max_response_length"
@@ -129,7 +144,7 @@ class Engine(ABC):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
         """Replace all weights. Each must come, under one of its names where it has several (tied embeddings); two
         names of one weight must agree. Nothing is changed where anything is wrong. Returns what ``end_update`` does."""
-        weights, values = held_weights(self._model(), named_tensors)
+        weights, values = held_weights(self.model, named_tensors)
         self.begin_update(weights)
         self.load(Bucket(tuple(weights), tensors=tuple(values)))
         return self.end_update(version)
@@ -137,15 +152,30 @@ class Engine(ABC):
     def begin_update(self, weights: Sequence[Weight]) -> None:
         """Prepare for new weights; raise ValueError, and change nothing, where they do not fit."""
         self._refuse_in_flight("update_weights")
-        check_weights(self._model(), weights)
+        check_weights(self.model, weights)
+        self._received = []
+
+    def load(self, bucket: Bucket) -> None:
+        """Copy the weights of a bucket."""
+        values, received = bucket.open(self.device)
+        self._received.append(received)
+        self._copy(bucket.weights, values)
 
     def end_update(self, version: int) -> list[Proof]:
         proofs = self._finish()
-        self.policy_version = version
+        self.asleep, self.policy_version = False, version
         return proofs
 
+    def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
+        """Join the group in which weights are broadcast."""
+        GROUP.join(address, first_rank, size, self.device, timeout_s)
+
     def sleep(self) -> None:
+        """Free the device's memory where the engine was made for it."""
         self._refuse_in_flight("sleep")
+        if self.sleeps and not self.asleep:
+            self._sleep()
+            self.asleep = True
 
     def _refuse_in_flight(self, what: str) -> None:
         if count := self._in_flight():
@@ -162,8 +192,8 @@ class Engine(ABC):
 class InProcessEngine(Engine):
     """An engine that computes a step of all running rows at a time. Rows are in ``_waiting``, then in ``_running``."""
 
-    def __init__(self, tokenizer: Any, eos: frozenset[int], vocab_size: int, max_length: int | None):
-        super().__init__(tokenizer, eos, vocab_size, max_length)
+    def __init__(self, tokenizer: Any, model: nn.Module, device: torch.device, max_length: int = sys.maxsize):
+        super().__init__(tokenizer, model, device, max_length)
         self._waiting: list[Row] = []
         self._task: asyncio.Task | None = None
         # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next

@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -35,16 +34,15 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from core.config.limits import FULL_PRECISION
 from core.config.section import thaw
-from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
-from core.engines.in_process_engine import Engine, Row
+from core.engines.in_process_engine import Engine, Row, positions
 from core.engines.sglang_server import KEY, OWN, ResponsePart, SGLangServer, launch, problems, python_of
 from core.engines.stopping import eos_ids
-from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight
+from core.engines.weight_buckets import Proof, Weight
 from core.errors import InputError
 from core.learner.models import load_policy, resolve_path
 from core.types import Trajectory
@@ -86,15 +84,15 @@ class SGLangEngine(Engine):
         max_rows: int,
         sleeps: bool = False,
     ):
-        self.skeleton, self.server, self.device = skeleton, server, device
-        self.sleeps, self.asleep = sleeps, False
-        config = skeleton.config.get_text_config()
-        if max_length < _positions(skeleton):
+        if max_length < positions(skeleton):
             self.length_key = "actor_rollout_ref.rollout.max_model_len"
-        super().__init__(tokenizer, eos_ids(tokenizer, skeleton), config.vocab_size, max_length)
-        unknown = unknown_among(known_ids(tokenizer), self.vocab_size).tolist()
-        self.never = {str(one): NEVER for one in unknown}  # added to the logits before the log-probs are taken
-        self.ends = self.eos | eos_ids(config)  # what ends a response of the server's own accord
+        super().__init__(tokenizer, skeleton, device, max_length)
+        self.server, self.sleeps = server, sleeps
+        # Added to the logits before the log-probs are taken
+        self.never = {str(one): NEVER for one in self.unknown.tolist()}
+        self.ends = self.eos | eos_ids(
+            skeleton.config.get_text_config()
+        )  # what ends a response of the server's own accord
         self.name = uuid.uuid4().hex[:8]  # of this engine, among those that a server has met
         self._numbers = count()
         self._room = asyncio.Semaphore(max_rows)  # of the client's thread
@@ -106,8 +104,6 @@ class SGLangEngine(Engine):
         super()._check(request)
         if request.media:
             raise ValueError("SampleRequest.media: rollout.name=sglang sends none; use rollout.name=hf or vllm")
-        if self.asleep:
-            raise RuntimeError("the engine is asleep and without weights: update_weights wakes it")
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Sample a trajectory. Raises ValueError for a request that this model cannot hold, RuntimeError once the
@@ -184,15 +180,11 @@ class SGLangEngine(Engine):
         for future, _ in self._sent.values():
             future.cancel()
 
-    def _model(self) -> nn.Module:
-        return self.skeleton
-
     def begin_update(self, weights: Sequence[Weight]) -> None:
         """Stop the server, wake it where it sleeps, and open its update."""
         super().begin_update(weights)
         if self._group is None:
             self._group = self._joined()
-        self._received: list[Checksum | None] = []
         self.server.post("/pause_generation", {"mode": "abort"})
         if self.asleep:
             self.server.post("/resume_memory_occupation", {"tags": ["weights"]})
@@ -218,13 +210,11 @@ class SGLangEngine(Engine):
         reply.result()
         return group
 
-    def load(self, bucket: Bucket) -> None:
-        """Broadcast the weights of a bucket. A tied weight goes by its first name, as in a checkpoint."""
-        values, received = bucket.open(self.device)
-        self._received.append(received)
+    def _copy(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
+        """Broadcast weights to the server. A tied weight goes by its first name, as in a checkpoint."""
         values = [value.detach().cpu().contiguous() for value in values]
         body = {
-            "names": [weight.names[0] for weight in bucket.weights],
+            "names": [weight.names[0] for weight in weights],
             "dtypes": [str(value.dtype).removeprefix("torch.") for value in values],
             "shapes": [list(value.shape) for value in values],
             **{"group_name": self.name, "flush_cache": False},
@@ -237,14 +227,10 @@ class SGLangEngine(Engine):
         for one in sent:
             one.wait()
 
-    def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        GROUP.join(address, first_rank, size, self.device, timeout_s)
-
     def _finish(self) -> list[Proof]:
         self.server.post("/end_weight_update", {})
         if self.asleep:
             self.server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-            self.asleep = False
         self.server.post("/flush_cache", {})
         self.server.post("/continue_generation", {})
         return [Proof(tuple(self._received))]
@@ -255,11 +241,8 @@ class SGLangEngine(Engine):
         self.server.post("/update_weight_version", {"new_version": self.served, "abort_all_requests": False})
         return proofs
 
-    def sleep(self) -> None:
-        super().sleep()
-        if self.sleeps and not self.asleep:
-            self.server.post("/release_memory_occupation", {})
-            self.asleep = True
+    def _sleep(self) -> None:
+        self.server.post("/release_memory_occupation", {})
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
@@ -277,10 +260,6 @@ class SGLangEngine(Engine):
                 self.server.send("/destroy_weights_update_group", {"group_name": self.name}).result(CLOSE_S)
         self._group = None
         self.server.close()
-
-
-def _positions(skeleton: nn.Module) -> int:
-    return getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def check_server(server: SGLangServer, arguments: dict[str, Any]) -> None:
@@ -313,7 +292,7 @@ def server_arguments(
     part, data = config.actor_rollout_ref, config.data
     model, rollout = part.model, part.rollout
     options = thaw(rollout.engine_kwargs.get("sglang") or {})
-    longest = min(rollout.max_model_len or data.max_prompt_length + data.max_response_length, _positions(skeleton))
+    longest = min(rollout.max_model_len or data.max_prompt_length + data.max_response_length, positions(skeleton))
     on_cpu, cuda = device.type == "cpu", device.type == "cuda"
     overrides = {name: value for name, value in thaw(model.override_config).items() if name != "attn_implementation"}
     arguments = {

@@ -26,9 +26,7 @@ from core.config.limits import FULL_PRECISION
 from core.config.section import thaw
 from core.data.sampler import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
-from core.engines import SampleRequest
-from core.engines.in_process_engine import InProcessEngine, Row
-from core.engines.stopping import eos_ids
+from core.engines.in_process_engine import InProcessEngine, Row, positions
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import load_policy, resolve_path
@@ -81,7 +79,6 @@ class VLLMEngine(InProcessEngine):
     """
 
     def __init__(self, tokenizer: Any, skeleton: nn.Module, **options: Any):
-        self.skeleton = skeleton
         # Without this vLLM would look for a Ray of its own inside a Ray actor.
         processes = options.get("tensor_parallel_size", 1)
         executor = "mp" if processes > 1 else "uni"
@@ -90,24 +87,18 @@ class VLLMEngine(InProcessEngine):
             options |= _on_cpu(options)
         self.modality = modality_of(skeleton.config)
         options |= self.modality.vllm_arguments(skeleton, processes)
-        unknown = unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)
-        if len(unknown):
+        if len(unknown := unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)):
             options["logits_processors"] = [*options.get("logits_processors", ()), UNKNOWN_IDS]
             options["additional_config"] = {**options.get("additional_config", {}), UNKNOWN: unknown.tolist()}
         with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
-        model = self.llm.model_config
-        if model.max_model_len < _positions(skeleton):
+        longest = self.llm.model_config.max_model_len
+        if longest < positions(skeleton):
             self.length_key = "vLLM's max_model_len"
-        super().__init__(tokenizer, eos_ids(tokenizer, skeleton), model.get_vocab_size(), model.max_model_len)
-        self.sleeps, self.asleep = bool(options.get("enable_sleep_mode")), False
+        super().__init__(tokenizer, skeleton, torch.device(DEVICE), longest)
+        self.sleeps = bool(options.get("enable_sleep_mode"))
         self._rows: dict[str, Row] = {}
         self._names = map(str, count())
-
-    def _check(self, request: SampleRequest) -> None:
-        super()._check(request)
-        if self.asleep:
-            raise RuntimeError("the engine is asleep and without weights: update_weights wakes it")
 
     def _running(self) -> list[Row]:
         return list(self._rows.values())
@@ -166,9 +157,6 @@ class VLLMEngine(InProcessEngine):
             del self._rows[name]
         self.llm.abort_request(names)
 
-    def _model(self) -> nn.Module:
-        return self.skeleton
-
     def begin_update(self, weights: Sequence[Weight]) -> None:
         """Begin vLLM's own reloading, which packs and shards (:mod:`core.engines.vllm_receiver`)."""
         super().begin_update(weights)
@@ -178,6 +166,7 @@ class VLLMEngine(InProcessEngine):
             self.llm.collective_rpc("start_weight_update")
 
     def load(self, bucket: Bucket) -> None:
+        """Send a bucket to vLLM's processes, which open it."""
         with self._whole():
             self.llm.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
 
@@ -193,18 +182,14 @@ class VLLMEngine(InProcessEngine):
             proofs = self.llm.collective_rpc("weight_proof")
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
-            self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not release the keys and values of the former weights")
         if self.modality.reads_media:
             self.llm.reset_encoder_cache()
         return proofs
 
-    def sleep(self) -> None:
-        super().sleep()
-        if self.sleeps and not self.asleep:
-            self.llm.sleep(level=2)  # 2: the weights are not kept either
-            self.asleep = True
+    def _sleep(self) -> None:
+        self.llm.sleep(level=2)  # 2: the weights are not kept either
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
@@ -267,17 +252,13 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
         "hf_overrides": overrides | ({"head_dtype": "float32"} if model.fp32_lm_head else {}),
         "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
         "tensor_parallel_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
-        "max_model_len": min(longest, _positions(skeleton)),
+        "max_model_len": min(longest, positions(skeleton)),
         # The learner needs the GPU in its turn, unless the engine has one of its own.
         "enable_sleep_mode": DEVICE == "cuda" and rollout.free_cache_engine and part.hybrid_engine,
     }
     same = ("gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs")
     same += ("enable_chunked_prefill", "enable_prefix_caching")
     return {**arguments, **{name: getattr(rollout, name) for name in same}, **extra}
-
-
-def _positions(skeleton: nn.Module) -> int:
-    return getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 @contextmanager

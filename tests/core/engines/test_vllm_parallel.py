@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not t
 
 def send(engine, policy, version):
     """Update the engine as a cluster does, by buckets in memory that its processes open, and return the proofs."""
-    names = [names for names in weight_names(engine.skeleton) if names[0] in policy]
+    names = [names for names in weight_names(engine.model) if names[0] in policy]
     weights = [Weight(each, tuple(policy[each[0]].shape), torch.float32) for each in names]
     limit = max(max(weight.room for weight in weights), sum(weight.room for weight in weights) // 5)
     staging = Staging(staged_size(weights, limit), torch.device("cpu"))
