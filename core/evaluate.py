@@ -189,7 +189,7 @@ def generate(call: GenerateCall) -> bool:
     Lines are appended as answers end. The complete file is in the order of the questions, whatever the timing was.
     Raises InputError before a model loads for data, settings and files that do not go together.
     """
-    from core.data.stream import agent_names, load_val_prompts
+    from core.data.prompts import agent_names, load_val_prompts
     from core.learner.models import load_modality, load_tokenizer
     from core.rollout.agent_loop import check_examples, make_agent_loop
 

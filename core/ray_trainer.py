@@ -26,7 +26,7 @@ from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config.schema import Config
 from core.data.parquet import Example
-from core.data.stream import PromptStream, agent_names, load_val_prompts
+from core.data.prompts import PromptStream, agent_names, load_val_prompts
 from core.data.vocabulary import known_ids
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine

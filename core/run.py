@@ -31,7 +31,7 @@ from core.checkpoint.store import BackgroundWriter, Checkpoint, CheckpointStore,
 from core.cluster.workers import Workers
 from core.config import convert, defaults
 from core.config.paths import run_folder
-from core.data.stream import PromptStream
+from core.data.prompts import PromptStream
 from core.errors import InputError, WriteFailed, memory_phase, writing
 from core.files import check_writable, is_url
 from core.learner.saving import planned_fingerprints

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.data.dataset import ChatError, Encoder
+from core.data.chat_frames import ChatError
+from core.data.encoder import Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError, printable
 from core.rewards.scorer_check import GOLD_REMARK

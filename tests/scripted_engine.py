@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.data.sampler import derive_seed
+from core.data.draw_order import derive_seed
 from core.engines import SampleRequest
 from core.engines.in_process_engine import one_turn
 from core.engines.stopping import StopRule, eos_ids

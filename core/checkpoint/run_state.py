@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from core.data.sampler import derive_seed
+from core.data.draw_order import derive_seed
 from core.errors import InputError
 from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus, plain

@@ -1,7 +1,7 @@
 """What a tokenizer knows: its ids, the ids that end a turn, and the text that it can take.
 
 Engines, episodes, learners and data all read it here, so that what ends a turn or may be sampled is decided once. How
-a chat is rendered is ``core/data/dataset.py``'s, what stands around an answer ``core/data/chat_frames.py``'s.
+a chat is rendered is ``core/data/encoder.py``'s, what stands around an answer ``core/data/chat_frames.py``'s.
 """
 
 from __future__ import annotations

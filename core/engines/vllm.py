@@ -24,7 +24,7 @@ from torch import nn
 
 from core.config.limits import FULL_PRECISION
 from core.config.section import thaw
-from core.data.sampler import derive_seed
+from core.data.draw_order import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines.in_process_engine import InProcessEngine, Row, positions
 from core.engines.weight_buckets import Bucket, Proof, Weight

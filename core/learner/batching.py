@@ -17,7 +17,7 @@ from torch import Tensor
 from core.algorithm import checks
 from core.algorithm.losses import loss_weights
 from core.config import code_by_path, registry
-from core.data.sampler import permutation
+from core.data.draw_order import permutation
 from core.types import ScoredGroup, TrainBatch
 from reward_scores.score import ScoreStatus
 

@@ -35,9 +35,9 @@ import numpy as np
 
 from core.config import code_by_path, registry
 from core.config.code_by_path import chosen
-from core.data.dataset import Worded
+from core.data.draw_order import sampling_seed
+from core.data.encoder import Worded
 from core.data.parquet import Example, Problems
-from core.data.sampler import sampling_seed
 from core.data.vocabulary import writable
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError

@@ -52,7 +52,7 @@ class Chat:
     """What the chat template writes behind the policy's turn."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]] = ()):
-        from core.data.dataset import Encoder
+        from core.data.encoder import Encoder
 
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, template_kwargs)

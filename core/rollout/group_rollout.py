@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.config.schema import Config
-from core.data.sampler import sampling_seed
+from core.data.draw_order import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.engines.in_process_engine import InProcessEngine
 from core.rewards.layer import RewardLayer

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from core.data.chat_frames import ChatError, rendered
-from core.data.dataset import Worded, truncate
+from core.data.encoder import Worded, truncate
 from core.data.parquet import Example
 from core.data.vocabulary import writable
 from core.errors import InputError, printable

@@ -11,7 +11,7 @@ prompt of a rollout is, and the turn by itself, as a policy would have written i
 end-of-sequence token: what the template writes behind it (a newline, mostly) no policy ever writes. A plain string and
 its answer need no template; the tokenizer's end-of-sequence token follows the answer.
 
-Which lines a step draws is decided in ``core/data/stream.py``. Everything is tokenised when it is loaded.
+Which lines a step draws is decided in ``core/data/prompts.py``. Everything is tokenised when it is loaded.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
+from core.data.chat_frames import ChatError
+from core.data.encoder import Encoder
 from core.data.parquet import Example, Problems
+from core.data.prompts import CHAT_FIX, Choose
 from core.engines.stopping import eos_ids
 from core.errors import InputError
 from core.files import local_path

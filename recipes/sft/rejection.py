@@ -23,8 +23,8 @@ from typing import Any
 from core.answers import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
 from core.command_line import is_dry_run
 from core.config import examine, recipes
+from core.data.draw_order import permutation
 from core.data.parquet import sha256_of
-from core.data.sampler import permutation
 from core.errors import InputError
 from core.evaluate import digest_of
 from core.files import replacing, write_atomic, written_here
@@ -88,7 +88,7 @@ def _matched(scores: Path) -> tuple[list[dict[str, Any]], list[ValRecord], dict[
 
 def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
     """Read the questions anew. Raises InputError where one of them has other ids than when it was answered."""
-    from core.data.stream import load_val_prompts  # imports torch and transformers, which no dry run needs
+    from core.data.prompts import load_val_prompts  # imports torch and transformers, which no dry run needs
     from core.learner.models import load_tokenizer
 
     recipe = manifest["recipe"]

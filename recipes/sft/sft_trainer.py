@@ -7,7 +7,7 @@ only where a validation needs them.
 
 from __future__ import annotations
 
-from core.data.stream import PromptStream, agent_names, load_val_prompts
+from core.data.prompts import PromptStream, agent_names, load_val_prompts
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import RewardLayer

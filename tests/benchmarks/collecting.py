@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.data.sampler import sampling_seed
+from core.data.draw_order import sampling_seed
 from core.engines import SampleRequest, SamplingParams
 from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from core.types import Prompt, ScoredGroup

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from core.data.stream import PromptStream
+from core.data.prompts import PromptStream
 from core.rollout.tools import chosen, load_tools
 from core.vision.pictures import pixels
 from data_preprocess import geo3k, geo3k_multiturn_w_tool

@@ -342,7 +342,7 @@ def test_the_preset_names_what_prepare_makes(recipe):
 def test_the_rows_are_read_as_questions_of_28_tokens(prepared):
     from transformers import AutoTokenizer
 
-    from core.data.stream import PromptStream, load_val_prompts
+    from core.data.prompts import PromptStream, load_val_prompts
 
     config = compose("grpo", ["preset=lab", *paths(prepared), "data.train_batch_size=16"])
     tokenizer = AutoTokenizer.from_pretrained(prepared.base_model)

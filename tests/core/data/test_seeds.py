@@ -1,6 +1,6 @@
 import numpy as np
 
-from core.data.sampler import derive_seed, sampling_seed
+from core.data.draw_order import derive_seed, sampling_seed
 
 
 def test_a_million_samples_get_a_million_seeds_that_are_no_neighbours():

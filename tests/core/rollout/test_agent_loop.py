@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import compose
-from core.data.sampler import sampling_seed
+from core.data.draw_order import sampling_seed
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.rewards.layer import rollout_facts

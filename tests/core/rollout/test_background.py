@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import examine
-from core.data.sampler import derive_seed, sampling_seed
+from core.data.draw_order import derive_seed, sampling_seed
 from core.engines import SampleRequest, SamplingParams
 from core.rollout.background import Background
 from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough

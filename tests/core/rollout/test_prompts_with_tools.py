@@ -11,7 +11,7 @@ import pytest
 
 from core.command_line import prepare
 from core.config import compose
-from core.data.stream import PromptStream, agent_names
+from core.data.prompts import PromptStream, agent_names
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import Episode, Limits, check_examples, make_agent_loop
@@ -71,7 +71,7 @@ def test_lengths_count_the_schemas_as_the_episode_does(tmp_path, format, write):
     files = rows(tmp_path, write("1+1"), write("1+1" * 40), write("2"))
     given = dict(train_files=files, shuffle=False, max_prompt_length=4000)
     stream = PromptStream(data_config(**given), words, 1, word=loop.worded)
-    lengths = stream.files.measured[str(files)].length.tolist()
+    lengths = stream.files.measured[str(files)].rows["length"].tolist()
     prompts = [stream.prompt(n) for n in range(3)]
     assert lengths == [len(of_episode(loop, prompt)) for prompt in prompts]
     assert all(length > len(prompt.token_ids) + 100 for length, prompt in zip(lengths, prompts, strict=True))
@@ -89,7 +89,7 @@ def test_rows_that_choose_their_tools_are_counted_with_those(tmp_path):
     same["extra_info"] = {"tool_selection": None}
     files = write_parquet(tmp_path / "rows.parquet", [same, alone])
     stream = PromptStream(data_config(train_files=files, shuffle=False), tokenizer(), 1, word=loop.worded)
-    with_tool, without = stream.files.measured[str(files)].length.tolist()
+    with_tool, without = stream.files.measured[str(files)].rows["length"].tolist()
     assert with_tool - without == len("<tool calculator>\n") and with_tool == len(of_episode(loop, stream.prompt(0)))
 
 

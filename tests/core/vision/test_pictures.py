@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from core.data.dataset import Encoder
-from core.data.stream import PromptStream, load_val_prompts
+from core.data.encoder import Encoder
+from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.learner.models import load_modality, load_tokenizer
 from core.vision.modality import TEXT

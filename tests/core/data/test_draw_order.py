@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.data.sampler import Order, Place, Stage, apportion, permutation, sampling_seed
+from core.data.draw_order import Order, Place, Stage, apportion, permutation, sampling_seed
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple)
 SEEDS = st.integers(0, 2**63 - 1)

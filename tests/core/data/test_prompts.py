@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.config.section import FrozenDict
 from core.config.sections.data import DataConfig
-from core.data.stream import PromptStream, load_val_prompts
+from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.types import Prompt
 from tests.row_files import data_config, plain_row, rows_file, write_parquet
@@ -171,22 +171,24 @@ def long_and_short(tmp_path):
     return write_parquet(tmp_path / "long.parquet", [plain_row(n, text="x" * (n + 2)) for n in range(6)])
 
 
-def test_overlong_prompts_are_left_out_and_counted(long_and_short):
+def test_overlong_prompts_are_left_out_and_counted(long_and_short, caplog):
+    caplog.set_level(logging.INFO, "core.data.prompts")
     prompts = stream(long_and_short, max_prompt_length=4, filter_overlong_prompts=True)
     assert sorted(golds(map(prompts.prompt, range(3)))) == ["0", "1", "2"] and len(prompts) == 3
-    (line,) = prompts.files.counts()
-    assert "3 of 6 rows, 3 left out, longer than data.max_prompt_length=4 tokens, longest prompt 4 tokens" in line
+    left_out = "3 of 6 rows, 3 left out, longer than data.max_prompt_length=4 tokens, longest prompt 4 tokens"
+    assert len(prompts) == 3 and left_out in caplog.text
     why = refused(lambda: stream(long_and_short, max_prompt_length=1, filter_overlong_prompts=True))
     assert len(why) == 1 and "all 6 prompts are longer than data.max_prompt_length=1 tokens" in why[0]
     assert "the shortest has 2" in why[0]
 
 
-def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short):
+def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short, caplog):
+    caplog.set_level(logging.INFO, "core.data.prompts")
     parts = ("long.parquet", "data.max_prompt_length=4 tokens in 3 rows (3: 5 tokens, 4: 6 tokens, 5: 7 tokens)")
     refused(lambda: stream(long_and_short, max_prompt_length=4), *parts, "data.filter_overlong_prompts=True")
     prompts = stream(long_and_short, max_prompt_length=4, truncation="left")
     assert max(len(prompts.prompt(ordinal).token_ids) for ordinal in range(6)) == 4
-    assert "6 of 6 rows, 3 cut to 4 tokens (data.truncation=left)" in prompts.files.counts()[0]
+    assert "6 of 6 rows, 3 cut to 4 tokens (data.truncation=left)" in caplog.text
 
 
 def test_truncation_cuts_the_side_that_it_names(tmp_path):
@@ -236,12 +238,13 @@ def test_a_uid_names_a_question_wherever_it_is_loaded(three, tmp_path):
     assert uids[2].startswith("b/train/2/") and uids[5].startswith("b/train/2/")
 
 
-def test_copies_of_a_question_share_their_uid_and_are_counted(tmp_path):
+def test_copies_of_a_question_share_their_uid_and_are_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "core.data.prompts")
     unnamed = [plain_row(n % 3, extra_info={"split": "test"}) for n in range(9)]
     prompts = stream(write_parquet(tmp_path / "a.parquet", unnamed), shuffle=False)
     uids = [prompts.prompt(ordinal).uid for ordinal in range(9)]
     assert len(set(uids)) == 3 and uids[:3] == uids[3:6]
-    assert "9 of 9 rows, 3 different questions" in prompts.files.counts()[0]
+    assert "9 of 9 rows, 3 different questions" in caplog.text
     named = write_parquet(tmp_path / "b.parquet", [plain_row(0), plain_row(0)])
     assert {stream(named).prompt(ordinal).uid for ordinal in range(2)} == {"s/train/0"}
 
@@ -284,7 +287,7 @@ def test_validation_can_be_shuffled_and_filtered(three, long_and_short, caplog):
     shuffled = validation(three, validation_shuffle=True)
     assert shuffled != validation(three)
     assert sorted(shuffled, key=lambda prompt: -prompt.ordinal) == validation(three)
-    with caplog.at_level(logging.INFO, "core.data.dataset"):
+    with caplog.at_level(logging.INFO, "core.data.prompts"):
         short = validation([long_and_short, three[0]], max_prompt_length=4, filter_overlong_prompts=True)
     assert [prompt.ordinal for prompt in short] == [-1, -2, -3, *range(-7, -14, -1)]
     assert "3 left out" in caplog.text
@@ -311,7 +314,7 @@ def test_the_configuration_s_own_class_is_what_is_read(three):
 def test_prompts_are_equal_in_another_process(three):
     """Nothing depends on the hash seed of the interpreter, on time or on what was drawn before."""
     code = (
-        "import sys, json; from core.data.stream import PromptStream; from tests.row_files import data_config\n"
+        "import sys, json; from core.data.prompts import PromptStream; from tests.row_files import data_config\n"
         "from tests.tiny import tiny_tokenizer\n"
         "stream = PromptStream(data_config(train_files=json.loads(sys.argv[1])), tiny_tokenizer(), 5)\n"
         "print(json.dumps([stream.prompt(i).uid for i in (30, 31, 2)]))"
@@ -329,7 +332,7 @@ def test_prompts_are_equal_in_another_process(three):
 
 def test_reading_data_imports_neither_torch_nor_datasets(three):
     code = (
-        "import sys; from core.data.parquet import ExampleFile, Problems; import core.data.stream\n"
+        "import sys; from core.data.parquet import ExampleFile, Problems; import core.data.prompts\n"
         f"list(ExampleFile({three[0]!r}).examples(Problems()))\n"
         "assert not {'torch', 'datasets', 'transformers', 'ray', 'vllm'} & set(sys.modules), 'heavy'"
     )
