@@ -27,7 +27,7 @@ from core.tracking.profiling import Profile
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.cluster.fsdp import LearnerRank
+    from core.cluster.learner_rank import LearnerRank
     from core.config.schema import Config
 
 FOLDER = "RLREPRO_FOLDER"  # the driver's working directory, where relative paths of the configuration start
@@ -99,7 +99,7 @@ class Process:
 
 
 class LearnerProcess(Process):
-    """A process for one :class:`core.cluster.fsdp.LearnerRank`."""
+    """A process for one :class:`core.cluster.learner_rank.LearnerRank`."""
 
     def __init__(self, cores: int | None, parts: int = 1):
         super().__init__(cores, parts)
@@ -116,7 +116,7 @@ class LearnerProcess(Process):
 
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device, **learner: Any) -> None:
         """Join the other ranks and make this rank's learner."""
-        from core.cluster.fsdp import LearnerRank
+        from core.cluster.learner_rank import LearnerRank
 
         self.meet(rank, config.trainer.nnodes * config.trainer.n_gpus_per_node, address, config, device)
         self.learner = LearnerRank(config, device, **learner)
@@ -245,7 +245,7 @@ class RewardModelProcess(Process):
 
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
         """Load the model, or this rank's part of it."""
-        from core.cluster.shared_reward_model import shared_reward_model
+        from core.cluster.fsdp import shared_reward_model
         from core.rewards.reward_model import RewardModel
 
         if (ranks := config.reward_model.ranks) == 1:

@@ -220,8 +220,8 @@ class RayProcesses:
 
     An engine computes on ``rollout.tensor_model_parallel_size`` GPUs of its pool, hf on one; on the CPU a node that
     engines share with learners has one engine with all of the node's threads. ``learner`` are keyword arguments of
-    :class:`core.cluster.fsdp.LearnerRank`. With ``learners=False`` there are engines alone, which read their own
-    weights: on GPUs as many as have room, on the CPU ``trainer.n_gpus_per_node`` a node.
+    :class:`core.cluster.learner_rank.LearnerRank`. With ``learners=False`` there are engines alone, which read their
+    own weights: on GPUs as many as have room, on the CPU ``trainer.n_gpus_per_node`` a node.
     Starts a local Ray unless ``ray_kwargs.ray_init.address`` names a cluster or one is connected to already, and
     ends what it started. Raises InputError where there is no room.
     """

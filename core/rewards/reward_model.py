@@ -30,7 +30,7 @@ class RewardModel:
     With ``reward_model.model.input_tokenizer`` (the policy's, whose text is put into the reward model's chat template)
     the answer is tokenised anew; with null the model reads the policy's token ids. More than ``max_length`` tokens are
     cut at the end, and the score's ``cut`` is True. Several ``ranks`` may share a ``loaded`` model, each with answers
-    of its own (:mod:`core.cluster.shared_reward_model`). Raises InputError.
+    of its own (:func:`core.cluster.fsdp.shared_reward_model`). Raises InputError.
     """
 
     def __init__(

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import MetricSums
-from core.cluster.fsdp import LearnerRank, gather
+from core.cluster.fsdp import gather
+from core.cluster.learner_rank import LearnerRank
 from core.learner.attention import SharedPrompts
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.hf_export import FILE_SIZE

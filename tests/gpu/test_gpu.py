@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from core.cluster.fsdp import LearnerRank
+from core.cluster.learner_rank import LearnerRank
 from core.cluster.local_workers import LocalWorkers
 from core.engines.hf import HFEngine
 from core.engines.weight_buckets import Staging

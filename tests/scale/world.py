@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from core.cluster.fsdp import LearnerRank
+from core.cluster.learner_rank import LearnerRank
 from core.config.schema import Config
 from core.learner.models import compute_dtype
 from core.model_shapes import Shape

@@ -14,7 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from core.algorithm.losses import MetricSums
 from core.checkpoint.provenance import base_of
 from core.cluster import local_workers
-from core.cluster.fsdp import LearnerRank
+from core.cluster.learner_rank import LearnerRank
 from core.cluster.local_workers import LocalWorkers
 from core.config.sections.model import FSDPConfig
 from core.files import file_sha256

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from core.cluster import shared_reward_model as shared
+from core.cluster import fsdp as shared
 from core.rewards.reward_model import RewardModel
 from tests.core import fsdp_ranks
 from tests.core.rewards.reward_model_runs import (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
-from core.cluster.shared_reward_model import shared_reward_model
+from core.cluster.fsdp import shared_reward_model
 from core.config import compose
 from core.config.sections.reward import RewardModelConfig, RewardModelModelConfig, ScoringFSDPConfig
 from core.rewards.grading import Answer
