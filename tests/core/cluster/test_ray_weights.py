@@ -19,8 +19,7 @@ from ray import cloudpickle
 
 from core.cluster.ray_weights import WeightSync
 from core.cluster.ray_workers import RayWorkers
-from core.engines import weight_buckets
-from core.engines.weight_buckets import Bucket
+from core.engines.weight_buckets import GROUP, Bucket, Staging
 from core.errors import InputError, WorkersLost
 from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
 from tests.tiny import tiny_tokenizer
@@ -155,28 +154,26 @@ def test_nothing_is_left_in_memory(beside):
 
 
 def flip(times):
-    """Return a replacement of :meth:`Bucket.open` that changes a bit of what arrives, so many times."""
+    """Return what changes a bit of the weights that arrive at an engine, so many times."""
 
     def plant(self):
-        open_bucket, left = Bucket.open, [times]
+        file, broadcast, left = Bucket._file, GROUP.broadcast, [times]
 
-        def opened(bucket, device):
-            if bucket.places is None or not left[0]:
-                return open_bucket(bucket, device)
-            left[0] -= 1
-            place = next(iter(bucket.places.values()))
-            data = place.open(bucket.size, device).clone()
-            data[len(data) // 2] ^= 1
+        def changed(data):
+            if left[0]:
+                left[0] -= 1
+                data[len(data) // 2] ^= 1
+            return data
 
-            class Changed:
-                def open(self, size, device):
-                    return data
+        def received(data):
+            broadcast(data)
+            changed(data)
 
-            key = next(iter(bucket.places))
-            return open_bucket(Bucket(bucket.weights, bucket.checksum, {key: Changed()}), device)
+        def restore():
+            Bucket._file = file
+            GROUP.broadcast = broadcast
 
-        Bucket.open = opened
-        self.restore = lambda: setattr(Bucket, "open", open_bucket)
+        Bucket._file, GROUP.broadcast, self.restore = lambda bucket: changed(file(bucket).clone()), received, restore
 
     return plant
 
@@ -268,25 +265,23 @@ def test_probes_of_wrong_weights_are_sent_twice_then_end_the_run(beside, monkeyp
 def test_memory_without_a_file_descriptor_of_its_own(monkeypatch):
     """Systems without memfd_create."""
     monkeypatch.delattr(os, "memfd_create")
-    staging = weight_buckets.Staging(64, CPU)
+    staging = Staging(64, CPU)
     staging.data.fill_(7)
-    assert staging.place.open(64, CPU).eq(7).all()
-    path = staging.place.path
-    assert os.path.exists(path)
+    (path,) = staging.files.values()
+    assert open(path, "rb").read() == bytes([7] * 64)
     del staging
     assert not os.path.exists(path)
 
 
 def test_who_keeps_buckets():
-    def stages(device, hybrid):
+    def stages(hybrid):
         sync = object.__new__(WeightSync)
         sync.broadcasts = not hybrid
-        sync.processes = SimpleNamespace(device=torch.device(device), per_node=2, ranks=4)
+        sync.processes = SimpleNamespace(per_node=2, ranks=4)
         return [sync._stages(rank) for rank in range(4)]
 
-    assert stages("cpu", hybrid=True) == [True, False, True, False]  # one a node
-    assert stages("cuda", hybrid=True) == [True] * 4  # each for the engine on its GPU
-    assert stages("cuda", hybrid=False) == [True, False, False, False]
+    assert stages(hybrid=True) == [True, False, True, False]  # one a node
+    assert stages(hybrid=False) == [True, False, False, False]
 
 
 VLLM = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=True")
