@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -268,7 +269,7 @@ def test_memory_without_a_file_descriptor_of_its_own(monkeypatch):
     staging = Staging(64, CPU)
     staging.data.fill_(7)
     (path,) = staging.files.values()
-    assert open(path, "rb").read() == bytes([7] * 64)
+    assert Path(path).read_bytes() == bytes([7] * 64)
     del staging
     assert not os.path.exists(path)
 
