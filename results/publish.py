@@ -1,12 +1,8 @@
-"""The command that commits a run, or an evaluation: ``python -m results.publish RUN [--as RECIPE/NAME]``.
+"""The command that commits a run: ``python -m results.publish RUN [--as RECIPE/NAME]``.
 
 It turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json, summary.json,
 metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host names. ``summary.json`` is a
 function of the others. Afterwards, ``python -m results.report --index`` brings the tables up to date.
-
-An evaluation of a model that was not trained here is published by its file of scores, which ``core.evaluate score``
-wrote: ``python -m results.publish ANSWERS.scores-NAME.jsonl`` makes ``evaluation.json`` and ``scores.jsonl.gz``. What
-``trainer.reference`` was when the answers were generated is the row that it stands beside.
 """
 
 from __future__ import annotations
@@ -24,12 +20,10 @@ import yaml
 
 from core.config.yaml_files import read_yaml
 from core.errors import InputError
-from core.tracking.validation import ValRecord, merge_by_question
+from core.tracking.validation import ValRecord
 from results.reporting.answers import published_samples
 from results.reporting.curves import with_totals
-from results.reporting.evaluations import RECORD, SCORES, record_of
-from results.reporting.references import read_references
-from results.reporting.run_reader import NotARun, RecordedRun, load_run, run_copy, scrub
+from results.reporting.run_reader import RecordedRun, load_run, run_copy, scrub
 from results.reporting.summaries import summarise
 
 METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
@@ -56,28 +50,6 @@ def publish(folder: str | Path, target: str | Path) -> Path:
     _write_rows(target / "validation.jsonl.gz", _packed_validation(run.validation))
     summary = summarise(load_run(target))
     (target / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    return target
-
-
-def publish_evaluation(scores: Path, results: Path, name: str | None = None) -> Path:
-    """Write the committed copy of an evaluation. ``name`` is ``recipe/name``; by default its folder decides.
-
-    Raises:
-        InputError: the scores cannot be published (:func:`record_of`), or a folder of that name exists.
-    """
-    folder = scores.resolve().parent
-    folder = folder.parent if folder.name == "evaluation" else folder
-    name = name or f"{folder.parent.name}/{folder.name}"
-    record, found = record_of(scores, name, [row["id"] for row in read_references(results)["references"]])
-    target = results / name
-    if target.exists():
-        rule = f"{target} exists, and an evaluation does not replace what is published"
-        raise InputError(f"--as={name}: {rule}; give another name, or remove that folder first")
-    target.mkdir(parents=True)
-    rows = [row for rows in merge_by_question(found.records).values() for row in rows]
-    lines = ({"uid": row.uid, "data_source": row.data_source, "acc": list(row.values["acc"])} for row in rows)
-    _write_rows(target / SCORES, _packed(lines))
-    (target / RECORD).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return target
 
 
@@ -133,11 +105,8 @@ def _write_rows(path: Path, packed: bytes) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Publish what the command line names and return the exit status: 2 where it cannot be published."""
-    told = "Commits a run's small files, or an evaluation's."
-    parser = argparse.ArgumentParser(prog="python -m results.publish", description=told)
-    scores = "an evaluation's file of scores, which core.evaluate score wrote"
-    told_run = f"The run folder, outputs/<recipe>/<run>, or its URL, or {scores}."
-    parser.add_argument("run", metavar="RUN", help=told_run)
+    parser = argparse.ArgumentParser(prog="python -m results.publish", description="Commits a run's small files.")
+    parser.add_argument("run", metavar="RUN", help="The run folder, outputs/<recipe>/<run>, or its URL.")
     parser.add_argument(
         "--as", dest="name", metavar="RECIPE/NAME", help="The name of the copy in results/ (default: the folder's own)."
     )
@@ -145,27 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         run = run_copy(args.run)
-        if run.suffix == ".jsonl":
-            target = publish_evaluation(run, args.results, args.name)
-        else:
-            target = publish(run, args.results / (args.name or _run_name(run)))
-        print(f"published as {target}")
+        print(f"published as {publish(run, args.results / (args.name or load_run(run).name))}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("the tables of results/: python -m results.report --index")
     return 0
-
-
-def _run_name(folder: Path) -> str:
-    """Return the run's own name. Raises NotARun, which names the files of scores that a folder holds."""
-    try:
-        return load_run(folder).name
-    except NotARun as error:
-        scores = sorted(folder.rglob("*.scores-*.jsonl"))
-        if not scores:
-            raise
-        raise NotARun(f"{error}; an evaluation is published by its file of scores: {scores[0]}") from error
 
 
 if __name__ == "__main__":

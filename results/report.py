@@ -1,15 +1,12 @@
 """The command that shows runs: reports of run folders, and the tables of ``results/``.
 
     python -m results.report RUN [RUN ...] [--baseline NAME] [--x AXIS] [--out DIR]     report.md and report.html
-    python -m results.report SCORES [SCORES ...] [--out DIR]                        evaluation.md and evaluation.html
     python -m results.report --index [--check]             results/README.md and the tables in README.md
 
 A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here) or a published
 copy (``results/<recipe>/<run>``, made by ``python -m results.publish``). Runs that differ in their seeds only are one
 experiment: mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both
-have records.
-SCORES are files that ``core.evaluate score`` wrote: their page has the strict and the lenient reading of the answers
-beside each other, and the difference of each from the first by question.
+have records. Scores of answers are shown by ``python -m results.reporting.accuracies``.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 
 from core.errors import InputError, printable
@@ -32,24 +28,14 @@ from results.reporting.summaries import group_name, group_runs
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description="Reports of recorded runs.")
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
-        help="The run folders, outputs/<recipe>/<run> or results/<recipe>/<run>, or files of scores.",
-    )
-    parser.add_argument(
-        "--baseline", metavar="NAME", help="The run or experiment to compare with (default: the first one named)."
-    )
-    parser.add_argument("--x", choices=AXES, default="step", help="The axis of the curves.")
-    parser.add_argument(
-        "--out", type=written_here, help="The folder for the report (default: the run's, or one in outputs/reports)."
-    )
-    parser.add_argument("--index", action="store_true", help="Write results/README.md and the README's tables again.")
-    parser.add_argument(
-        "--check", action="store_true", help="With --index: write nothing, and exit with 1 where they are out of date."
-    )
-    parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="Run folders: outputs/<recipe>/<run> or results/<recipe>/<run>.")
+    add("--baseline", metavar="NAME", help="The run or experiment to compare with (default: the first one named).")
+    add("--x", choices=AXES, default="step", help="The axis of the curves.")
+    add("--out", type=written_here, help="The folder for the report (default: the run's, or one in outputs/reports).")
+    add("--index", action="store_true", help="Write results/README.md and the README's tables again.")
+    add("--check", action="store_true", help="With --index: write nothing, and exit with 1 where they are out of date.")
+    add("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     return parser
 
 
@@ -62,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bad: list[str] = []
     try:
         if args.runs:
-            _report(args, bad)
+            print(_report(args, bad), end="")
         status = readme_tables.update(args.results, check=args.check) if args.index else 0
     except InputError as error:
         bad.append(str(error))
@@ -71,17 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2 if bad else status
 
 
-def _report(args: argparse.Namespace, bad: list[str]) -> None:
-    """Report the runs that can be; what is wrong with the others is added to ``bad``. Raises InputError."""
-    scores = [Path(name) for name in args.runs if fnmatch(name, "*.scores-*.jsonl")]  # of core.evaluate score
-    if scores:
-        if len(scores) < len(args.runs):
-            raise InputError("runs and files of scores have pages of their own; name one kind at a time")
-        from results.reporting.evaluation_report import write_evaluation  # needs the extension evaluation
+def _report(args: argparse.Namespace, bad: list[str]) -> str:
+    """Write the report of the runs that can be shown, and return what is printed of it.
 
-        page, said = write_evaluation(scores, args.out)
-        print(printable(f"{said}\nreport: {page}\n"), end="")
-        return
+    What is wrong with the others is added to ``bad``. Raises InputError.
+    """
     runs: list[RecordedRun] = []
     for name in args.runs:
         try:
@@ -89,29 +69,27 @@ def _report(args: argparse.Namespace, bad: list[str]) -> None:
         except InputError as error:
             bad.append(str(error))
     try:
-        found = _written(runs, args)
+        return _written(runs, args)
     except InputError:
         raise
     except Exception as error:  # of a run in which nobody foresaw what is wrong: it is looked for
-        sound = [run for run in runs if _can_be_shown(run, args, bad)]
+        sound = [run for run in runs if _can_be_shown(run, args.x, bad)]
         if len(sound) == len(runs):
             raise error
-        found = _written(sound, args)
-    print(found, end="")
+        return _written(sound, args)
 
 
 def _written(runs: Sequence[RecordedRun], args: argparse.Namespace) -> str:
-    """Write the report, and return what is printed of it."""
     if not runs:
         return ""
     path = write_report(runs, args.out or _default_folder(runs), args.baseline, args.x)
     return printable(f"{headline(runs)}\nreport: {path}\n")
 
 
-def _can_be_shown(run: RecordedRun, args: argparse.Namespace, bad: list[str]) -> bool:
+def _can_be_shown(run: RecordedRun, x: str, bad: list[str]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            write_report([run], Path(folder), None, args.x)
+            write_report([run], Path(folder), None, x)
         except Exception as error:
             bad.append(f"{run.folder}: cannot be shown ({type(error).__name__}: {str(error)[:300]})")
             return False

@@ -26,9 +26,8 @@ from core.answers import read_manifest, trajectory_of
 from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate, question_interval
 from recipes.real.controls import control_of
-from results.reporting.accuracies import summary
+from results.reporting.accuracies import lenient, summary
 from results.reporting.comparison import seed_interval
-from results.reporting.evaluation_report import lenient
 from results.reporting.numbers import percent
 
 TITLES = {

@@ -2,24 +2,31 @@
 
     python -m results.reporting.accuracies ANSWERS.scores-NAME.jsonl ... [--k 1 8]
 
-It prints a table and writes it as JSON beside each file. The estimates are :mod:`core.tracking.validation`'s: an
-evaluation and a validation of a run give equal numbers.
+It prints a table, and of several files the difference of each from the first by question; the numbers are written as
+JSON beside each file. The estimates are :mod:`core.tracking.validation`'s: an evaluation and a validation of a run give
+equal numbers.
+
+Scores are made by the strict reading of a scorer, as a rule that of published numbers: one form of answer, compared as
+text. Several scorers have a lenient one, ``method=robust``, which reads other forms and compares values. What lies
+between the two is how the model writes, not what it knows.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from core.answers import read_manifest
 from core.command_line import is_dry_run
+from core.data.parquet import sha256_of
 from core.errors import InputError, printable
 from core.evaluate import refuse_unscored
 from core.files import write_atomic
@@ -33,8 +40,13 @@ from core.tracking.validation import (
     validation_metrics,
     variable_estimates,
 )
+from results.reporting.comparison import accuracy_by_question, paired_comparison
+from results.reporting.numbers import change
+from reward_scores import scorer_for
 
 MACRO = "macro average"
+LENIENT = "robust"  # the method of a scorer that has a lenient reading
+KWARGS = "reward_model.reward_kwargs"
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,15 @@ def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
     for one in summaries:
         text = json.dumps(one.to_json(), indent=1, ensure_ascii=False)
         write_atomic(report_path(one.path), text + "\n")
-    return table(summaries)
+    return "\n".join([table(summaries), *(line for other in summaries[1:] for line in _against(first, other))])
+
+
+def _against(first: Summary, other: Summary) -> Iterator[str]:
+    """Yield what the second file has more than the first, question by question, a line a data source."""
+    ours, theirs = accuracy_by_question(first.records), accuracy_by_question(other.records)
+    for source in ours:
+        difference = change(paired_comparison(ours[source], theirs[source]))
+        yield f"{other.path.name} against {first.path.name}, {source}, by question: {difference}"
 
 
 def report_path(scores: Path) -> Path:
@@ -155,6 +175,54 @@ def table(summaries: Sequence[Summary]) -> str:
             rows.append([model, one.manifest["scorer"], one.decoding, metric, *cells])
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# --- the lenient reading ---
+
+
+def lenient(strict: Summary) -> Summary | None:
+    """Return the same answers' scores under the lenient reading, made now where they are absent; None without one.
+
+    Raises InputError where the answers are gone or others.
+    """
+    settings = _lenient_settings(strict)
+    if not settings:
+        return None
+    from core.evaluate import score  # it loads torch
+
+    answers = strict.path.with_name(strict.manifest["answers"])
+    label = f"{strict.manifest['scorer']}-lenient"
+    path = strict.path.with_name(f"{answers.stem}.scores-{label}.jsonl")
+    if not answers.exists() or sha256_of(answers) != strict.manifest["answers_sha256"]:
+        raise InputError(f"{strict.path}: {answers} is gone or another file; score its answers again")
+    if path.exists() and (made := summary(path)).manifest["answers_sha256"] == strict.manifest["answers_sha256"]:
+        return made
+    names = strict.manifest["scorers"]
+    forced = names[0] if len(names) == 1 and any(not _scores(names[0], source) for source in strict.sources) else None
+    return summary(score(answers, settings, forced, label)[0])
+
+
+def _lenient_settings(strict: Summary) -> list[str]:
+    """Return the overrides that make the file's scorers lenient; none where they have no lenient reading, or are it."""
+    rewards: Mapping[str, Any] = strict.manifest["rewards"]
+    if rewards.get("custom_reward_function.path"):
+        return []
+    found = []
+    for name in strict.manifest["scorers"]:
+        methods = getattr(importlib.import_module(f"reward_scores.{name}"), "METHODS", ())
+        if LENIENT in methods and ((rewards.get(KWARGS) or {}).get(name) or {}).get("method") != LENIENT:
+            found.append(f"{KWARGS}.{name}.method={LENIENT}")
+    return found
+
+
+def _scores(name: str, source: str) -> bool:
+    try:
+        return scorer_for(source).name == name
+    except ValueError:
+        return False
+
+
+# --- the table ---
 
 
 def _cell(estimate: Estimate | None, records: Sequence[ValRecord]) -> str:

@@ -31,18 +31,15 @@ def change(paired: Paired) -> str:
     return f"{percent(paired.difference, '+')}, {paired.better} up, {paired.worse} down"
 
 
-def evidence(
-    name: str, runs: Sequence[Mapping[str, Any]], verified: Sequence[Mapping[str, str]] = (), evaluated: str = ""
-) -> str:
+def evidence(name: str, runs: Sequence[Mapping[str, Any]], verified: Sequence[Mapping[str, str]] = ()) -> str:
     """Return how far an experiment's number is supported: ``verified`` names what repeated it, else it is measured.
 
     What repeated an earlier recording of the run does not count.
-    ``evaluated`` tells whose model an evaluation is of; it has no seeds.
     """
     recorded = {run["commit"] for run in runs}
     repeated = next((one for one in verified if one["experiment"] == name and one["recorded"] in recorded), None)
     commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
-    seeds = f"{evaluated or f'{len(runs)} seed' + 's' * (len(runs) > 1)}, {commits}"
+    seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}, {commits}"
     if repeated is None:
         return f"measured ({seeds})"
     return f"verified by {repeated['by']}, {repeated['run']} on {repeated['date']} at {repeated['commit']} ({seeds})"

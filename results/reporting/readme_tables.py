@@ -17,7 +17,6 @@ from core.tracking.run_manifest import ROOT
 from results.reporting.ablations import NUMBERS, PAGE, render_ablations
 from results.reporting.comparison import Paired, seed_interval
 from results.reporting.curves import learning_curve
-from results.reporting.evaluations import evaluation_table, read_evaluations
 from results.reporting.numbers import change, evidence, percent
 from results.reporting.pages import Table, markdown_table, sparkline
 from results.reporting.references import (
@@ -38,11 +37,6 @@ CONTROL = "-blank"  # how an experiment ends that is not meant to learn: it is n
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
 FACTS = ("experiment", "estimator", "loss", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")
 SETTING = ("decoding", "model", "command")
-EVALUATIONS = (
-    "Models that were answered with and scored, and not trained here. Such a number stands beside a row below if its "
-    "model is what the row's authors released, or the row's own where nothing is trained, if it was measured on all of "
-    "the row's questions, and if decoding, lengths and scorer are the row's."
-)
 
 
 @dataclass(frozen=True)
@@ -181,7 +175,7 @@ def render(results: Path) -> str:
     """
     summaries, references = read_summaries(results), read_references(results)
     named = named_runs(results, summaries, references)
-    found, evaluations = experiments(summaries), read_evaluations(results)
+    found = experiments(summaries)
     verified = references["verified"]
     tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
     several, single = ([one for one in found if (len(one.runs) > 1) is many] for many in (True, False))
@@ -198,7 +192,6 @@ def render(results: Path) -> str:
         markdown_table(indexed_table(several, verified)) if several else "None of several seeds was published yet.",
         *(_section("## Experiments of one seed", indexed_table(single, verified))),
         *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
-        *(_section(f"## Evaluations\n\n{EVALUATIONS}", evaluation_table(evaluations))),
         "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`. "
         "Ablations, with the numbers of their seeds: [dapo](dapo/ablation.md), [search_r1](search_r1/ablation.md), and "
         "estimators and losses on one task: [lab](lab/ablation.md).",

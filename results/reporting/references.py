@@ -1,9 +1,8 @@
 """The numbers that papers report, each beside the runs here that name it, or with the command that would measure it.
 
-A run or an evaluation names a row of ``results/references.yaml`` by ``trainer.reference``. A run stands beside the
-row's number only if it is finished, was validated at its end on all of the row's questions, and has the settings that
-the row names; a row's own departures are allowed and shown. An evaluation stands there if its model is what the row's
-authors released, or the row's own where nothing is trained. What else names a row is listed with the reasons.
+A run names a row of ``results/references.yaml`` by ``trainer.reference``. It stands beside the row's number only if it
+is finished, was validated at its end on all of the row's questions, and has the settings that the row names; a row's
+own departures are allowed and shown. What else names a row is listed with the reasons.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,9 @@ from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate, wilson
 from core.tracking.run_manifest import flatten
 from results.reporting.comparison import seed_interval
-from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
 from results.reporting.summaries import Summary, group_name, grouped_summaries
-from reward_scores import UnknownDataSource, scorer_for
 
 Row = Mapping[str, Any]
 VERIFIED = "verified.yaml"  # of results/; the tests that repeat published runs write it
@@ -109,7 +105,6 @@ class NamedRun:
     row: Row
     allowed: Sequence[Departure]
     reasons: Sequence[str]
-    evaluated: str = ""  # for an evaluation: whose, in words
 
     @property
     def name(self) -> str:
@@ -132,64 +127,24 @@ class NamedRun:
 
 
 def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[str, Any]) -> list[NamedRun]:
-    """Return the runs and evaluations that name a row.
+    """Return the runs that name a row.
 
     Raises:
         InputError: one of them names a row that does not exist.
     """
     known = {row["id"]: row for row in references["references"]}
-    naming = [one for one in (*summaries, *read_evaluations(results)) if "reference" in one]
+    naming = [one for one in summaries if "reference" in one]
     if strange := [one for one in naming if one["reference"] not in known]:
         raise InputError([f"{one['recipe']}/{one['run']}: {unknown(one['reference'])}" for one in strange])
     found = []
     for summary in naming:
         row = known[summary["reference"]]
-        if summary.get("kind") == "evaluation":
-            found.append(_evaluation(summary, row))
-            continue
         file = results / summary["recipe"] / summary["run"] / "config.yaml"
         config = flatten(read_yaml(file.read_text(encoding="utf-8")))
         differing = departures(row, summary["recipe"], config)
-        found.append(_named(summary, row, differing, _incomplete(row, summary, config)))
+        reasons = [*(str(one) for one in differing if one.why is None), *_incomplete(row, summary, config)]
+        found.append(NamedRun(summary, row, [one for one in differing if one.why is not None], reasons))
     return found
-
-
-def _named(
-    summary: Summary, row: Row, differing: Sequence[Departure], more: Iterator[str], evaluated: str = ""
-) -> NamedRun:
-    """``differing`` settings that the row does not allow are reasons, beside ``more``."""
-    reasons = [*(str(one) for one in differing if one.why is None), *more]
-    return NamedRun(summary, row, [one for one in differing if one.why is not None], reasons, evaluated)
-
-
-def _evaluation(record: Mapping[str, Any], row: Row) -> NamedRun:
-    """Compare an evaluation with its row: its model, and those of the row's settings that decide answers and scores."""
-    trained = not _only_evaluates(row)
-    model = row.get("released") if trained else row["model"]
-    path, settings = record["model"]["path"], record["settings"]
-    decisive = {key: value for key, value in row.get("settings", {}).items() if key in settings}
-    compared = {**row, "settings": decisive, "model": model or path}
-    differing = departures(compared, record["recipe"], {MODEL: path, **settings})
-    # An evaluation has one accuracy, that of a finished run of no steps.
-    results = [{**one, "after": {"step": 0, "estimate": one["estimate"]}} for one in record["results"]]
-    summary = {**record, "status": "finished", "steps": 0, "seed": None, "results": results}
-    summary |= {"experiment": f"evaluation {record['recipe']}/{record['run']}", "base": record["model"]["weights"]}
-
-    def reasons() -> Iterator[str]:
-        if not model:
-            yield f"the row is trained, and it names no released checkpoint, which {path} could be"
-        with suppress(UnknownDataSource):  # custom_reward_function scores: a setting, which is compared as one
-            own = sorted({scorer_for(source).name for source in sources(row)})
-            if list(record["scorers"]) != own:
-                yield f"it is scored by {', '.join(record['scorers'])} here, {', '.join(own)} there"
-        yield from _incomplete(row, summary, {})
-
-    mark = "the released checkpoint evaluated, not trained here" if trained else "evaluated, nothing is trained"
-    return _named(summary, row, differing, reasons(), mark)
-
-
-def _only_evaluates(row: Row) -> bool:
-    return row.get("settings", {}).get("trainer.val_only", False)
 
 
 def _result(row: Row, summary: Summary, source: str) -> Mapping[str, Any] | None:
@@ -202,7 +157,8 @@ def _incomplete(row: Row, summary: Summary, config: Mapping[str, Any]) -> Iterat
     if summary["status"] != "finished":
         yield f"its status is {summary['status']}"
     at_the_end = summary["steps"] == config.get("trainer.total_training_steps")
-    if config.get("trainer.val_only") and not _only_evaluates(row) and not at_the_end:
+    evaluates = row.get("settings", {}).get("trainer.val_only", False)
+    if config.get("trainer.val_only") and not evaluates and not at_the_end:
         yield f"it only validates, the model of step {summary['steps']}"
     for source in sources(row):
         result = _result(row, summary, source)
@@ -257,23 +213,16 @@ def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> 
             continue
         found = measured(row, runs)
         for each in found:
-            estimate, first = each.accuracy(), each.runs[0]
+            estimate = each.accuracy()
             used = dict.fromkeys(f"{one} ({one.why})" for run in each.runs for one in run.allowed)
-            used |= dict.fromkeys(_stated_departures(row, first))
+            used |= dict.fromkeys(one["what"] for one in row.get("departures", ()) if "what" in one)
             cells = [f"{percent(estimate)} ({each.name})", f"{100 * estimate.value - row['value']:+.1f}"]
             summaries = [run.summary for run in each.runs]
-            support = evidence(each.name, summaries, references["verified"], first.evaluated)
+            support = evidence(each.name, summaries, references["verified"])
             rows.append([*_known(row), *cells, "; ".join(used) or "none", support])
         if not found:
             rows.append([*_known(row), "", "", "", f"not run (`{row['command']}`)"])
     return Table([*header, "evidence"], rows)
-
-
-def _stated_departures(row: Row, run: NamedRun) -> list[str]:
-    """Return the row's departures that are sentences. Those of the training are not a released checkpoint's."""
-    released = bool(run.evaluated) and not _only_evaluates(row)
-    stated = [one for one in row.get("departures", ()) if "what" in one]
-    return [one["what"] for one in stated if not released or one.get("evaluation")]
 
 
 def set_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> Table:

@@ -20,7 +20,6 @@ from results.reporting.references import read_references
 
 LAB = "lab-repeated"
 SPECIAL = ("released", "lab")  # in the place of a table
-DECODING = "actor_rollout_ref.rollout.val_kwargs.do_sample"
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Row:
 
     named: a row of references.yaml, which what is measured is to name.
     needs_service: training and answering need the service of the recipe.
-    sampled: the reported number is one of sampled answers, not of greedy ones.
     """
 
     recipe: str
@@ -39,7 +37,6 @@ class Row:
     named: bool = False
     released: str | None = None
     needs_service: bool = False
-    sampled: bool = True
 
 
 def read_tables(recipe: str) -> Mapping[str, Any]:
@@ -88,7 +85,6 @@ def _referenced(recipe: str, row: Mapping[str, Any], released: bool = False) -> 
         named=True,
         released=row["released"] if released else None,
         needs_service=_needs_service(recipe, row["id"]),
-        sampled=released or row.get("settings", {}).get(DECODING, False),
     )
 
 

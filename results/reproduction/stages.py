@@ -19,10 +19,8 @@ from core.config import compose, convert, recipes
 from core.config.paths import run_folder
 from core.config.problem import typed
 from core.config.recipes import trainer_of
-from core.data.parquet import sha256_of
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
-from results.reporting.evaluations import RECORD
 from results.reporting.run_scripts import Script, read_script
 from results.reproduction.rows import LAB, Row, read_tables
 
@@ -73,7 +71,6 @@ def stages(row: Row, seed: int, typed: Sequence[str], serving: bool = False) -> 
         more = [word for word in typed if not word.startswith("preset=")]
         source = ["--model", row.released, *evaluation_keys(script), f"trainer.reference={row.name}", *more]
         yield from evaluation(row.recipe, folder, source, serving)
-        yield publishing(row.recipe, folder.name, folder / SCORES)
         return
     folder = run_folder(script.config)
     keys = {word.partition("=")[0] for word in own}
@@ -140,20 +137,6 @@ def untrained(row: Row, typed: Sequence[str], serving: bool) -> Iterator[Stage]:
     reports = [folder / f"{how}.scores-exact_match.report.json" for how in ("greedy", "sampled")]
     command = " ".join([row.command, shlex.join(typed)]).strip()
     yield Stage("evaluate", command, lambda: all(path.exists() for path in reports), serving)
-    decoding = "sampled" if row.sampled else "greedy"
-    yield publishing(row.recipe, folder.name, folder / f"{decoding}.scores-exact_match.jsonl")
-
-
-def publishing(recipe: str, name: str, scores: Path) -> Stage:
-    """Return the stage that publishes an evaluation. It is done where the copy is one of these scores."""
-    record = ROOT / "results" / recipe / name / RECORD
-
-    def done() -> bool:
-        if not (record.exists() and scores.exists()):
-            return False
-        return json.loads(record.read_text(encoding="utf-8"))["scores_sha256"] == sha256_of(scores)
-
-    return Stage("publish", f"{python()} -m results.publish {scores} --as {recipe}/{name}", done)
 
 
 def evaluation_keys(script: Script) -> list[str]:

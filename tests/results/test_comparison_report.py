@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import InputError
 from results import report
-from results.reporting.comparison_report import Comparison, Side, comparison, with_baseline
+from results.reporting.comparison_report import comparison, with_baseline
 from results.reporting.curves import AXES, positions
 from results.reporting.curves import panels as panels_of
 from results.reporting.pages import Fold, Table, Text
@@ -116,20 +116,6 @@ def test_every_curve_is_drawn_over_the_axis(root, x):
 
 
 # --- what cannot be paired ---
-
-
-def side(root: Path, questions, seeds=(0.5,)) -> Side:
-    return Side(loaded(root, "grpo/slow")[0], list(seeds), questions)
-
-
-def test_runs_that_answered_other_questions_are_paired_on_the_shared_ones(root):
-    a, b = {"1": 1.0, "2": 0.0, "3": 1.0}, {"2": 1.0, "3": 1.0, "4": 0.0, "5": 1.0}
-    some = Comparison("s", side(root, a), side(root, b))
-    assert some.count == "2, of 3 and 4" and some.paired.difference.n == 2
-    none = Comparison("s", side(root, a), side(root, {"9": 1.0}))
-    assert none.count == "refused: none is shared, they answered 3 and 1 different questions"
-    assert none.paired is None and none.question_p is None
-    assert Comparison("s", side(root, {}), side(root, a)).count == "none recorded"
 
 
 def test_runs_without_a_shared_question_are_refused_in_the_table(root, tmp_path):

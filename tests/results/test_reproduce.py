@@ -56,8 +56,8 @@ def test_rows_are_those_of_the_references_and_every_one_that_can_be_repeated_has
             names = [stage.name for stage in found]
             marked = [stage.name for stage in found if stage.needs_service]
             if "eval.sh" in row.command:
-                assert names[-2:] == ["evaluate", "publish"] and set(names[:-2]) == {"data"}
-                assert found[-2].command == row.command == known[row.name]["command"]
+                assert names[-1] == "evaluate" and set(names[:-1]) == {"data"}
+                assert found[-1].command == row.command == known[row.name]["command"]
                 assert marked == (["evaluate"] if "retriever.prefetch=True" in row.command else [])
                 continue
             assert names[-5:] == ["train", "generate", "score", "report", "publish"] and set(names[:-5]) == {"data"}
@@ -102,7 +102,7 @@ def test_a_released_model_is_evaluated_with_the_rows_settings_in_place_of_traini
     monkeypatch.setenv("DRY_RUN", "1")
     (row,) = rows_of(recipe, "released", ())
     found = list(stages(row, 1, ("trainer.nnodes=2",)))
-    assert [stage.name for stage in found] == ["data", "generate", "score", "report", "publish"]
+    assert [stage.name for stage in found] == ["data", "generate", "score", "report"]
     words = shlex.split(found[1].command)
     assert f"trainer.reference={row.name}" in words and "trainer.nnodes=2" in words
     assert evaluate.main(words[words.index("generate") :]) == 0  # it is a command that core.evaluate accepts
@@ -292,63 +292,6 @@ def test_the_search_lab_goes_from_data_to_table_in_three_steps(tmp_path, monkeyp
         (folder / "outputs/search_r1/lab-repeated-seed1/evaluation/answers.manifest.json").read_text()
     )
     assert manifest["config"]["retriever.url"] is None and manifest["questions"] == 40
-
-
-RELEASED = """
-  - id: lab-released
-    recipe: grpo
-    model: a/base
-    released: ./outputs/lab/base/current
-    method: none, the lab's base model
-    data_source: lab/hops
-    value: 50.0
-    questions: 40
-    source: a test
-    tag: R
-    command: bash recipes/grpo/run_lab.sh data.val_max_samples=40
-    settings:
-      algorithm.adv_estimator: rloo
-      data.val_max_samples: 40
-      data.max_response_length: 12
-      actor_rollout_ref.rollout.val_kwargs.do_sample: true
-    departures:
-      - what: it was trained on other data
-        why: of training only
-"""
-TABLES = """
-data:
-  - command: python -m recipes.lab.prepare
-    makes: outputs/lab/data/{train,test}.parquet
-tables: {}
-released: [lab-released]
-lab: {command: "", takes: ""}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_released_checkpoint_goes_from_data_to_the_table_of_references(tmp_path):
-    """The lab's base model stands for what authors released, in a row of its own."""
-    folder = prepared(tmp_path / "copy")
-    table = folder / "results/references.yaml"
-    table.write_text(table.read_text().replace("\nreferences:\n", f"\nreferences:{RELEASED}"))
-    (folder / "recipes/grpo/reproduce.yaml").write_text(TABLES)
-    command = ("recipes/grpo/reproduce.sh", "released", "--", "trainer.backend=local")
-    done = typed(folder, *command)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    record = json.loads((folder / "results/grpo/released-lab-released/evaluation.json").read_text())
-    assert record["model"]["path"] == "./outputs/lab/base/current"
-    assert re.fullmatch("sha256:[0-9a-f]{64}", record["model"]["weights"])
-    text = (folder / "results/README.md").read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith("| lab-released |")]
-    cells = line.split(" | ")
-    value = 100 * record["results"][0]["estimate"]["value"]
-    assert cells[6].startswith(f"{value:.1f} [") and cells[6].endswith("] (grpo/released-lab-released)")
-    assert cells[7] == f"{value - 50:+.1f}" and cells[8] == "none"
-    assert cells[9].startswith("measured (the released checkpoint evaluated, not trained here, ")
-    assert "| [grpo/released-lab-released](grpo/released-lab-released/) |" in text.split("## Evaluations")[1]
-    states = re.findall(r"^  (\w+): (done|to do)", typed(folder, *command, dry=True).stdout, re.M)
-    assert states == [(name, "done") for name in ("data", "generate", "score", "report", "publish")]
 
 
 @pytest.mark.slow
