@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import WriteFailed, unwritten
-from core.files import PARTIAL, write_atomic
+from core.files import write_atomic
 
 log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
@@ -123,10 +123,3 @@ def step_of(path: Path) -> int:
     """Return the step of a record named ``step_N``, complete or not; -1 for another name."""
     number = path.name.split(".")[0].removeprefix("step_")
     return int(number) if number.isdecimal() else -1
-
-
-def drop_steps_after(folder: Path, step: int) -> None:
-    """Remove the records of later steps, which a resumed run repeats, and what a kill left half written."""
-    for path in folder.glob("step_*"):
-        if step_of(path) > step or path.name.endswith(PARTIAL):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()

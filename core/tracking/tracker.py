@@ -29,10 +29,10 @@ from tqdm import tqdm
 
 from core.config import Config, to_yaml
 from core.errors import writing
-from core.files import is_url, write_atomic, write_remote_text
+from core.files import PARTIAL, is_url, write_atomic, write_remote_text
 from core.tracking import records, run_manifest
 from core.tracking.loggers import LoggedRun, Loggers, headline
-from core.tracking.records import Records, Row, drop_steps_after, intact_rows, json_line, read_jsonl
+from core.tracking.records import Records, Row, intact_rows, json_line, read_jsonl, step_of
 from core.tracking.run_manifest import RunFacts
 from core.tracking.samples import of_each_source, spread_out
 from core.tracking.validation import ValRecord
@@ -237,4 +237,6 @@ def _drop_after(run_dir: Path, step: int) -> None:
     for path in (run_dir / "validation").glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > step:
             path.unlink()
-    drop_steps_after(run_dir / "trace", step)
+    for path in (run_dir / "trace").glob("step_*"):
+        if step_of(path) > step or path.name.endswith(PARTIAL):  # or what a kill left half written
+            path.unlink()
