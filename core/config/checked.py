@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ def examine(
 
     schema = recipes.schema_of(recipe)
     layers = composition.read(overrides, recipe)
-    layers.values[:0] = composition.literal(without_hidden(without_others(base or {}, schema))).items()
+    layers.values[:0] = literal(without_hidden(without_others(base or {}, schema))).items()
     tree = composition.tree(layers)
     composition.of_other_recipes(layers, overrides)
     refused = list(layers.problems)
@@ -76,6 +77,15 @@ def examine(
         unused={**layers.unused, **unused},
         without_effect=frozenset(without_effect),
     )
+
+
+def literal(value: Any) -> Any:
+    """Return the value with every ``${`` in its texts written so that it stands for itself."""
+    if isinstance(value, Mapping):
+        return {name: literal(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def validated(schema: type[Config], tree: Any, problems: list[Problem], line: CommandLine | None = None) -> Config:

@@ -435,15 +435,6 @@ def _items(value: Any) -> Iterator[Any]:
         yield value
 
 
-def literal(value: Any) -> Any:
-    """Return the value with every ``${`` in its texts written so that it stands for itself."""
-    if isinstance(value, Mapping):
-        return {name: literal(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [literal(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
 def _refers(value: Any) -> bool:
     return any(isinstance(item, str) and "${" in item for item in _items(value))
 
