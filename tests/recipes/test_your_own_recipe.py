@@ -116,9 +116,9 @@ def test_loss_hook_and_scorer_act_in_a_run_that_is_reported(project, capsys):
 
 SCHEMA = """
 from core.config.schema import Config
-from core.config.section import Section
+from core.config.section import Section, key
 class MineConfig(Section):
-    bonus: float = 0.5  # added to the reward of short answers
+    bonus: float = key(0.5, "added to the reward of short answers")
 class SCHEMA(Config):
     mine: MineConfig = MineConfig()
 """
