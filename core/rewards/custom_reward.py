@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from core.config.code_by_path import absent, load_module, load_object
+from core.config.code_by_path import absent, load_object
 from core.errors import InputError
 from reward_scores.score import Scorer, any_ground_truth
 
@@ -31,13 +31,12 @@ ALIASES = {  # what verl's own scorers call an argument -> its name under which 
 }
 SIGNATURE = f"write a function compute_score({', '.join(ARGUMENTS)}) that calls it"
 FOREIGN = {  # argument that a function of another project requires -> what to do
-    "reward_inputs": f"EasyR1 calls it with dictionaries, verl with an answer's parts; {SIGNATURE}",
-    "reward_input": f"EasyR1 calls it with a dictionary, verl with an answer's parts; {SIGNATURE}",
+    "reward_inputs": f"EasyR1 calls it with dictionaries; {SIGNATURE}",
+    "reward_input": f"EasyR1 calls it with a dictionary; {SIGNATURE}",
     "completions": f"TRL calls it with lists of completions and columns; {SIGNATURE} for one answer",
     "queries": f"OpenRLHF calls it with lists of whole texts; {SIGNATURE} for one answer",
     "data": f"it reads a batch as verl's reward managers do; {SIGNATURE} for one answer",
-    "reward_router_address": "it asks a reward model behind verl's router; set reward_model.judge.url instead, or give "
-    f"the address in {KEY}.reward_kwargs and ask it yourself",
+    "reward_router_address": "it asks a reward model behind verl's router; set reward_model.judge.url instead",
     "tokenizer": f"verl passes a tokenizer to reward managers alone; load it in the function, or {SIGNATURE}",
 }
 
@@ -98,37 +97,31 @@ def users_code(key: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
+        if "relative import" in str(error):
+            fix = "; write it without the dot: the file's folder is on the path while it is imported"
         raise InputError(f"{key}: {what} failed{fix}\n{traceback.format_exc(limit=-3).rstrip()}") from error
 
 
-def _load_attribute(where: str, name: str, arguments: tuple[str, ...]) -> Any:
-    """Return the object of a user's module; where it lacks the name, a function of the other kind is pointed out."""
-    try:
-        return load_object(f"{where}:{name}", f"{KEY}.path")
-    except InputError as error:
-        module = load_module(where, f"{KEY}.path={where}")
-        others = [
-            other
-            for other, value in vars(module).items()
-            if other.startswith(name) and callable(value) and _fits(value, OTHER[arguments], {})
-        ]
-        if not others or hasattr(module, name):
-            raise
-        raise InputError(f"{error}; for {others[0]} set {KEY}.name={others[0]}: {MANAGER[arguments]}") from error
-
-
-def _parameters(function: Callable[..., Any], arguments: tuple[str, ...]) -> dict[str, str]:
-    """Return argument -> the parameter that takes it, of those that a function takes by name."""
-    given = inspect.signature(function).parameters.values()
-    taken = {ALIASES.get(one.name, one.name): one.name for one in given if one.kind is not one.POSITIONAL_ONLY}
-    taken |= {one.name: one.name for one in given if one.name in arguments}
-    if any(one.kind is one.VAR_KEYWORD for one in given):
-        taken = {argument: argument for argument in arguments} | taken
-    return {argument: taken[argument] for argument in arguments if argument in taken}
-
-
-def _fits(function: Callable[..., Any], arguments: tuple[str, ...], kwargs: Mapping[str, Any]) -> bool:
-    return _misfit(function, arguments, kwargs) is None
+def _load(
+    where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]
+) -> tuple[Callable[..., Any], dict[str, str]]:
+    """Return a user's function, and argument -> the parameter that takes it. Raises InputError."""
+    with users_code(f"{KEY}.path={where}", "importing it"):
+        function = load_object(f"{where}:{name}", f"{KEY}.path")
+    if not callable(function):
+        raise InputError(f"{KEY}.name={name}: {where} has it, but it is not a function")
+    if taken := sorted(set(kwargs) & set(arguments)):
+        raise InputError(f"{KEY}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
+    if (misfit := _misfit(function, arguments, kwargs)) is None:
+        return function, _parameters(function, arguments)
+    if _misfit(function, OTHER[arguments], kwargs) is None:
+        raise InputError(f"{KEY}.name={name}: {MANAGER[arguments]}")
+    fix = f"rename its arguments, or correct {KEY}.reward_kwargs"
+    with suppress(ValueError):  # a function of C code need not have a signature
+        required = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+        fix = next((FOREIGN[one] for one in required if one in FOREIGN and one not in kwargs), fix)
+    call = f"{name}({', '.join([*arguments, *kwargs])})"
+    raise InputError(f"{KEY}.name={name}: it is called by name as {call}, which its signature refuses: {misfit}; {fix}")
 
 
 def _misfit(function: Callable[..., Any], arguments: tuple[str, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -143,26 +136,11 @@ def _misfit(function: Callable[..., Any], arguments: tuple[str, ...], kwargs: Ma
     return None
 
 
-def _load(
-    where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]
-) -> tuple[Callable[..., Any], dict[str, str]]:
-    """Return a user's function, and argument -> the parameter that takes it."""
-    key = KEY
-    with users_code(f"{key}.path={where}", "importing it"):
-        function = _load_attribute(where, name, arguments)
-    if not callable(function):
-        raise InputError(f"{key}.name={name}: {where} has it, but it is not a function")
-    if taken := sorted(set(kwargs) & set(arguments)):
-        raise InputError(f"{key}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
-    if (misfit := _misfit(function, arguments, kwargs)) is not None:
-        if _fits(function, OTHER[arguments], kwargs):
-            raise InputError(f"{key}.name={name}: {MANAGER[arguments]}")
-        call = f"{name}({', '.join([*arguments, *kwargs])})"
-        fix = f"rename its arguments, or correct {key}.reward_kwargs"
-        with suppress(ValueError):  # a function of C code need not have a signature
-            required = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
-            fix = next((FOREIGN[one] for one in required if one in FOREIGN and one not in kwargs), fix)
-        raise InputError(
-            f"{key}.name={name}: it is called by name as {call}, which its signature refuses: {misfit}; {fix}"
-        )
-    return function, _parameters(function, arguments)
+def _parameters(function: Callable[..., Any], arguments: tuple[str, ...]) -> dict[str, str]:
+    """Return argument -> the parameter that takes it, of those that a function takes by name."""
+    given = inspect.signature(function).parameters.values()
+    taken = {ALIASES.get(one.name, one.name): one.name for one in given if one.kind is not one.POSITIONAL_ONLY}
+    taken |= {one.name: one.name for one in given if one.name in arguments}
+    if any(one.kind is one.VAR_KEYWORD for one in given):
+        taken = {argument: argument for argument in arguments} | taken
+    return {argument: taken[argument] for argument in arguments if argument in taken}
