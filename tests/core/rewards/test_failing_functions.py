@@ -247,11 +247,7 @@ BATCHED = "def compute_score_batch(data_sources, solution_strs, ground_truths, e
     [
         ("compute_score_batch", "naive", "takes lists.*set reward_model.reward_manager=batch"),
         ("compute_score_batch", "prime", "takes lists.*set reward_model.reward_manager=batch"),
-        (
-            "compute_score",
-            "naive",
-            "name=compute_score_batch.*reward_model.reward_manager=batch",
-        ),
+        ("compute_score", "naive", "it has compute_score_batch"),
     ],
 )
 def test_a_function_of_lists_is_told_of_its_manager(make_layer, function, manager, says):

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -89,24 +88,6 @@ def test_what_a_scorer_leaves_behind_does_not_wait_for_another_death(make_pool, 
     with marked() as processes:
         assert statuses(grade(pool, [job(f"unruly:{name}")])) == ["ok"]
         assert none_left(lambda: processes()[2:])  # the grader, and perhaps a fork
-
-
-def test_what_the_scorers_themselves_are_given(make_pool):
-    """None is right, and none kills a worker; where a library compares, it may be killed."""
-    pool = make_pool(timeout_s=5.0)
-    texts = ("{" * 10**6 + "}" * 10**6, r"\boxed" * 10**5, r"\boxed{9**9**9**9}", r"\frac{" * 10**5, "(" * 10**6)
-    endings = ("", "#### 9**9**9**9", "<answer>9**9**9**9</answer>", r"Answer: $9^{9^{9^{9}}}$")
-    jobs = [
-        Job(source, text + ending, scorer.examples[0][1], {})
-        for source, scorer in {scorer.name: (name, scorer) for name, scorer in SCORERS.items()}.values()
-        if scorer.name != "random_reward"  # right by chance
-        for text in texts
-        for ending in endings
-    ]
-    found = Counter(zip([one.data_source for one in jobs], statuses(grade(pool, jobs)), strict=True))
-    may_not_end = {source for source, scorer in SCORERS.items() if scorer.libraries()}
-    assert {status for _, status in found} <= {"wrong", "parse_error", "timeout"}, found
-    assert {source for source, status in found if status == "timeout"} <= may_not_end, found
 
 
 def test_a_failure_says_what_happened(make_pool):

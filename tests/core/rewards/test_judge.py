@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -140,13 +138,6 @@ def test_a_pattern_without_an_end_is_no_verdict(monkeypatch):
     with pytest.raises(NoVerdict, match=r"judge.pattern=.* did not come to an end on it in 0.05 s"):
         rule(pattern=ENDLESS).read(LONG)
     assert rule(pattern=ENDLESS).occurs_in(LONG)  # the policy's own text: what cannot be told is counted
-
-
-def test_a_run_goes_on_after_a_pattern_without_an_end(make, monkeypatch):
-    monkeypatch.setattr(judge_texts, "MATCH_S", 0.05)
-    with serve(lambda number, body: LONG if shown(body)[1] == "y" else "x1") as server:
-        lost, found = grade(make(server.url, pattern=r"(?:x|xx)+(\d)"), "y", "z")
-    assert "did not come to an end" in lost.error and found.value == 1
 
 
 # --- what a judge reads ---
@@ -355,47 +346,6 @@ def test_a_kept_reply_that_is_none_is_requested_again(make, tmp_path, caplog, re
 
 
 # --- a server that restarts ---
-
-
-def test_a_judge_that_restarts_costs_retries_and_no_verdict_however_many_wait(make):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    judge = make(f"http://127.0.0.1:{port}/v1", give_up_s=20.0, max_concurrent=16, max_failures=1)
-
-    async def everything():
-        asked = [asyncio.create_task(judge.run(Answer(CHAT, f"{n} 4", (), "4"))) for n in range(128)]
-        while judge.http.counts["retries"] < 16:  # all that are on their way have failed once
-            await asyncio.sleep(0.01)
-        with serve(port=port):
-            return await asyncio.gather(*asked)
-
-    found = asyncio.run(everything())
-    assert [one.value for one in found] == [1.0] * 128
-    spent = judge.usage("j")
-    assert spent["j_retries"] >= 16 and not any(value for name, value in spent.items() if "failures" in name)
-
-
-def test_waiting_for_a_turn_is_no_failure(make):
-    failed = set()
-
-    def once(number, body):
-        time.sleep(0.02)
-        answer = shown(body)[1]
-        first = int(answer.split()[0]) % 2 and answer not in failed
-        failed.add(answer)
-        return {"status": 503} if first else "[[1]]"
-
-    with serve(once) as server:  # the last answer waits longer than the server may be away
-        found = grade(make(server.url, max_concurrent=1, give_up_s=0.3), *(f"{n} 4" for n in range(20)))
-    assert [one.value for one in found] == [1.0] * 20
-
-
-def test_a_reply_without_end_is_left(make, monkeypatch):
-    monkeypatch.setattr(judge_module, "HttpOptions", partial(judge_module.HttpOptions, largest_reply=100_000))
-    with serve("[[1]]" + " " * 200_000) as server:
-        (found,) = grade(make(server.url, give_up_s=0.1), "4")
-    assert "more than 100000 bytes" in found.error
 
 
 # --- canaries ---
