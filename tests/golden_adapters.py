@@ -18,7 +18,7 @@ from torch import Tensor
 from core.algorithm import advantages, kl, losses, sequences
 from core.algorithm.padded import PaddedAdvantageInputs
 from core.config import registry
-from core.learner import learner as schedules
+from core.learner import schedules
 from core.learner.log_probs import token_log_probs_and_entropy
 from tests import golden_dapo, golden_mismatch
 from tests.golden_io import Case, Comparison

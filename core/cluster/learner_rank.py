@@ -29,9 +29,8 @@ from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
-from core.learner.model_checks import logprob_noise
+from core.learner.model_checks import logprob_noise, probe_ids, probe_log_probs
 from core.learner.models import freeze_parts, load_critic, load_policy, load_tokenizer
-from core.learner.packing import Layout
 from core.learner.saving import (
     OPTIMIZER,
     OwnFiles,
@@ -43,14 +42,12 @@ from core.learner.saving import (
     save_optimizer,
 )
 from core.learner.traced_tokens import TracedRows
-from core.learner.weight_probe import probe_ids, probe_log_probs
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.sections.actor import Sharing
-    from core.config.sections.critic import CriticModelConfig
-    from core.config.sections.model import FSDPConfig, ModelConfig
+    from core.config.sections.model import FSDPConfig
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class LearnerRank:
         source = policy(on_meta=False) if self.lead else None
         shared = {"temperature": part.rollout.temperature or 1.0, "device": device, "known": known}
         compiled = {"compiled": part.actor.use_torch_compile}
-        of_actor, of_ref = (compiled | self.split(part.model, one) for one in (part.actor, part.ref))
+        of_actor, of_ref = (compiled | self.split(one) for one in (part.actor, part.ref))
         layer_size = part.actor.layer_ranks
         module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config, layer_size)
         bypass = config.algorithm.rollout_correction.bypass_mode
@@ -117,7 +114,7 @@ class LearnerRank:
             source = value_model(on_meta=False) if self.lead else None
             fsdp, layer_size = critic.model.fsdp_config, critic.layer_ranks
             module = self.sharded("critic", value_model(on_meta=True), source, fsdp, layer_size)
-            of_critic = {"compiled": critic.use_torch_compile} | self.split(critic.model, critic)
+            of_critic = {"compiled": critic.use_torch_compile} | self.split(critic)
             self.critic = Critic(module, critic, device=device, **of_critic)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
@@ -125,13 +122,13 @@ class LearnerRank:
         if part.model.lora_rank:
             self.fsdp["ref"] = part.actor.fsdp_config  # the policy without its adapters
 
-    def split(self, model: ModelConfig | CriticModelConfig, part: Sharing) -> dict[str, Any]:
+    def split(self, part: Sharing) -> dict[str, Any]:
         """Return how neighbours share a model's passes: those that share a layer next to each other."""
         mesh, tokens = None, part.ulysses_sequence_parallel_size
         if tokens > 1:
             shape = dist.get_world_size() // part.together, tokens, part.layer_ranks
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor"))["sequence"]
-        return {"ranks": ProcessRanks(part.together), "layout": Layout(model.use_remove_padding, mesh)}
+        return {"ranks": ProcessRanks(part.together), "mesh": mesh}
 
     def sharded(
         self, name: str, skeleton: nn.Module, source: nn.Module | None, config: FSDPConfig, layer_size: int

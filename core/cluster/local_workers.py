@@ -21,12 +21,10 @@ from core.engines import NoEngine, RolloutEngine, make_engine
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
 from core.learner.lora import add_adapters, has_adapters, merged_weights, trained_weights
-from core.learner.model_checks import logprob_noise
+from core.learner.model_checks import compare_probe, compare_weights, logprob_noise, probe_ids, probe_log_probs
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
-from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
 from core.learner.traced_tokens import TracedRows
-from core.learner.weight_probe import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.tracking.health import Repeats
 from core.tracking.profiling import Profile
 from core.types import TrainBatch
@@ -77,7 +75,6 @@ class LocalWorkers:
         options = {
             "temperature": rollout.temperature or 1.0,
             "compute_dtype": compute_dtype(actor.fsdp_config.dtype),
-            "layout": Layout(packed=model.use_remove_padding),
             "compiled": actor.use_torch_compile,
             "known": known_ids(tokenizer),
         }
@@ -97,9 +94,8 @@ class LocalWorkers:
             critic = load_critic(config.critic.model, seed=config.trainer.seed).to(device)
             critic = add_adapters(critic, config.critic.model, config.trainer.seed)
             dtype = compute_dtype(config.critic.model.fsdp_config.dtype)
-            layout = Layout(packed=config.critic.model.use_remove_padding)
             compiled = config.critic.use_torch_compile
-            self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout, compiled=compiled)
+            self.critic = Critic(critic, config.critic, compute_dtype=dtype, compiled=compiled)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.reward_model = None
         if config.reward_model.loads_model:

@@ -15,8 +15,8 @@ import torch
 from core.cluster.ray_pools import RayProcesses, rank_name
 from core.engines.weight_buckets import Checksum, Proof, merged
 from core.errors import WorkersLost
+from core.learner.model_checks import WeightSyncError, compare_probe, compare_weights
 from core.learner.models import compute_dtype
-from core.learner.weight_probe import WeightSyncError, compare_probe, compare_weights
 from core.tracking.health import Repeats
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Whether the weights of an update are the model's, before any of them is loaded: names, shapes, tied weights.
 
-What the values are is checked elsewhere: by checksums of the buckets, and by :mod:`core.learner.weight_probe`.
+What the values are is checked elsewhere: by checksums of the buckets, and by :mod:`core.learner.model_checks`.
 """
 
 from __future__ import annotations

@@ -168,13 +168,12 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
 
 
 def micro_batches(
-    batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None, packed: bool = False
+    batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, TrainBatch]]:
     """Yield pieces with the indices of their sequences, the longest first.
 
-    ``max_sequences`` bounds the sequences of a piece, ``max_tokens`` what it computes, so that the budget is never
-    exceeded: its sequences times the longest of them, or, ``packed``, its tokens. Padded pieces have sequences of
-    similar length. Raises ValueError for a sequence that alone is over the budget.
+    ``max_sequences`` bounds the sequences of a piece, ``max_tokens`` its tokens, so that the budget is never exceeded.
+    Raises ValueError for a sequence that alone is over the budget.
     """
     lengths = batch.lengths
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -183,22 +182,11 @@ def micro_batches(
             f"a sequence of {int(lengths[order[0]])} tokens is longer than the token budget of {max_tokens}: "
             "raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu)"
         )
-    if packed and max_tokens is not None and max_sequences is None:
-        pieces = _first_fit(lengths, order, max_tokens)
-    else:
-        pieces = _runs(lengths, order, max_sequences, max_tokens)
+    if not len(order):
+        return
+    pieces = order.split(max_sequences or len(order)) if max_tokens is None else _first_fit(lengths, order, max_tokens)
     for index in pieces:
         yield index, batch.rows(index)
-
-
-def _runs(lengths: Tensor, order: Tensor, max_sequences: int | None, max_tokens: int | None) -> Iterator[Tensor]:
-    """Yield neighbours in ``order`` (the longest sequence first), as many as fit with padding."""
-    while len(order):
-        count = len(order) if max_sequences is None else max_sequences
-        if max_tokens is not None:
-            count = min(count, max_tokens // int(lengths[order[0]]))
-        yield order[:count]
-        order = order[count:]
 
 
 def _first_fit(lengths: Tensor, order: Tensor, max_tokens: int) -> list[Tensor]:

@@ -22,27 +22,29 @@ from core.algorithm.losses import LossInputs, MetricSums, policy_loss, value_los
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.data.vocabulary import unknown_among
-from core.learner.attention import SharedPrompts, can_keep_keys, can_share, hidden_before_tokens
+from core.learner.attention import use_packed_attention
 from core.learner.batching import micro_batches, split_zero_gradient
 from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing, check_speed, shares_alike
-from core.learner.packing import ForwardInputs, Layout, predicting_tokens
+from core.learner.packing import ForwardInputs, SharedPrompts, can_share, forward_inputs
 from core.learner.traced_tokens import TracedTokens, clipped_how
-from core.types import Media, TrainBatch
+from core.types import TrainBatch
+from core.vision.learner_pictures import PictureInputs
 from core.vision.modality import TEXT, Modality, modality_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from core.config.sections.actor import ActorConfig, RefConfig
     from core.config.sections.critic import CriticConfig
-    from core.config.sections.model import OptimConfig
     from core.config.sections.rollout import RolloutConfig
 
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """A memory setting: the most sequences, or tokens (padding included, if there is any), of one pass."""
+    """A memory setting: the most sequences, or tokens, of one pass."""
 
     max_sequences: int | None = None
     max_tokens: int | None = None
@@ -86,9 +88,7 @@ class Ranks:
         """Drop weights that passes gathered and left: an optimizer that is made then would have them for its own."""
 
 
-ALONE, PADDED = Ranks(), Layout()
-
-
+ALONE = Ranks()
 NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
 PASS_READS = ("input_ids", "response_mask", "group")  # what a pass for log-probs or values reads of a batch
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
@@ -126,8 +126,6 @@ def token_log_probs(
     *,
     temperature: float,
     unknown: Tensor | None = None,
-    shared: SharedPrompts | None = None,
-    media_B: Sequence[Media | None] = (),
     modality: Modality = TEXT,
     every_part: bool = False,
     **options: bool,
@@ -135,16 +133,12 @@ def token_log_probs(
     """Return [M] each: log-prob and entropy of each token that ``inputs`` predict, by a causal language model.
 
     ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
-    ``shared`` prompts have a pass of their own, with ``media_B``; without them ``inputs`` are all there is.
     ``every_part`` is :meth:`Modality.run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
-    if shared is None:
-        more = {"use_cache": False, **inputs.inputs}
-        out = modality.run_body(module, inputs.input_ids, inputs.media, every_part=every_part, **more)
-        hidden_MH = out.last_hidden_state[inputs.predicts]
-    else:
-        hidden_MH = hidden_before_tokens(module, inputs.input_ids, inputs.mask_N, shared, media_B, modality)
-    hidden_MH = _in_precision_of_passes(module, (), hidden_MH)  # the last norm's weights are float32
+    more = {"use_cache": False, **inputs.inputs}
+    out = modality.run_body(module, inputs.input_ids, inputs.media, every_part=every_part, **more)
+    # The last norm's weights are float32
+    hidden_MH = _in_precision_of_passes(module, (), out.last_hidden_state[inputs.predicts])
     head = module.get_output_embeddings()
     # Where ranks share layers it is a DTensor, and each of them reads all of it.
     weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias))
@@ -163,7 +157,7 @@ def token_log_probs(
 
 
 class LearnerModel:
-    """A model and what its forward passes need: precision, the ranks that share them, the layout of sequences."""
+    """A model and what its forward passes need: precision, the ranks, and the ``mesh`` of those that split a pass."""
 
     def __init__(
         self,
@@ -172,21 +166,25 @@ class LearnerModel:
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks = ALONE,
         device: torch.device | None = None,
-        layout: Layout = PADDED,
+        mesh: DeviceMesh | None = None,
         compiled: bool = False,
     ):
         self.module, self.compute_dtype = module, compute_dtype
-        self.ranks, self.layout, self.modality = ranks, layout, modality_of(module.config)
+        self.ranks, self.mesh, self.modality = ranks, mesh, modality_of(module.config)
         self.computes_on = device  # None: where the parameters are
         if compute_dtype is not None:
             check_speed(compute_dtype, self.device.type)
             module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
-        self.one_pass = ranks is not ALONE or layout.packed  # shared prompts are in the pass of their answers
-        layout.prepare(module, shares=self.one_pass)
+        use_packed_attention(module, self.splitting)
         if compiled:
             compile_parts(module, self.device)
-        self.shares = can_share(module) and (not self.one_pass or shares_alike(self))
+        self.shares = can_share(module) and shares_alike(self)
         ranks.reshard(module)
+
+    @property
+    def splitting(self) -> int:
+        """Return how many ranks split each pass between them."""
+        return 1 if self.mesh is None else self.mesh.size()
 
     @property
     def device(self) -> torch.device:
@@ -202,19 +200,17 @@ class LearnerModel:
 
         A sharded model needs all ranks in every pass, so a rank with fewer adds empty ones.
         """
-        tokens = size.max_tokens and size.max_tokens * self.layout.ranks  # several ranks share a pass
-        pieces = list(
-            micro_batches(batch, max_sequences=size.max_sequences, max_tokens=tokens, packed=self.layout.packed)
-        )
+        tokens = size.max_tokens and size.max_tokens * self.splitting
+        pieces = list(micro_batches(batch, max_sequences=size.max_sequences, max_tokens=tokens))
         missing = self.ranks.all_reduce_max(len(pieces)) - len(pieces)
         return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
 
-    def shared_prompts(self, batch: TrainBatch) -> SharedPrompts | None:
-        """Return the prompts that a pass over the micro-batch reads once; None where it reads all sequences whole."""
-        if not self.shares or not (self.one_pass or can_keep_keys(self.module)) or (self.one_pass and batch.media):
-            return None
-        tensors = batch.input_ids, batch.response_mask, batch.lengths, batch.group
-        return SharedPrompts.of(*tensors, packed=self.layout.packed)
+    def pass_over(self, batch: TrainBatch, media: PictureInputs | None = None) -> ForwardInputs:
+        """Return the inputs of a pass over the micro-batch, which reads the prompts of its groups once."""
+        ids, mask, lengths, shared = batch.input_ids.long(), batch.response_mask, batch.lengths, None
+        if self.shares and not batch.media:
+            shared = SharedPrompts.of(ids, mask, lengths, batch.group)
+        return forward_inputs(ids, mask, lengths, media=media, shared=shared, mesh=self.mesh)
 
 
 class Policy(LearnerModel):
@@ -237,17 +233,11 @@ class Policy(LearnerModel):
 
         ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
         """
-        ids, mask = batch.input_ids.long(), batch.response_mask
-        media_B, shared = batch.media_of_rows(), self.shared_prompts(batch)
-        if shared is not None and not self.one_pass:  # prompts first, in a pass of their own
-            inputs = ForwardInputs(ids, predicting_tokens(mask, batch.lengths), ids[mask], mask)
-            options |= {"shared": shared}
-        else:
-            media = None
-            if media_B:
-                media = self.modality.inputs(self.module, batch.padded("input_ids").long(), media_B)
-            inputs = self.layout.forward_inputs(ids, mask, batch.lengths, media, shared)
-        return tuple(map(inputs.at_tokens, self.forward(inputs, media_B=media_B, **options)))
+        media = None
+        if media_B := batch.media_of_rows():
+            media = self.modality.inputs(self.module, batch.padded("input_ids").long(), media_B)
+        inputs = self.pass_over(batch, media)
+        return tuple(map(inputs.at_tokens, self.forward(inputs, **options)))
 
     def forward(self, inputs: ForwardInputs, **options: Any) -> tuple[Tensor, ...]:
         """Return :func:`token_log_probs` of this policy; ``options`` are the rest of its arguments."""
@@ -431,9 +421,7 @@ class Critic(LearnerModel):
 
     def token_values(self, batch: TrainBatch) -> Tensor:
         """Return [N]: the value of the state in which each policy token is chosen, 0 elsewhere."""
-        shared = self.shared_prompts(batch) if self.one_pass else None
-        ids, mask = batch.input_ids.long(), batch.response_mask
-        inputs = self.layout.forward_inputs(ids, mask, batch.lengths, shared=shared)
+        inputs = self.pass_over(batch)
         with self.precision():
             logits = self.module(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs).logits
         values_M = logits[inputs.predicts][:, 0]
@@ -469,55 +457,3 @@ class Critic(LearnerModel):
         means.value("vf_loss", float(loss.detach()), counts=False)
         means.tokens({**stats, "vpred_mean": values}, micro.response_mask)
         return loss
-
-
-def constant(index: int, warmup: int) -> float:
-    """Rise linearly from 0 to 1 over ``warmup`` steps, then stay at 1."""
-    return min(1.0, index / max(warmup, 1)) if index < warmup else 1.0
-
-
-def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5) -> float:
-    """Warm up, then follow ``num_cycles`` waves of a cosine between 1 and ``min_lr_ratio`` (arXiv:1608.03983, eq. 5).
-
-    Half a wave ends at ``min_lr_ratio`` at index ``total``; beyond it the wave goes on, as published.
-    """
-    if index < warmup:
-        return index / max(warmup, 1)
-    progress = (index - warmup) / max(total - warmup, 1)
-    wave = 0.5 * (1 + math.cos(2 * math.pi * num_cycles * progress))
-    return max(0.0, min_lr_ratio + (1 - min_lr_ratio) * wave)
-
-
-def wsd(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, stable_ratio: float = 0.9) -> float:
-    """Warm up, stay, then follow half a cosine wave down to ``min_lr_ratio`` (arXiv:2404.06395, section 4).
-
-    The plateau takes ``stable_ratio`` of the steps after the warm-up, rounded down.
-    """
-    if index < warmup:
-        return index / max(warmup, 1)
-    stable = int((total - warmup) * stable_ratio)
-    if index < warmup + stable:
-        return 1.0
-    if index >= total:
-        return min_lr_ratio
-    progress = (index - warmup - stable) / max(total - warmup - stable, 1)
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def warmup_steps(config: OptimConfig, total_steps: int) -> int:
-    """Count the steps of warm-up in a run of ``total_steps``."""
-    if config.lr_warmup_steps >= 0:
-        return config.lr_warmup_steps
-    return int(config.lr_warmup_steps_ratio * total_steps)
-
-
-def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Return the multiplier of ``optim.lr`` in RL step ``step`` of ``total_steps``, counted from 0.
-
-    It is the schedule's at index ``step + 1``: with a warm-up of w steps the first one trains at 1/w and the w-th
-    at 1, where the published trainers spend their first step at 0. All optimizer steps of an RL step share it.
-    """
-    warmup, index = warmup_steps(config, total_steps), step + 1
-    if config.lr_scheduler_type == "cosine":
-        return cosine(index, warmup, total_steps, config.min_lr_ratio or 0.0, config.num_cycles)
-    return constant(index, warmup)

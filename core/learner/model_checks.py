@@ -1,25 +1,26 @@
-"""Checks of a model when it is loaded: the learner's own head and packed attention compute what the model computes.
+"""Checks of a model: the learner's head and packed attention compute what the model does, and so does the engine.
 
 A model that fails is refused with an InputError before anything trains on wrong numbers; one that cannot share prompts
 within a pass repeats them instead. How far two passes may differ is measured: a pass is repeated with embeddings that
 are rounded otherwise, because what rounding costs depends on the precision of the products, which under autocast is no
-tensor's, and on the model's depth. What a sync of weights is checked by stands in ``core.learner.weight_probe``.
+tensor's, and on the model's depth. After every sync of weights engine and learner give a fixed text the same log-probs.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.learner.attention import ATTENTION, SharedPrompts, places
-from core.learner.packing import ForwardInputs, Layout
+from core.learner.packing import ForwardInputs, SharedPrompts, forward_inputs, places, predicting_tokens
+from core.types import pad
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +28,13 @@ log = logging.getLogger(__name__)
 # The factor is for small samples: on SmolLM2-135M in bf16 sharing differs by 0.3 of what rounding costs, and one
 # position too many, or a prompt's token that is not seen, by 10 to 15 times as much.
 LEAST_DIFFERENCE, ROUNDINGS = 1e-3, 3
+OUTLIERS = 0.1  # share of the tokens of the text that engine and learner compare
 
 
 class CheckedPolicy(Protocol):
     """What the checks need of a :class:`core.learner.learner.Policy`."""
 
     module: nn.Module
-    layout: Layout
     ranks: Any
     modality: Any
     device: torch.device
@@ -102,7 +103,7 @@ def logprob_noise(policy: CheckedPolicy, token_ids: Sequence[int]) -> float:
     text = token_ids if len(token_ids) > 1 else range(4)  # prompts with media alone leave none
     ids = torch.tensor([*text], device=policy.device)
     lengths, place = ids.new_tensor([len(ids)]), torch.arange(len(ids), device=ids.device)
-    inputs = Layout(policy.layout.packed).forward_inputs(ids, place > 0, lengths)
+    inputs = forward_inputs(ids, place > 0, lengths)
     plain = policy.forward(inputs)[0]
     with rounded_otherwise(policy.module):
         return float((policy.forward(inputs)[0] - plain).abs().mean())
@@ -133,17 +134,17 @@ def _difference(policy: CheckedPolicy, one: ForwardInputs, other: ForwardInputs)
 
 @torch.no_grad()
 def check_packing(policy: CheckedPolicy) -> None:
-    """Check that a packed sequence does not see its neighbours and is read as it is alone."""
-    if not policy.layout.packed:
-        return
+    """Check that a packed sequence does not see its neighbours and is read as it is alone. Raises InputError."""
     ids = torch.arange(10, device=policy.device) % policy.module.config.get_text_config().vocab_size
     lengths = ids.new_tensor([6, 4])
-    ways = (Layout(packed).forward_inputs(ids, places(lengths) > 0, lengths) for packed in (False, True))
-    apart, bound = _difference(policy, *ways)
+    written = places(lengths) > 0
+    predicts, wrote = pad(predicting_tokens(written, lengths), lengths), ids[written]
+    alone = ForwardInputs(pad(ids, lengths), predicts, wrote, written)  # causal: padding behind the ends is not seen
+    apart, bound = _difference(policy, alone, forward_inputs(ids, written, lengths))
     if not apart <= bound:  # NaN too
         raise InputError(
-            f"use_remove_padding: {type(policy.module).__name__} reads packed sequences otherwise than padded ones "
-            f"(by {apart:.2g} of a state, and rounding explains {bound:.2g}); set it to False"
+            f"model.path: {type(policy.module).__name__} reads packed sequences otherwise than each alone "
+            f"(by {apart:.2g} of a state, and rounding explains {bound:.2g}); use another model"
         )
 
 
@@ -154,18 +155,15 @@ def shares_alike(policy: CheckedPolicy) -> bool:
     False of models that read media, whose positions are not places. A difference of numbers is logged.
     """
     module = policy.module
-    if module.config._attn_implementation != ATTENTION or policy.modality.reads_media:
+    if policy.modality.reads_media:
         return False
     lengths = torch.tensor([6, 5], device=policy.device)
     place = places(lengths)
     ids = torch.where(place < 4, place, torch.arange(11, device=place.device))  # of each other's only the prompts
     ids, wrote = ids % module.config.get_text_config().vocab_size, place > 3
-    prompts = SharedPrompts.of(ids, wrote, lengths, lengths * 0, packed=policy.layout.packed)
-    layout = Layout(policy.layout.packed)
-    ways = (layout.forward_inputs(ids, wrote, lengths, shared=shared) for shared in (None, prompts))
-    apart, bound = _difference(policy, *ways)
-    alike = apart <= bound
-    if not alike:
+    prompts = SharedPrompts.of(ids, wrote, lengths, lengths * 0)
+    apart, bound = _difference(policy, *(forward_inputs(ids, wrote, lengths, shared=one) for one in (None, prompts)))
+    if not apart <= bound:
         log.warning(
             "%s reads answers behind a shared prompt otherwise than alone (by %.2g of a state, and rounding explains "
             "%.2g): prompts are repeated",
@@ -173,4 +171,62 @@ def shares_alike(policy: CheckedPolicy) -> bool:
             apart,
             bound,
         )
-    return alike
+    return apart <= bound
+
+
+# -- after a sync of weights -------------------------------------------------------------------------
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not compute with the learner's weights."""
+
+
+def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:
+    """Return a fixed text of random ids: it touches the embedding, every layer and the head."""
+    return tuple(int(i) for i in np.random.default_rng(0).integers(0, vocab_size, length))
+
+
+@torch.no_grad()
+def probe_log_probs(policy: CheckedPolicy) -> np.ndarray:
+    """Return the learner's log-probs of the fixed text, [n - 1] float32, as :meth:`RolloutEngine.probe` gives them."""
+    ids = probe_ids(policy.module.config.get_text_config().vocab_size)
+    with policy.precision():
+        logits = policy.module(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits
+    log_probs = logits[0, :-1].float().log_softmax(-1).cpu()
+    return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def compare_weights(sent: Mapping[str, int], held: Mapping[str, int]) -> None:
+    """Compare checksums of an engine's weights, by name, with those that the learner sent. Raises WeightSyncError."""
+    if wrong := [name for name, value in held.items() if sent.get(name) != value]:
+        raise WeightSyncError(
+            f"after the weight sync {len(wrong)} of {len(held)} weights of the engine are not those that the learner "
+            f"sent ({', '.join(wrong[:3])}): some of its weights are stale or were rounded"
+        )
+
+
+def compare_probe(
+    learner: np.ndarray, engine: np.ndarray, *, bf16: bool, is_news: Callable[[str, float], bool]
+) -> float:
+    """Return the largest difference of the two, [N] each. Raises WeightSyncError where more than one token in
+    ten is beyond the bound of the precision; a few that are beyond it are logged where that is news, in float32.
+
+    Rounding grows with the number that is rounded: the tokens are random ones, whose log-probs may be -50. A wrong
+    weight moves nearly all of them. In bf16 on a GPU one of them is beyond the bound in undisturbed runs of a real
+    model, by 0.5 to 2.5: the metric has it, and a warning would come in every run.
+    """
+    difference = np.abs(learner - engine)
+    bound = 0.25 + np.abs(learner) / 64 if bf16 else 1e-3 + np.abs(learner) * 1e-5
+    beyond = ~(difference <= bound)  # NaN too
+    if not beyond.any():
+        return float(difference.max())
+    worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
+    found = (
+        f"after the weight sync the engine's log-prob of {beyond.sum()} of {len(beyond)} tokens is not the learner's, "
+        f"at worst {engine[worst]:.4g} instead of {learner[worst]:.4g} (bound of the difference {bound[worst]:.3g})"
+    )
+    if beyond.mean() > OUTLIERS or not np.isfinite(difference).all():
+        raise WeightSyncError(f"{found}: some of its weights are stale")
+    if not bf16 and is_news("probe_diff", float(difference[worst])):
+        log.warning("%s: too few for a stale weight", found)
+    return float(difference.max())

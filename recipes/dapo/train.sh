@@ -82,7 +82,6 @@ shift 2
 exec "$python" -m recipes.dapo.main_dapo \
     data.train_files="$data/dapo_math/train.parquet" \
     data.val_files="$data/aime2024/test.parquet" \
-    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.rollout.name=vllm \
     "${size[@]}" \
     trainer.backend=ray \

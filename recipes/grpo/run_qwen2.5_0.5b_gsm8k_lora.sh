@@ -29,7 +29,6 @@ exec "$python" -m recipes.grpo.main_grpo \
     actor_rollout_ref.model.lora_rank=32 \
     actor_rollout_ref.model.lora_alpha=32 \
     actor_rollout_ref.model.target_modules=all-linear \
-    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.actor.optim.lr=3e-5 \
     actor_rollout_ref.actor.ppo_mini_batch_size=116 \
     actor_rollout_ref.actor.use_dynamic_bsz=True \

@@ -23,7 +23,6 @@ exec "$python" -m recipes.grpo.main_grpo \
     data.train_files="$data/train.parquet" \
     data.val_files="$data/test.parquet" \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \
-    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 \
     actor_rollout_ref.rollout.name=vllm \

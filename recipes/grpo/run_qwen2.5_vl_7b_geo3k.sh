@@ -26,7 +26,6 @@ exec "$python" -m recipes.grpo.main_grpo \
     data.max_prompt_length=1024 \
     data.max_response_length=2048 \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct \
-    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \
     actor_rollout_ref.actor.ppo_mini_batch_size=128 \
     actor_rollout_ref.actor.kl_loss_coef=0.01 \

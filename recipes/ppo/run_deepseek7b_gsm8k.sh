@@ -25,7 +25,6 @@ exec "$python" -m recipes.ppo.main_ppo \
     data.filter_overlong_prompts=True \
     data.truncation=error \
     actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat \
-    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \
@@ -37,7 +36,6 @@ exec "$python" -m recipes.ppo.main_ppo \
     actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \
-    critic.model.use_remove_padding=True \
     critic.optim.lr=1e-5 \
     critic.model.enable_gradient_checkpointing=True \
     critic.ppo_micro_batch_size_per_gpu=32 \

@@ -25,7 +25,6 @@ exec "$python" -m recipes.ppo.main_ppo \
     data.max_prompt_length=1024 \
     data.max_response_length=512 \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
-    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
@@ -35,7 +34,6 @@ exec "$python" -m recipes.ppo.main_ppo \
     actor_rollout_ref.rollout.n=1 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
-    critic.model.use_remove_padding=True \
     critic.optim.lr=1e-5 \
     algorithm.use_kl_in_reward=True \
     algorithm.kl_ctrl.kl_coef=0.001 \

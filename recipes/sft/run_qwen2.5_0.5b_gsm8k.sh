@@ -22,7 +22,6 @@ exec "$python" -m recipes.sft.main_sft \
     data.val_files="$data/test.parquet" \
     data.response_key=extra_info.answer \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
-    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \

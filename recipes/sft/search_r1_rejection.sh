@@ -46,7 +46,6 @@ exec "$python" -m recipes.sft.main_sft \
     data.max_prompt_length=4096 \
     data.max_response_length=500 \
     actor_rollout_ref.model.path="$model" \
-    actor_rollout_ref.model.use_remove_padding=True \
     trainer.backend=ray \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \

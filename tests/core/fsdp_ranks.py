@@ -19,11 +19,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from core.algorithm.losses import MetricSums
 from core.cluster.fsdp import gather
 from core.cluster.learner_rank import LearnerRank
-from core.learner.attention import SharedPrompts
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
+from core.learner.packing import SharedPrompts
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -28,7 +28,6 @@ from core.learner import log_probs
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor, MicroBatchSize
 from core.learner.models import load_policy
-from core.learner.packing import Layout
 from core.learner.saving import host_copy, load_sharded_optimizer, save_optimizer
 from core.model_shapes import MODELS, Shape
 from core.plan import block_bytes, gathered_bytes, head_bytes, update_bytes
@@ -136,7 +135,7 @@ def sharded_actor(shape: Shape, device: str, tokens: int, folder: Path) -> tuple
             values.fill_(1.0) if "norm" in name else values.normal_(0.0, 0.02)
     rotary = type(module.model.rotary_emb)(module.config)  # its frequencies are buffers, for which there are no weights
     module.model.rotary_emb = rotary.to(device)
-    options = {"temperature": 1.0, "device": torch.device(device), "ranks": ProcessRanks(), "layout": Layout(True)}
+    options = {"temperature": 1.0, "device": torch.device(device), "ranks": ProcessRanks()}
     return Actor(module, part, **options), config
 
 

@@ -16,10 +16,9 @@ from core.cluster.local_workers import LocalWorkers
 from core.engines.hf import HFEngine
 from core.engines.weight_buckets import Staging
 from core.learner.batching import make_batch
-from core.learner.learner import PADDED, MicroBatchSize, Policy
+from core.learner.learner import MicroBatchSize, Policy
 from core.learner.log_probs import token_log_probs_and_entropy
-from core.learner.packing import Layout
-from core.learner.weight_probe import WeightSyncError
+from core.learner.model_checks import WeightSyncError
 from core.types import Prompt, ScoredGroup
 from reward_scores.score import Score
 from tests.core.engine_contract import ask, sample_all
@@ -39,9 +38,9 @@ def model(device):
     return tiny_model(initializer_range=0.08, **HEADS).to(device)
 
 
-def policy(device, dtype, layout=PADDED):
+def policy(device, dtype):
     compute = None if dtype is torch.float32 else dtype
-    return Policy(model(device), temperature=1.0, compute_dtype=compute, layout=layout)
+    return Policy(model(device), temperature=1.0, compute_dtype=compute)
 
 
 @pytest.fixture(scope="module")
@@ -53,47 +52,46 @@ def workers(folder, device, dtype, *overrides):
     kinds = ("rollout.dtype", "actor.fsdp_config.dtype", "ref.fsdp_config.dtype")
     name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
     extra = [f"actor_rollout_ref.{kind}={name}" for kind in kinds]
-    config = cluster_config(folder, *extra, "actor_rollout_ref.model.use_remove_padding=True", *overrides)
+    config = cluster_config(folder, *extra, *overrides)
     return LocalWorkers(config, tiny_tokenizer(), device, needs_ref=True, needs_critic=False)
 
 
 @both
 @precisions
 def test_the_learner_reads_what_the_engine_wrote(device, dtype):
-    """Log-probs of sampled answers: the engine's, from its cache, and the learner's, packed and padded."""
+    """Log-probs of sampled answers: the engine's, from its cache, and the learner's."""
     engine = HFEngine(model(device), tiny_tokenizer(), dtype=None if dtype is torch.float32 else dtype)
     requests = [ask((50 + i // 4, 60, 61 + i), seed=i, max_tokens=24, ignore_eos=True) for i in range(16)]
     answers = sample_all(engine, requests)
     engine.close()
     prompt = Prompt(0, "0", (), (), "x", "test")
     batch = make_batch([ScoredGroup(prompt, (one,), (Score(0.0),)) for one in answers], 0)
-    for layout in (Layout(), Layout(packed=True)):
-        found = policy(device, dtype, layout).log_probs(batch, MicroBatchSize(max_tokens=128))[0]
-        difference = (found - batch.rollout_log_probs)[batch.response_mask].abs()
-        assert float(difference.mean()) < (1e-4 if dtype is torch.float32 else 0.02)
-        assert float(difference.max()) < (1e-3 if dtype is torch.float32 else 0.5)
+    found = policy(device, dtype).log_probs(batch, MicroBatchSize(max_tokens=128))[0]
+    difference = (found - batch.rollout_log_probs)[batch.response_mask].abs()
+    assert float(difference.mean()) < (1e-4 if dtype is torch.float32 else 0.02)
+    assert float(difference.max()) < (1e-3 if dtype is torch.float32 else 0.5)
 
 
 @both
 @precisions
-def test_packed_rows_are_read_as_padded_ones(device, dtype):
-    """In bf16 on a GPU this is the variable-length kernel against scaled-dot-product attention."""
+def test_sequences_together_are_read_as_each_alone(device, dtype):
+    """In bf16 on a GPU this is the variable-length kernel."""
     batch, size = mixed_batch(), MicroBatchSize(max_tokens=128)
-    found = [policy(device, dtype, Layout(packed)).log_probs(batch, size) for packed in (True, False)]
+    found = [policy(device, dtype).log_probs(batch, one) for one in (size, MicroBatchSize(max_sequences=1))]
     exact = policy(device, torch.float32).log_probs(batch, size)
     bound = 1e-4 if dtype is torch.float32 else 0.1
-    for packed, padded, truth in zip(*found, exact, strict=True):
-        assert float((packed - padded).abs().max()) < bound and float((packed - truth).abs().max()) < bound
+    for packed, alone, truth in zip(*found, exact, strict=True):
+        assert float((packed - alone).abs().max()) < bound and float((packed - truth).abs().max()) < bound
 
 
 @both
 @precisions
-def test_packed_gradients_are_those_of_padded_rows(device, dtype):
+def test_gradients_of_sequences_together_are_those_of_each_alone(device, dtype):
     grads = []
-    for packed in (True, False):
-        reader = policy(device, dtype, Layout(packed))
-        log_prob, _ = reader.token_stats(mixed_batch().to(device))
-        (log_prob * mixed_batch().advantages.to(device)).sum().backward()
+    for size in (MicroBatchSize(max_tokens=10_000), MicroBatchSize(max_sequences=1)):
+        reader = policy(device, dtype)
+        for _, micro in reader.micro_batches_of_rank(size, mixed_batch().to(device)):
+            (reader.token_stats(micro)[0] * micro.advantages).sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in reader.module.parameters()]))
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < (1e-4 if dtype is torch.float32 else 0.05)
 
@@ -156,7 +154,7 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=1)
     device = torch.device("cuda")
     extra = [f"actor_rollout_ref.actor.fsdp_config.param_offload={offload}"]
-    config = cluster_config(model_path, *extra, "actor_rollout_ref.model.use_remove_padding=True", ranks=1)
+    config = cluster_config(model_path, *extra, ranks=1)
     one = LearnerRank(config, device, needs_ref=True, needs_critic=True)
     alone = LocalWorkers(config, tiny_tokenizer(), device, needs_ref=True, needs_critic=True)
     from core.learner.batching import mini_batching

@@ -137,7 +137,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.learner.learner.split_zero_gradient", real(learner.split_zero_gradient)
     yield "core.learner.learner.LearnerModel.micro_batches_of_rank", real(learner.LearnerModel.micro_batches_of_rank)
     yield "core.learner.learner.Stepper.step", step_of
-    yield "core.learner.packing.Layout.forward_inputs", real(packing.Layout.forward_inputs)
+    yield "core.learner.learner.forward_inputs", real(packing.forward_inputs)
     yield "core.learner.attention._by_length", attention._varlen
     yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
     yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)

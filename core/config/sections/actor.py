@@ -77,9 +77,7 @@ class ActorConfig(Sharing, Section):
     kl_loss_type: KLKind = key("low_var_kl", "estimator of the KL in the loss", KL_LOSS)
     grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
     state_masking: bool = key(True, "tokens that tools wrote carry no loss; False is Search-R1's ablation", EPISODES)
-    ulysses_sequence_parallel_size: Count = execution(
-        1, "ranks that share each sequence; it needs use_remove_padding", OVER_RAY
-    )
+    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
     tensor_model_parallel_size: Count = execution(
         1, "ranks that share each layer; FSDP2 shards over the others", OVER_RAY
     )

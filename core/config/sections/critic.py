@@ -22,7 +22,6 @@ class CriticModelConfig(Section):
     )
     override_config: Open | None = key(None, "fields of the model's configuration; null: the policy's", code=ARGUMENTS)
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
-    use_remove_padding: bool = execution(False, "pack the sequences of a pass without padding")
     lora_rank: Size = key(0, "rank of the adapters; 0: all weights train")
     lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", ADAPTERS)
     target_modules: Names = key(("all-linear",), "layers with adapters, as of the policy", ADAPTERS)

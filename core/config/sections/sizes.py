@@ -107,12 +107,6 @@ def shared_parts_have_kernels(c: View) -> Broken:
     for one in _learners(c):
         if one.section.endswith(".ref"):
             continue
-        if getattr(one.part, ULYSSES) > 1 and not one.model.use_remove_padding:
-            yield (
-                f"{one.section}.{ULYSSES}",
-                f"splits packed sequences, and {one.models}.use_remove_padding=False; set "
-                f"{one.models}.use_remove_padding=True, or {ULYSSES}=1",
-            )
         layers = getattr(one.part, LAYERS)
         if one.runs and one.part.use_torch_compile and layers > 1:
             yield (

@@ -14,7 +14,7 @@ from core.config.sections.algorithm import AlgorithmConfig
 from core.engines import SampleRequest, SamplingParams
 from core.errors import BrokenInvariant
 from core.learner.batching import make_batch, mini_batches
-from core.learner.weight_probe import WeightSyncError, compare_weights
+from core.learner.model_checks import WeightSyncError, compare_weights
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 from tests.padded import estimate

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.learner.learner import constant, cosine, multiplier, warmup_steps, wsd
+from core.learner.schedules import constant, cosine, multiplier, warmup_steps, wsd
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
 

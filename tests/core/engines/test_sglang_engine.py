@@ -12,7 +12,7 @@ from core.cluster.local_workers import LocalWorkers
 from core.engines.sglang import SGLangEngine
 from core.engines.weight_buckets import Bucket
 from core.errors import InputError
-from core.learner.weight_probe import WeightSyncError
+from core.learner.model_checks import WeightSyncError
 from tests.core.engine_contract import HELLO, ModelEngineContract, ask, ids, sample_all
 from tests.core.engines.sglang_fixture import attached, needs_sglang, serving
 from tests.core.ray_cluster import cluster_config, write_model

@@ -1,6 +1,7 @@
 """Groups to tensors, optimizer steps, and pieces that fit: what trains is decided before memory is."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -189,14 +190,22 @@ def test_shuffled_optimizer_steps_are_the_same_under_any_numpy():
 
 
 @settings(max_examples=60, deadline=None)
-@given(batch=batches(), tokens=st.integers(18, 80), rows=st.none() | st.integers(1, 5))
-def test_micro_batches_never_exceed_the_budget_and_lose_nothing(batch, tokens, rows):
-    seen = []
+@given(batch=batches(), size=st.tuples(st.none(), st.integers(18, 80)) | st.tuples(st.integers(1, 5), st.none()))
+def test_micro_batches_never_exceed_the_budget_and_lose_nothing(batch, size):
+    seen, (rows, tokens) = [], size
     for index, micro in micro_batches(batch, max_sequences=rows, max_tokens=tokens):
-        assert len(micro) * int(micro.lengths.max()) <= tokens and (rows is None or len(micro) <= rows)
+        assert (tokens is None or micro.tokens <= tokens) and (rows is None or len(micro) <= rows)
         assert torch.equal(micro.lengths, batch.lengths[index])
         seen += index.tolist()
     assert sorted(seen) == list(range(len(batch)))
+
+
+def test_pieces_hold_as_many_sequences_as_fit():
+    lengths = torch.tensor([9, 2, 7, 3, 1, 8, 5])
+    batch = SimpleNamespace(lengths=lengths, rows=lambda index: index)
+    pieces = list(micro_batches(batch, max_tokens=12))
+    assert sorted(torch.cat([index for index, _ in pieces]).tolist()) == list(range(7)) and len(pieces) == 3
+    assert all(int(lengths[index].sum()) <= 12 for index, _ in pieces)
 
 
 def test_a_sequence_over_the_budget_is_refused_by_name(groups):

@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config.sections.model import ModelConfig
 from core.errors import InputError
+from core.learner.attention import use_packed_attention
 from core.learner.learner import token_log_probs
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.models import load_policy
-from core.learner.packing import Layout
+from core.learner.packing import forward_inputs
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
@@ -233,9 +234,10 @@ def test_a_head_that_is_not_linear_is_refused(tmp_path, monkeypatch):
 
 def test_the_learner_reads_a_float32_head_as_its_engine_does():
     ids, gaps = torch.tensor([[4, 5, 6, 7]]), {}
-    inputs = Layout().forward_inputs(ids[0], torch.tensor([False, True, True, True]), torch.tensor([4]))
+    inputs = forward_inputs(ids[0], torch.tensor([False, True, True, True]), torch.tensor([4]))
     for kind in (torch.nn.Linear, FP32Head):
         module = tiny_model(initializer_range=0.6).bfloat16()
+        use_packed_attention(module, 1)
         head = module.get_output_embeddings()
         head.__class__ = kind
         with torch.no_grad():

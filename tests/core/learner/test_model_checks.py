@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
 
-from core.learner.learner import LearnerModel
-from core.learner.model_checks import check_speed
-from tests.tiny import tiny_model
+from core.engines.hf import HFEngine
+from core.errors import InputError
+from core.learner import attention
+from core.learner.attention import ATTENTION
+from core.learner.learner import LearnerModel, Policy
+from core.learner.model_checks import check_speed, logprob_noise
+from core.learner.packing import forward_inputs
+from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -27,3 +36,67 @@ def test_it_is_said_once_a_process(monkeypatch, caplog):
     for _ in range(2):
         LearnerModel(tiny_model(), compute_dtype=torch.bfloat16)
     assert caplog.text.count("no instructions") == 1
+
+
+@pytest.fixture(scope="module")
+def real_width():
+    """The width and depth of a small published model, whose bf16 passes differ by more than float32's bound."""
+    shape = {"hidden_size": 576, "intermediate_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9}
+    return tiny_model("llama", **shape, num_key_value_heads=3, initializer_range=0.04)
+
+
+@pytest.mark.parametrize("bf16_weights", [False, True], ids=["autocast", "weights"])
+def test_bf16_of_real_width_shares_prompts_unless_sharing_is_broken(real_width, monkeypatch, caplog, bf16_weights):
+    """The bound is the precision's that computes, which under autocast is not that of the hidden states."""
+    model = copy.deepcopy(real_width).bfloat16() if bf16_weights else real_width
+    precision = {"compute_dtype": None if bf16_weights else torch.bfloat16}
+    attend = attention.attend
+
+    def off(by):
+        def kernel(*args, key_index=None, **options):
+            out, nothing = attend(*args, key_index=key_index, **options)
+            if key_index is None:
+                return out, nothing
+            noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+            return (out * (1 + by * noise)).to(out.dtype), nothing
+
+        return kernel
+
+    for by, shares in ((2**-9, True), (0.5, False)):  # another kernel's rounding, and one that computes other numbers
+        monkeypatch.setitem(attention.AttentionInterface._global_mapping, ATTENTION, off(by))
+        assert LearnerModel(copy.deepcopy(model), **precision).shares == shares
+        assert ("reads answers behind a shared prompt otherwise" in caplog.text) == (not shares)
+
+
+def test_a_model_that_reads_packed_sequences_otherwise_is_refused(monkeypatch):
+    shape = dict(vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config = Gemma2Config(**shape, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config.final_logit_softcapping = None
+    with pytest.raises(InputError, match="needs softcap"):
+        Policy(AutoModelForCausalLM.from_config(config), temperature=1.0)
+    monkeypatch.setattr(
+        attention,
+        "_by_length",
+        lambda q, k, v, *_: attention.F.scaled_dot_product_attention(
+            q, *(one.repeat_interleave(2, 0) for one in (k, v)), is_causal=True
+        ),
+    )
+    for dtype, compute in ((torch.float64, None), (torch.float32, torch.bfloat16)):
+        module = tiny_model(initializer_range=0.08).to(dtype)
+        with pytest.raises(InputError, match="reads packed sequences otherwise"):
+            Policy(module, temperature=0.7, compute_dtype=compute)  # attention over all sequences at once
+
+
+def test_the_noise_of_log_probs_bounds_how_far_an_engine_in_bf16_is_from_the_learner(real_width):
+    ids = tuple(torch.randint(4, VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(0)).tolist())
+    engine = HFEngine(real_width, tiny_tokenizer(), dtype=torch.bfloat16)
+    costs, distances = [], []
+    for dtype in (None, torch.bfloat16):
+        policy = Policy(copy.deepcopy(real_width), temperature=1.0, compute_dtype=dtype)
+        costs.append(logprob_noise(policy, ids))
+        inputs = forward_inputs(torch.tensor(ids), torch.arange(24) > 0, torch.tensor([24]))
+        with torch.no_grad():
+            distances.append(float(np.abs(policy.forward(inputs)[0].numpy() - engine.probe(ids)).mean()))
+    assert costs[0] < 1e-4 and costs[1] > 0.01  # float32, bf16
+    assert distances[0] < 2 * costs[1] and logprob_noise(policy, ids) == costs[1]
+    assert distances[1] < 1e-4  # one pass in one precision on both sides: sums between layers and the head included

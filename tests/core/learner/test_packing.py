@@ -1,88 +1,113 @@
-"""Packed rows against padded ones: the same numbers, whatever lies beside a row."""
+"""Passes over packed sequences give what a plain pass over each sequence gives, prompts shared or not."""
 
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForTokenClassification, Gemma2Config, MistralConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AutoModelForTokenClassification, MistralConfig, MistralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import MetricSums
-from core.errors import InputError
-from core.learner import attention
-from core.learner.attention import ATTENTION, attend
-from core.learner.batching import micro_batches
-from core.learner.learner import Actor, Critic, MicroBatchSize, Policy
-from core.learner.packing import Layout
-from tests.core.learner.test_learner import actor_config, gradient, one_step, random_batch
+from core.learner import learner, packing
+from core.learner.attention import ATTENTION, use_packed_attention
+from core.learner.batching import make_batch
+from core.learner.learner import Actor, Critic, MicroBatchSize, Policy, token_log_probs
+from core.learner.packing import ForwardInputs, SharedPrompts, can_share, forward_inputs, predicting_tokens
+from core.types import Prompt, ScoredGroup, Stop, Trajectory, pad
+from reward_scores.score import Score
+from tests.core.learner.test_learner import actor_config, gradient, random_batch
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
 
-PACKED = Layout(packed=True)
+PAD = 0
 ARCHITECTURES = ("qwen2", "llama", "gpt2")
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+
+def in_own_precision(norm, hidden):
+    """The root mean square in the precision of what comes in, where transformers takes float32."""
+    return norm.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+@pytest.fixture
+def float64(monkeypatch):
+    """Everything in float64, and prompts are shared in it."""
+    for norm in (LlamaRMSNorm, Qwen2RMSNorm):
+        monkeypatch.setattr(norm, "forward", in_own_precision)
+    for module in (learner, packing):
+        monkeypatch.setattr(module, "can_share", lambda module: True)
 
 
 def model(arch="qwen2", dtype=torch.float64, **overrides):
-    if arch == "gpt2":
-        overrides |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    overrides |= NO_DROPOUT if arch == "gpt2" else {}
     return tiny_model(arch, initializer_range=0.08, **overrides).to(dtype).train()
 
 
-def policy(layout, arch="qwen2", dtype=torch.float64, **overrides):
-    return Policy(model(arch, dtype, **overrides), temperature=0.7, layout=layout)
+def batch_of(prompt_lengths=(9, 14, 12), answers=4, longest=6, first_is_ours=True, seed=0):
+    """Prompts of several lengths, each with answers of several lengths, with gaps that the policy did not write."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for ordinal, size in enumerate(prompt_lengths):
+        prompt = rng.integers(4, VOCAB_SIZE, size)
+        trajectories = []
+        for _ in range(answers):
+            length = int(rng.integers(3, longest + 1))
+            mask = rng.random(length) < 0.7
+            mask[:2], mask[2] = first_is_ours, True
+            ids = rng.integers(4, VOCAB_SIZE, length)
+            trajectories.append(Trajectory(prompt, ids, mask, -rng.random(length) * mask, (), Stop.EOS, 0, 0))
+        question = Prompt(ordinal, str(ordinal), tuple(prompt), (), "x", "test")
+        groups.append(ScoredGroup(question, tuple(trajectories), tuple(Score(0.5) for _ in trajectories)))
+    return make_batch(groups, PAD)
 
 
-def trained(layout, dtype, **overrides):
-    return Actor(model(dtype=dtype), actor_config(**overrides), temperature=0.7, layout=layout)
+def shared_of(batch):
+    return SharedPrompts.of(batch.input_ids, batch.response_mask, batch.lengths, batch.group)
+
+
+def plain(batch):
+    """The inputs of a pass over padded sequences, in transformers' own attention."""
+    ids, mask, lengths = batch.input_ids.long(), batch.response_mask, batch.lengths
+    return ForwardInputs(pad(ids, lengths), pad(predicting_tokens(mask, lengths), lengths), ids[mask], mask)
+
+
+def packed(batch, shared=None):
+    return forward_inputs(batch.input_ids.long(), batch.response_mask, batch.lengths, shared=shared)
+
+
+def outcome(module, inputs):
+    """Log-probs, entropies, and the gradients of a sum that tells all of them apart."""
+    module.zero_grad(set_to_none=True)
+    log_prob, entropy = token_log_probs(module, inputs, temperature=0.7, entropy_grad=True)
+    weights = torch.linspace(-1, 2, len(log_prob), dtype=log_prob.dtype)
+    (weights @ log_prob + weights.flip(0) @ entropy).backward()
+    return log_prob.detach(), entropy.detach(), {n: p.grad.clone() for n, p in module.named_parameters()}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
-    "size", [MicroBatchSize(max_tokens=70), MicroBatchSize(max_sequences=5)], ids=["tokens", "rows"]
-)
-def test_log_probs_and_entropies_are_those_of_padded_rows(arch, size):
-    batch = random_batch()
-    for found, expected in zip(
-        policy(PACKED, arch).log_probs(batch, size), policy(Layout(), arch).log_probs(batch, size), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-        assert found.abs().sum() > 1
-
-
+@pytest.mark.parametrize("sharing", [False, True], ids=["whole", "shared"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-6)])
-def test_losses_and_gradients_are_those_of_padded_rows(dtype, tolerance, checkpointing):
-    """With KL loss and entropy bonus, several micro-batches, a masked row, and rows that only a metric reads."""
-    step, found = one_step(random_batch()), []
-    for layout in (Layout(), PACKED):
-        knobs = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 50, "use_kl_loss": True, "entropy_coeff": 0.03}
-        part, means = trained(layout, dtype, **knobs), MetricSums()
-        if checkpointing:
-            part.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        part.mismatch = MetricSums()
-        part.accumulate(step, means)
-        found.append((gradient(part), means.sums["pg_loss"], means.sums["kl_loss"]))
-    (grads, *losses), (packed_grads, *packed_losses) = found
-    assert packed_losses == pytest.approx(losses, rel=tolerance)
-    assert float((packed_grads - grads).norm() / grads.norm()) < tolerance and grads.norm() > 0
-
-
-def test_values_and_the_critics_gradient_are_those_of_padded_rows():
-    step, found = one_step(random_batch()), []
-    for layout in (Layout(), PACKED):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            module = AutoModelForTokenClassification.from_config(tiny_config(num_labels=1, classifier_dropout=0.0))
-        config = actor_config(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=50)
-        critic = Critic(module.to(torch.float64), config, layout=layout)
-        critic.micro_batch_loss(step, MetricSums()).backward()
-        found.append((critic.values(step), gradient(critic)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+def test_a_packed_pass_is_the_plain_pass(float64, arch, sharing, checkpointing):
+    """Sequences in any order, with tokens inside that the policy did not write, values and gradients."""
+    module, batch = model(arch), batch_of(longest=9)
+    batch = batch.rows(torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)))
+    shared = shared_of(batch) if sharing else None
+    assert (shared is None) != sharing
+    if checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    expected = outcome(module, plain(batch))
+    use_packed_attention(module, 1)
+    found = outcome(module, packed(batch, shared))
+    for want, got in zip(expected[:2], found[:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+        assert want.abs().sum() > 1
+    assert max(float(grad.norm()) for grad in expected[2].values()) > 1
+    for name, want in expected[2].items():
+        torch.testing.assert_close(found[2][name], want, rtol=1e-11, atol=1e-12, msg=name)
 
 
 def test_a_row_does_not_see_its_neighbours():
     """Other tokens beside it, other neighbours, another order: its numbers stay."""
-    batch, reader = random_batch(), policy(PACKED)
+    batch, reader = random_batch(), Policy(model(), temperature=0.7)
     whole = reader.log_probs(batch, MicroBatchSize(max_tokens=10_000))[0]
     for row in range(len(batch)):
         alone = reader.log_probs(batch.rows([row]), MicroBatchSize(max_sequences=1))[0]
@@ -94,18 +119,118 @@ def test_a_row_does_not_see_its_neighbours():
     torch.testing.assert_close(among_others[span], whole[span], rtol=1e-9, atol=1e-9)
 
 
-def test_nothing_of_a_pass_is_padding():
-    """Tokens that the model sees are the batch's real ones, no more, and each position counts from its row's start."""
-    batch, seen = random_batch(), []
-    reader = policy(PACKED)
+def test_a_pass_has_each_prompt_once_and_no_padding():
+    """Positions count from each sequence's start, an answer's from behind its prompt."""
+    batch, seen = batch_of(), []
+    batch = batch.rows(batch.lengths.argsort(descending=True, stable=True))  # as a pass has them
+    reader = Policy(tiny_model(), temperature=1.0)
+    assert reader.shares
     reader.module.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
     )
-    reader.log_probs(batch, MicroBatchSize(max_tokens=60))
-    assert sum(kwargs["input_ids"].numel() for kwargs in seen) == batch.tokens
-    assert all(kwargs["input_ids"].shape[0] == 1 and kwargs["input_ids"].numel() <= 60 for kwargs in seen)
-    starts = sum(int((kwargs["position_ids"] == 0).sum()) for kwargs in seen)
-    assert starts == len(batch) == sum(len(kwargs["cu_seq_lens_q"]) - 1 for kwargs in seen)
+    reader.log_probs(batch, MicroBatchSize(max_sequences=100))
+    shared = shared_of(batch)
+    last = (batch.padded("response_mask") * torch.arange(int(batch.lengths.max()))).amax(1)
+    prefix, answers = shared.prefix_B[shared.first_P], last - shared.prefix_B
+    assert [one["input_ids"].shape for one in seen] == [(1, int(prefix.sum() + answers.sum()))]
+    position = seen[0]["position_ids"][0]
+    expected = [torch.arange(count) for count in prefix]
+    expected += [torch.arange(begin, end) for begin, end in zip(shared.prefix_B, last, strict=True)]
+    assert torch.equal(position, torch.cat(expected))
+    whole = Policy(reader.module.double(), temperature=1.0)  # where nothing is shared
+    seen.clear()
+    whole.log_probs(batch, MicroBatchSize(max_tokens=60))
+    assert sum(one["input_ids"].numel() for one in seen) == batch.tokens
+    assert all(one["input_ids"].numel() <= 60 for one in seen)
+    assert sum(int((one["position_ids"] == 0).sum()) for one in seen) == len(batch)
+
+
+def test_a_group_whose_rows_begin_differently_is_read_whole():
+    batch = batch_of(first_is_ours=False)  # what follows the prompt is a tool's, and differs
+    assert shared_of(batch) is None
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [batch_of(answers=1), batch_of(prompt_lengths=(1, 1))],
+    ids=["one answer a prompt", "nothing before a prompt's last token"],
+)
+def test_there_may_be_nothing_to_share(batch):
+    assert shared_of(batch) is None
+
+
+def test_a_row_without_policy_tokens_is_read_whole():
+    batch = batch_of()
+    mask = batch.response_mask.clone()
+    mask[batch.spans(torch.tensor([2]))[0]] = False
+    assert shared_of(batch.adding(response_mask=mask)) is None
+
+
+def learner_of(part, shares, checkpointing=False, **knobs):
+    """A policy or critic that reads a shared prompt once, or repeats prompts."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = AutoModelForTokenClassification.from_config(tiny_config(num_labels=1, classifier_dropout=0.0))
+    module = (tiny_model() if part is Actor else module).double().train()
+    if checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    more = {"temperature": 0.7} if part is Actor else {}
+    one = part(module, actor_config(**knobs), **more)
+    one.shares = shares
+    return one
+
+
+KNOBS = [{}, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 130}, {"ppo_micro_batch_size_per_gpu": 7}]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
+@pytest.mark.parametrize("knobs", KNOBS, ids=["whole", "tokens", "sequences"])
+def test_losses_and_gradients_are_those_without_sharing(float64, monkeypatch, knobs, checkpointing):
+    """With KL loss and entropy bonus; micro-batches cut groups."""
+    batch, found, passes = batch_of(answers=6, seed=2), [], []
+    generator, mask = torch.Generator().manual_seed(0), batch.response_mask
+    noise = {name: torch.randn(len(mask), generator=generator, dtype=torch.float64) * mask for name in "abc"}
+    step = batch.adding(
+        advantages=noise["a"], old_log_probs=noise["b"] - 4, ref_log_prob=noise["c"] - 4, loss_weight=mask / mask.sum()
+    )
+    lay_out = SharedPrompts.in_one_pass
+    monkeypatch.setattr(SharedPrompts, "in_one_pass", lambda *given: (passes.append(1), lay_out(*given))[1])
+    for shares in (False, True):
+        more = {"use_kl_loss": True, "entropy_coeff": 0.03, "ppo_micro_batch_size_per_gpu": 100, **knobs}
+        one, means = learner_of(Actor, shares, checkpointing, **more), MetricSums()
+        one.mismatch = MetricSums()
+        one.module.zero_grad()
+        passes.clear()
+        one.accumulate(step, means)
+        found.append((gradient(one), means.sums["pg_loss"], means.sums["kl_loss"], *one.log_probs(batch, one.size)))
+        assert bool(passes) == shares
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-11, atol=1e-12)
+    assert found[0][0].norm() > 0
+
+
+def test_values_and_the_critics_gradient_are_those_without_sharing(float64):
+    batch, found = batch_of(), []
+    mask = batch.response_mask
+    step = batch.adding(returns=mask * 0.5, values=mask * 0.1, loss_weight=mask / mask.sum())
+    for shares in (False, True):
+        critic = learner_of(Critic, shares, ppo_micro_batch_size_per_gpu=100, cliprange_value=0.5)
+        critic.module.zero_grad()
+        critic.micro_batch_loss(step, MetricSums()).backward()
+        found.append((critic.token_values(batch).detach(), gradient(critic)))
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+        assert expected.abs().sum() > 0.1
+
+
+def test_windows_and_proofs_in_float64_are_not_shared():
+    shape = {name: getattr(tiny_config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for window, shares in ((5, False), (None, True)):
+        module = MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=window))
+        module.set_attn_implementation(ATTENTION)
+        assert can_share(module) == shares
+    assert not can_share(module.double())
 
 
 def test_a_sliding_window_ends_where_it_should():
@@ -114,13 +239,11 @@ def test_a_sliding_window_ends_where_it_should():
         **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5},
         initializer_range=0.08,
     )
-    from transformers import MistralForCausalLM
-
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = MistralForCausalLM(config).to(torch.float64)
-    batch, ids = random_batch(), []
-    found = Policy(module, temperature=1.0, layout=PACKED).log_probs(batch, MicroBatchSize(max_tokens=100))[0]
+    batch = random_batch()
+    found = Policy(module, temperature=1.0).log_probs(batch, MicroBatchSize(max_tokens=100))[0]
     module.set_attn_implementation("sdpa")
     for row in range(len(batch)):
         (span,) = batch.spans(torch.tensor([row]))
@@ -130,113 +253,8 @@ def test_a_sliding_window_ends_where_it_should():
         torch.testing.assert_close(found[span][1:], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
-    """[N, H, D], row starts in int32, causal within a window: against a stand-in that computes it row by row."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(heads, 9, 8, generator=generator) for heads in (4, 2, 2))
-    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
-    calls = []
-
-    def kernel(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-        calls.append((q.shape, k.shape, starts_q.dtype, longest_q, longest_k, scale, window_size, enable_gqa))
-        ends = starts_q, starts_k, longest_q, longest_k
-        per_row = attention._by_length(*(one.transpose(0, 1) for one in (q, k, v)), ends, scale, None)
-        return per_row.transpose(0, 1)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    ends = starts, starts, 5, 5
-    found = attention._varlen(query, key, value, ends, 0.3, None)
-    torch.testing.assert_close(found, attention._by_length(query, key, value, ends, 0.3, None))
-    attention._varlen(query, key, value, ends, 0.3, 3)
-    assert calls[0] == ((9, 4, 8), (9, 2, 8), torch.int32, 5, 5, 0.3, (-1, 0), True)
-    assert calls[1][-2] == (2, 0)  # a window of 3 holds the token and two before it
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_sequences_of_similar_lengths_are_read_together_as_each_alone(window, monkeypatch):
-    """They are one call, wherever they lie; every sequence gets what it gets alone, gradients too."""
-    # more keys than queries: a shared prompt's; at the end a rank's padding of nothing
-    queries, keys = (3, 3, 3, 5, 3, 6, 6, 5, 2, 0), (3, 3, 7, 9, 7, 6, 6, 5, 12, 0)
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((4, sum(queries)), (2, sum(keys)), (2, sum(keys)))
-    query, key, value, grad = (
-        torch.randn(*size, 8, generator=generator, requires_grad=True) for size in (*sizes, sizes[0])
-    )
-    calls, kernel = [], attention.F.scaled_dot_product_attention
-
-    def counted(one, *others, **options):
-        calls.append(len(one))
-        return kernel(one, *others, **options)
-
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counted)
-    ends = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (queries, keys)]
-    found = attention._by_length(query, key, value, (*ends, max(queries), max(keys)), 0.3, window)
-    assert calls == [2, 2, 1, 3, 1, 1]  # (2, 12) and (5, 9) are alone; (6, 6) and (5, 5) are one
-    parts = query.split(queries, 1), key.split(keys, 1), value.split(keys, 1)
-    alone = []
-    for count, total, *three in zip(queries, keys, *parts, strict=True):
-        ends = torch.tensor([0, count]), torch.tensor([0, total]), count, total
-        alone.append(attention._by_length(*three, ends, 0.3, window))
-    expected = torch.cat(alone, 1)
-    torch.testing.assert_close(found, expected)
-    for first, second in zip(
-        *(torch.autograd.grad(x, (query, key, value), grad) for x in (found, expected)), strict=True
-    ):
-        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("heads, shared, ranks", [(8, 2, 4), (8, 1, 2), (12, 4, 6), (8, 8, 2), (14, 2, 7)])
-def test_each_rank_gets_the_heads_that_its_queries_need(heads, shared, ranks):
-    """Keys serve several queries each; a rank has a run of the queries, and those keys and no others."""
-    key = torch.arange(shared)[None, :, None, None]
-    wanted = key.repeat_interleave(heads // shared, dim=1).chunk(ranks, dim=1)
-    found = attention._enough_heads(key, ranks)
-    assert found.shape[1] % ranks == 0 and heads % found.shape[1] == 0
-    for mine, want in zip(found.chunk(ranks, dim=1), wanted, strict=True):
-        assert torch.equal(mine.repeat_interleave(want.shape[1] // mine.shape[1], dim=1), want)
-
-
-def test_without_rows_it_is_transformers_own_attention():
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 9, 8, generator=generator) for _ in range(3))
-    module = SimpleNamespace(is_causal=True)
-    found, _ = attend(module, query, key, value, None, scaling=0.2, sliding_window=None, dropout=0.0)
-    assert torch.equal(found, sdpa_attention_forward(module, query, key, value, None, scaling=0.2)[0])
-
-
-def test_a_model_that_cannot_is_refused(monkeypatch):
-    with pytest.raises(InputError, match="needs softcap; set it to False"):
-        from transformers import AutoModelForCausalLM
-
-        shape = dict(vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-        config = Gemma2Config(**shape, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-        config.final_logit_softcapping = None
-        Policy(AutoModelForCausalLM.from_config(config), temperature=1.0, layout=PACKED)
-    monkeypatch.setattr(
-        attention,
-        "_by_length",
-        lambda q, k, v, *_: attention.F.scaled_dot_product_attention(
-            q, *(one.repeat_interleave(2, 0) for one in (k, v)), is_causal=True
-        ),
-    )
-    with pytest.raises(InputError, match="reads packed sequences otherwise"):
-        policy(PACKED)  # attention over all rows at once
-    with pytest.raises(InputError, match="reads packed sequences otherwise"):
-        Policy(model(dtype=torch.float32), temperature=0.7, layout=PACKED, compute_dtype=torch.bfloat16)
-
-
 def test_the_saved_configuration_does_not_name_this_attention(tmp_path):
-    module = policy(PACKED).module
+    module = Policy(model(), temperature=0.7).module
     assert module.config._attn_implementation == ATTENTION
     module.save_pretrained(tmp_path)
     assert ATTENTION not in (tmp_path / "config.json").read_text()
-
-
-def test_pieces_hold_as_many_rows_as_fit_without_padding():
-    lengths = torch.tensor([9, 2, 7, 3, 1, 8, 5])
-    batch = SimpleNamespace(lengths=lengths, rows=lambda index: index)
-    pieces = list(micro_batches(batch, max_tokens=12, packed=True))
-    assert sorted(torch.cat([index for index, _ in pieces]).tolist()) == list(range(7))
-    for index, same in pieces:
-        assert int(lengths[index].sum()) <= 12 and torch.equal(index, same)
-    assert len(pieces) == 3 < len(list(micro_batches(batch, max_tokens=12)))

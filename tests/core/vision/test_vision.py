@@ -15,7 +15,6 @@ from core.engines.hf import HFEngine
 from core.learner.batching import make_batch
 from core.learner.learner import MicroBatchSize, Policy
 from core.learner.models import load_policy
-from core.learner.packing import Layout
 from core.types import Prompt, ScoredGroup, TrainBatch
 from core.vision.learner_pictures import PictureInputs, run_with_pictures
 from core.vision.pictures import patches
@@ -24,11 +23,7 @@ from tests.padded import batch_of_padded
 from tests.pictures import KINDS, model_config, picture, pictures, save_vision_model, vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
-LAYOUTS = {
-    "shared": (Layout(), MicroBatchSize(max_sequences=16)),
-    "padded": (Layout(), MicroBatchSize(max_sequences=1)),
-    "packed": (Layout(packed=True), MicroBatchSize(max_tokens=400)),
-}
+SIZES = {"alone": MicroBatchSize(max_sequences=1), "together": MicroBatchSize(max_tokens=400)}
 
 
 def prompt(ordinal: int, text: str, *each) -> Prompt:
@@ -66,16 +61,15 @@ def case(request):
     return model, sampled(model, prompts(request.param))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_engine_and_learner_have_equal_log_probs(case, layout):
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_engine_and_learner_have_equal_log_probs(case, size):
     model, batch = case
-    how, size = LAYOUTS[layout]
-    log_prob, _ = Policy(copy.deepcopy(model), temperature=1.0, layout=how).log_probs(batch, size)
+    log_prob, _ = Policy(copy.deepcopy(model), temperature=1.0).log_probs(batch, size)
     mask = batch.response_mask
     torch.testing.assert_close(log_prob[mask], batch.rollout_log_probs[mask], atol=1e-5, rtol=0)
     # and the pictures matter
     blind = TrainBatch(batch.lengths, batch.stored)
-    unseen, _ = Policy(copy.deepcopy(model), temperature=1.0).log_probs(blind, LAYOUTS["padded"][1])
+    unseen, _ = Policy(copy.deepcopy(model), temperature=1.0).log_probs(blind, SIZES["alone"])
     seen = mask & (batch.group != 3).repeat_interleave(batch.lengths)
     assert (unseen - log_prob)[seen].abs().max() > 0.1
     torch.testing.assert_close(unseen[mask & ~seen], log_prob[mask & ~seen], atol=1e-5, rtol=0)
@@ -87,19 +81,18 @@ def test_what_is_left_of_the_difference_is_rounding_which_grows_with_the_weights
     for std in (0.05, 0.2):
         model = vision_model(initializer_range=std, tower_range=std)
         batch = sampled(model, prompts("qwen2_5_vl"))
-        exact, _ = Policy(copy.deepcopy(model).double(), temperature=1.0).log_probs(batch, LAYOUTS["padded"][1])
-        log_prob, _ = Policy(model, temperature=1.0).log_probs(batch, LAYOUTS["padded"][1])
+        exact, _ = Policy(copy.deepcopy(model).double(), temperature=1.0).log_probs(batch, SIZES["alone"])
+        log_prob, _ = Policy(model, temperature=1.0).log_probs(batch, SIZES["alone"])
         found = [(each - exact)[batch.response_mask].abs().max() for each in (log_prob, batch.rollout_log_probs)]
         distances[std] = [float(one) for one in found]
     assert max(distances[0.05]) < 2e-6 < min(distances[0.2]) and max(distances[0.2]) < 5e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_do_not_depend_on_how_sequences_lie(case, layout):
+def test_gradients_do_not_depend_on_how_sequences_lie(case):
     model, batch = case
 
-    def gradient(how: Layout, size: MicroBatchSize) -> torch.Tensor:
-        policy = Policy(copy.deepcopy(model), temperature=1.0, layout=how)
+    def gradient(size: MicroBatchSize) -> torch.Tensor:
+        policy = Policy(copy.deepcopy(model), temperature=1.0)
         for _, micro in policy.micro_batches_of_rank(size, batch):
             policy.token_stats(micro)[0].mul(micro.response_mask).sum().backward()
         parts = [value.grad.flatten() for value in policy.module.parameters() if value.grad is not None]
@@ -107,8 +100,8 @@ def test_gradients_do_not_depend_on_how_sequences_lie(case, layout):
         assert not tower
         return torch.cat(parts)
 
-    expected = gradient(*LAYOUTS["padded"])
-    torch.testing.assert_close(gradient(*LAYOUTS[layout]), expected, atol=1e-5 * float(expected.norm()), rtol=0)
+    expected = gradient(SIZES["alone"])
+    torch.testing.assert_close(gradient(SIZES["together"]), expected, atol=1e-5 * float(expected.norm()), rtol=0)
 
 
 def test_the_body_gives_what_transformers_gives(case):
