@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from core.errors import InputError
 from core.files import write_atomic
 from core.tracking.records import intact_rows
 from core.types import Prompt, Segment, Stop, Trajectory
+
+if TYPE_CHECKING:
+    from core.tracking.validation import ValRecord
 
 FORMAT = 1
 FIELDS = (
@@ -121,3 +124,16 @@ def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if len(lines) != expected:
         raise InputError(f"{path}: holds {len(lines)} of {expected} answers; repeat its generate command")
     return manifest, list(lines.values())
+
+
+def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
+    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
+    from core.tracking.validation import failed_share
+
+    shown = f". The first failure: {first}" if first else ""
+    for source in dict.fromkeys(record.data_source for record in records):
+        if failed_share(one for one in records if one.data_source == source) == 1:
+            raise InputError(
+                f"{path}: the scorer failed on every answer of data_source={source!r}, so that there is no accuracy to "
+                f"report; correct the reward function and score the answers again{shown}"
+            )

@@ -27,18 +27,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.answers import (
-    FORMAT,
-    Key,
-    answer_line,
-    complete_answers,
-    manifest_path,
-    prompt_of,
-    read_lines,
-    read_manifest,
-    trajectory_of,
-    write_manifest,
-)
+from core import answers as files
 from core.command_line import is_dry_run
 from core.config import Config, convert, examine, recipes, recorded_settings
 from core.config.paths import is_local
@@ -67,6 +56,7 @@ DECIDING = (
 # Sections of which nothing is loaded while answers are generated, and those of which something is while they are scored
 UNREAD = ("custom_reward_function.", "reward_model.", "algorithm.", "actor_rollout_ref.actor.", "critic.")
 REWARDS = ("reward_model.", "custom_reward_function.")
+Lines = dict[files.Key, dict[str, Any]]
 
 
 # ---------------------------------------------------------------- generate
@@ -88,28 +78,18 @@ class GenerateCall:
         return self.config.actor_rollout_ref.model.path
 
     @property
-    def model(self) -> dict[str, Any]:
-        """What a manifest records of the model."""
-        at = self.checkpoint and {"run": str(self.checkpoint.folder.parent), "step": self.checkpoint.step}
-        return {"path": self.path, **(at or {})}
-
-    @property
     def adapters(self) -> Mapping[str, Any] | None:
         """The manifest's entry of a checkpoint's adapters; None where the model is whole."""
         return self.checkpoint and self.checkpoint.files.get("actor/adapter_model.safetensors")
 
-    def described(self) -> list[str]:
-        """Return what the call would do, a line each."""
-        rollout, files = self.config.actor_rollout_ref.rollout, self.config.data.val_files
-        chosen, absent = rollout.val_kwargs, [path for path in files if not Path(path).expanduser().is_file()]
+    def described(self) -> str:
+        """Return what the call would do."""
+        rollout, questions = self.config.actor_rollout_ref.rollout, self.config.data.val_files
+        chosen, absent = rollout.val_kwargs, [path for path in questions if not Path(path).expanduser().is_file()]
         sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
-        return [
-            f"model: {self.path}",
-            f"engine: {rollout.name} in {rollout.dtype}, trainer.backend={self.config.trainer.backend}",
-            f"questions: {', '.join(files)}" + (f" (not there yet: {', '.join(absent)})" if absent else ""),
-            f"answers: {chosen.n} a question, at most {self.config.data.max_response_length} tokens a turn, {sampling}",
-            f"written to: {self.out} and {manifest_path(self.out)}",
-        ]
+        missing = f" (not there yet: {', '.join(absent)})" if absent else ""
+        by = f"{self.path} ({rollout.name}, {rollout.dtype}, {sampling}), {chosen.n} a question"
+        return f"answers to {', '.join(questions)}{missing} by {by}, into {self.out}"
 
 
 def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None, run: str | None) -> GenerateCall:
@@ -195,9 +175,8 @@ def generate(call: GenerateCall) -> bool:
 
     config, model, out = call.config, call.config.actor_rollout_ref.model, call.out
     tokenizer = load_tokenizer(model)
-    data = config.data
-    loop = make_agent_loop(config, tokenizer, agent_names(data, training=False))
-    prompts = load_val_prompts(data, tokenizer, load_modality(model, tokenizer), word=loop and loop.worded)
+    loop = make_agent_loop(config, tokenizer, agent_names(config.data, training=False))
+    prompts = load_val_prompts(config.data, tokenizer, load_modality(model, tokenizer), word=loop and loop.worded)
     check_examples(loop, prompts)
     with ExitStack() as owned:
         if loop is not None:
@@ -211,25 +190,25 @@ def generate(call: GenerateCall) -> bool:
         missing = len(lines) < len(order)
         if missing:
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_manifest(out, manifest)
+            files.write_manifest(out, manifest)
             loaded = owned.enter_context(loadable(call))
             run = owned.enter_context(answering(loaded, call.trainer, tokenizer, loop, prompts))
             asyncio.run(answer(run, prompts, out, lines, batch_of(config)))
         if missing or list(lines) != order:
             write_atomic(out, "".join(json_line(lines[key]) for key in order))
             manifest["sessions"][-1]["ended"] = run_manifest.now()
-            write_manifest(out, manifest)
+            files.write_manifest(out, manifest)
         return missing
 
 
-def begun(out: Path, manifest: dict[str, Any]) -> dict[Key, dict[str, Any]]:
+def begun(out: Path, manifest: dict[str, Any]) -> Lines:
     """Return the lines that the file has, and add its earlier sessions to the manifest.
 
     Raises InputError for a file of other settings, and for one that is no file of answers.
     """
     sessions: list[Any] = []
     if out.exists():
-        there = read_manifest(out, "answers")
+        there = files.read_manifest(out, "answers")
         old, new, sessions = there["settings"], manifest["settings"], there["sessions"]
         keys = [*old, *(key for key in new if key not in old)]
         changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
@@ -237,7 +216,7 @@ def begun(out: Path, manifest: dict[str, Any]) -> dict[Key, dict[str, Any]]:
             fix = "answers of two settings do not go into one file: give another --out, or the settings of before"
             raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; {fix}")
     manifest["sessions"] = [*sessions, run_manifest.session(None, {})]
-    return read_lines(out) if out.exists() else {}
+    return files.read_lines(out) if out.exists() else {}
 
 
 def batch_of(config: Config) -> int | None:
@@ -252,24 +231,20 @@ def batch_of(config: Config) -> int | None:
     return max(1, rollout.max_num_seqs // rollout.val_kwargs.n)
 
 
-async def answer(
-    run: RayPPOTrainer, prompts: Sequence[Prompt], out: Path, lines: dict[Key, dict[str, Any]], together: int | None
-) -> None:
+async def answer(run: RayPPOTrainer, prompts: Sequence[Prompt], out: Path, lines: Lines, together: int | None) -> None:
     """Answer what ``lines`` lacks, ``together`` questions at a time; append each answer to them and to the file."""
     samples, size = range(run.config.actor_rollout_ref.rollout.val_kwargs.n), together or len(prompts)
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-    if together is not None:
-        for batch in batches:
-            keys = [(prompt.ordinal, sample) for prompt in batch for sample in samples]
-            if not all(key in lines for key in keys):
-                for key in keys:
-                    lines.pop(key, None)
+    for batch in batches if together is not None else ():
+        keys = [(prompt.ordinal, sample) for prompt in batch for sample in samples]
+        for key in keys if not all(key in lines for key in keys) else ():
+            lines.pop(key, None)
     write_atomic(out, "".join(map(json_line, lines.values())))  # no half a line, none that is made anew
 
     async def one(prompt: Prompt, sample: int) -> None:
         trajectory = await run.generate(prompt, sample, run.val_sampling)
         text = run.tokenizer.decode(trajectory.prompt_ids.tolist())
-        lines[prompt.ordinal, sample] = answer_line(prompt, sample, trajectory, text)
+        lines[prompt.ordinal, sample] = files.answer_line(prompt, sample, trajectory, text)
         file.write(json_line(lines[prompt.ordinal, sample]).encode())
         file.flush()
         answered()
@@ -317,11 +292,12 @@ def answering(
 
 def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
     config, data = call.config, run_manifest.data_hashes(call.config.data.val_files)
+    at = call.checkpoint and {"run": str(call.checkpoint.folder.parent), "step": call.checkpoint.step}
     return {
         "kind": "answers",
-        "format": FORMAT,
+        "format": files.FORMAT,
         "recipe": call.recipe,
-        "model": call.model,
+        "model": {"path": call.path, **(at or {})},
         "questions": len(prompts),
         "samples": config.actor_rollout_ref.rollout.val_kwargs.n,
         "data": data,
@@ -385,9 +361,9 @@ def score(
     from core.rewards.layer import RewardLayer
     from core.tracking.validation import ValRecord
 
-    manifest, answers = complete_answers(source)
+    manifest, answers = files.complete_answers(source)
     config = _reward_config(source, manifest, overrides)
-    prompts, trajectories = [prompt_of(line) for line in answers], [trajectory_of(line) for line in answers]
+    prompts, trajectories = [files.prompt_of(line) for line in answers], [files.trajectory_of(line) for line in answers]
     asked = prompts
     if scorer is not None:  # graders look a scorer up by data source
         _scorer_names(answers, scorer, config)
@@ -405,18 +381,18 @@ def score(
     rated = zip(prompts, trajectories, scores, strict=True)
     groups = (tuple(zip(*one, strict=True)) for _, one in groupby(rated, lambda each: each[0].ordinal))
     records = [ValRecord.of(ScoredGroup(prompts[0], *parts)) for prompts, *parts in groups]
-    refuse_unscored(source, records, layer.failures.first)
+    files.refuse_unscored(source, records, layer.failures.first)
     names = _scorer_names(answers, scorer, config)
     label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names) + _variant(config, names))
     path = source.with_name(f"{source.stem}.scores-{label}.jsonl")
     told = {
-        **{"kind": "scores", "format": FORMAT, "scorer": label, "scorers": names, "answers": source.name},
+        **{"kind": "scores", "format": files.FORMAT, "scorer": label, "scorers": names, "answers": source.name},
         **{key: manifest[key] for key in ("recipe", "model", "questions", "samples", "data", "settings")},
         "rewards": {key: value for key, value in convert.as_json(config).items() if key.startswith(REWARDS)},
         "answers_sha256": file_sha256(source),
         "session": run_manifest.session(None, {}),
     }
-    write_manifest(path, told)
+    files.write_manifest(path, told)
     write_atomic(path, "".join(json_line(record.to_json()) for record in records))
     return path, records
 
@@ -424,7 +400,7 @@ def score(
 def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     recipe = manifest.get("recipe")
     if not isinstance(recipe, str) or not isinstance(manifest.get("config"), Mapping):
-        raise InputError(f"{manifest_path(source)}: names no recipe, or no configuration; restore it from a copy")
+        raise InputError(f"{files.manifest_path(source)}: names no recipe, or no configuration; restore it from a copy")
     composed = examine(recipe, overrides, recipes.trainer_of(recipe)[1], manifest["config"])
     fix = "decides answers, not their scores; leave it out, or generate with it"
     problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
@@ -433,7 +409,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     if problems:
         raise InputError(problems)
     unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
-    recorded_settings.refuse_code(str(manifest_path(source)), composed.config, recipe, overrides, unread)
+    recorded_settings.refuse_code(str(files.manifest_path(source)), composed.config, recipe, overrides, unread)
     return composed.config
 
 
@@ -459,19 +435,6 @@ def _variant(config: Config, names: Sequence[str]) -> str:
     return "".join(f"-{key}={value}" for one in options for key, value in sorted(one.items()) if value is not None)
 
 
-def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
-    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
-    from core.tracking.validation import failed_share
-
-    shown = f". The first failure: {first}" if first else ""
-    for source in dict.fromkeys(record.data_source for record in records):
-        if failed_share(one for one in records if one.data_source == source) == 1:
-            raise InputError(
-                f"{path}: the scorer failed on every answer of data_source={source!r}, so that there is no accuracy to "
-                f"report; correct the reward function and score the answers again{shown}"
-            )
-
-
 # ---------------------------------------------------------------- the command line
 
 
@@ -484,7 +447,7 @@ def generate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=written_here, required=True, help="The file to write, ending in .jsonl.")
     args = parser.parse_intermixed_args(arguments)
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
-    print("\n".join([*(["dry run: it would generate"] if is_dry_run() else []), *call.described()]), flush=True)
+    print(f"{'dry run: it would write ' if is_dry_run() else ''}{call.described()}", flush=True)
     if not is_dry_run():
         worked = generate(call)
         print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.answers import read_manifest
+from core.answers import read_manifest, refuse_unscored
 from core.command_line import is_dry_run
 from core.data.parquet import sha256_of
 from core.errors import InputError, printable
-from core.evaluate import refuse_unscored
 from core.files import write_atomic
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.records import read_jsonl

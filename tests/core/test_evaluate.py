@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from core import answers as answers_of
 from core import evaluate
 from core.answers import answer_line, prompt_of, read_lines, trajectory_of
 from core.config import compose, convert, examine, recipes
@@ -202,7 +203,7 @@ def test_the_newest_checkpoint_and_one_that_is_named(files, tmp_path):
     folder, out = run(files, tmp_path / "run"), tmp_path / "a.jsonl"
     newest = evaluate.request("grpo", [], out, None, str(folder))
     assert newest.checkpoint == evaluate.request("grpo", [], out, None, f"{folder}/global_step_2").checkpoint
-    assert newest.model["step"] == 2 and newest.config.data.max_response_length == 6  # the run's, not the recipe's
+    assert newest.checkpoint.step == 2 and newest.config.data.max_response_length == 6  # the run's, not the recipe's
     changed = evaluate.request("grpo", ["data.max_response_length=7"], out, None, f"{folder}/global_step_1")
     assert changed.config.data.max_response_length == 7 and changed.path.endswith("global_step_1/actor")
 
@@ -301,13 +302,13 @@ def test_a_complete_file_is_in_the_order_of_the_questions(files, tmp_path, monke
         return trajectory
 
     monkeypatch.setattr(RayPPOTrainer, "generate", generate_backwards)
-    ended, written = [], evaluate.answer_line
+    ended, written = [], answers_of.answer_line
 
     def noted(prompt, sample, *rest):
         ended.append((prompt.ordinal, sample))
         return written(prompt, sample, *rest)
 
-    monkeypatch.setattr(evaluate, "answer_line", noted)
+    monkeypatch.setattr(answers_of, "answer_line", noted)
     assert generate(files, tmp_path / "a.jsonl") == 0
     order = [(-1 - question, index) for question in range(13) for index in range(4)]
     assert list(read_lines(tmp_path / "a.jsonl")) == order != ended and sorted(ended) == sorted(order)
