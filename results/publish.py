@@ -22,7 +22,6 @@ from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking.validation import ValRecord
 from results.reporting.answers import published_samples
-from results.reporting.curves import with_totals
 from results.reporting.run_reader import RecordedRun, load_run, run_copy, scrub
 from results.reporting.summaries import summarise
 
@@ -56,8 +55,6 @@ def publish(folder: str | Path, target: str | Path) -> Path:
 def _write_csv(path: Path, run: RecordedRun) -> None:
     metrics = run.metrics
     stride = -(-len(metrics) // METRICS_ROWS) or 1
-    if stride > 1:  # sums over the steps that are left out cannot be made later
-        metrics = with_totals(metrics, run.config)
     kept = [
         row
         for i, row in enumerate(metrics)

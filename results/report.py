@@ -1,6 +1,6 @@
 """The command that shows runs: reports of run folders, and the tables of ``results/``.
 
-    python -m results.report RUN [RUN ...] [--baseline NAME] [--x AXIS] [--out DIR]     report.md and report.html
+    python -m results.report RUN [RUN ...] [--baseline NAME] [--out DIR]     report.md and report.html
     python -m results.report --index [--check]             results/README.md and the tables in README.md
 
 A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here) or a published
@@ -20,7 +20,6 @@ from pathlib import Path
 from core.errors import InputError, printable
 from core.files import written_here
 from results.reporting import readme_tables
-from results.reporting.curves import AXES
 from results.reporting.run_reader import RecordedRun, load_run, run_copy
 from results.reporting.run_report import headline, write_report
 from results.reporting.summaries import group_name, group_runs
@@ -31,7 +30,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="Run folders: outputs/<recipe>/<run> or results/<recipe>/<run>.")
     add("--baseline", metavar="NAME", help="The run or experiment to compare with (default: the first one named).")
-    add("--x", choices=AXES, default="step", help="The axis of the curves.")
     add("--out", type=written_here, help="The folder for the report (default: the run's, or one in outputs/reports).")
     add("--index", action="store_true", help="Write results/README.md and the README's tables again.")
     add("--check", action="store_true", help="With --index: write nothing, and exit with 1 where they are out of date.")
@@ -73,7 +71,7 @@ def _report(args: argparse.Namespace, bad: list[str]) -> str:
     except InputError:
         raise
     except Exception as error:  # of a run in which nobody foresaw what is wrong: it is looked for
-        sound = [run for run in runs if _can_be_shown(run, args.x, bad)]
+        sound = [run for run in runs if _can_be_shown(run, bad)]
         if len(sound) == len(runs):
             raise error
         return _written(sound, args)
@@ -82,14 +80,14 @@ def _report(args: argparse.Namespace, bad: list[str]) -> str:
 def _written(runs: Sequence[RecordedRun], args: argparse.Namespace) -> str:
     if not runs:
         return ""
-    path = write_report(runs, args.out or _default_folder(runs), args.baseline, args.x)
+    path = write_report(runs, args.out or _default_folder(runs), args.baseline)
     return printable(f"{headline(runs)}\nreport: {path}\n")
 
 
-def _can_be_shown(run: RecordedRun, x: str, bad: list[str]) -> bool:
+def _can_be_shown(run: RecordedRun, bad: list[str]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            write_report([run], Path(folder), None, x)
+            write_report([run], Path(folder))
         except Exception as error:
             bad.append(f"{run.folder}: cannot be shown ({type(error).__name__}: {str(error)[:300]})")
             return False

@@ -1,27 +1,20 @@
-"""The curves of a report: which metrics are drawn, over what, and how several seeds become one curve.
+"""The curves of a report: which metrics are drawn, and how several seeds become one curve.
 
-A curve is drawn over steps, or over what a run had spent by a step in tokens, trajectories or hours. A line of metrics
-stands for the steps since the line before it, so that a log of every tenth step counts all ten; a published copy that
-left lines out has the exact sums in ``total/*``. How a curve looks is decided in :mod:`results.reporting.pages`.
+How a curve looks is decided in :mod:`results.reporting.pages`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
-from core.errors import InputError
 from core.tracking import step_time
 from results.reporting.pages import Block, Curves, Gallery, Heading, Line, Text, draw
 from results.reporting.run_reader import RecordedRun
 from results.reporting.summaries import group_name
 
 Group = list[RecordedRun]
-Metrics = Mapping[str, float]
-Places = Mapping[int, Mapping[float, float]]  # id of a run -> step -> place on the axis
-TOTAL, TOKENS = "total/", "perf/total_num_tokens"
 SMOOTHED_BEYOND = 60  # steps
 
 # title, {metric: its label}, note
@@ -57,87 +50,12 @@ PANELS = (
 )
 
 
-# --- axes ---
-
-
-class Axis(NamedTuple):
-    """``of_line`` reads what a step spent from its metrics and the run's configuration; None: it is not recorded."""
-
-    label: str
-    needs: str
-    of_line: Callable[[Metrics, Mapping[str, Any]], float | None]
-
-
-def _trajectories(row: Metrics, config: Mapping[str, Any]) -> float | None:
-    """Return the answers that the step drew: those of dropped groups too, where their number is recorded."""
-    n, prompts = config.get("actor_rollout_ref.rollout.n"), config.get("data.train_batch_size")
-    prompts = row.get("collect/prompts_drawn", prompts)
-    return None if n is None or prompts is None else float(n * prompts)
-
-
-def _hours(row: Metrics, config: Mapping[str, Any]) -> float | None:
-    seconds = row.get("timing_s/whole", row.get("timing_s/step"))
-    return None if seconds is None else seconds / 3600
-
-
-AXES: Mapping[str, Axis] = {
-    "step": Axis("step", "", lambda row, config: 1.0),
-    "tokens": Axis(
-        "tokens, prompts included", "perf/total_num_tokens", lambda row, _: row.get("perf/total_num_tokens")
-    ),
-    "trajectories": Axis("trajectories drawn", "data.train_batch_size and actor_rollout_ref.rollout.n", _trajectories),
-    "hours": Axis("hours", "timing_s/whole or timing_s/step", _hours),
-}
-
-
-def totals(metrics: Sequence[Metrics], config: Mapping[str, Any], name: str) -> dict[float, float]:
-    """Return ``step -> what the run had spent by then``; {} where no line records it."""
-    spent, before, recorded = 0.0, 0.0, False
-    found: dict[float, float] = {}
-    for row in metrics:
-        step = row["step"]
-        value = AXES[name].of_line(row, config) if step > 0 else None
-        if TOTAL + name in row:
-            spent, recorded = row[TOTAL + name], True
-        elif value is not None:
-            spent, recorded = spent + value * (step - before), True
-        found[step], before = spent, step
-    return found if recorded else {}
-
-
-def with_totals(metrics: Sequence[Metrics], config: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the lines with what the run had spent by each, as ``total/*``."""
-    spent = {TOTAL + name: totals(metrics, config, name) for name in AXES if name != "step"}
-    return [{**row, **{key: by_step[row["step"]] for key, by_step in spent.items() if by_step}} for row in metrics]
-
-
-def positions(run: RecordedRun, name: str) -> dict[float, float]:
-    """Return ``step -> position on the axis`` of every line of the run.
-
-    Raises:
-        InputError: the run does not record what the axis needs.
-    """
-    if name == "step":
-        return {row["step"]: row["step"] for row in run.metrics}
-    if found := totals(run.metrics, run.config, name):
-        return found
-    possible = [other for other in AXES if other == "step" or totals(run.metrics, run.config, other)]
-    rule = f"{run.name} does not record it (it needs {AXES[name].needs})"
-    raise InputError(f"--x {name}: {rule}; --x can be {' or '.join(possible)} for this run")
-
-
 # --- panels ---
 
 
-def panels(groups: Sequence[Group], x: str = "step") -> list[Curves]:
-    """Return the panels that have data, the accuracy first.
-
-    Raises:
-        InputError: a run does not record the axis ``x``.
-    """
-    at = {id(run): positions(run, x) for group in groups for run in group}
-    found = [_accuracy_panel(groups, at), *(_metric_panel(groups, at, *panel) for panel in PANELS)]
-    found = [panel and replace(panel, x=AXES[x].label) for panel in found]
+def panels(groups: Sequence[Group]) -> list[Curves]:
+    """Return the panels that have data, the accuracy first."""
+    found = [_accuracy_panel(groups), *(_metric_panel(groups, *panel) for panel in PANELS)]
     found += [_phase_panel(groups, group) for group in groups]
     return [panel for panel in found if panel]
 
@@ -177,20 +95,14 @@ def _running_mean(line: Line) -> Line:
     return replace(line, values=values)
 
 
-def _with_mean(lines: Sequence[Line], places: Sequence[Mapping[float, float]]) -> list[Line]:
-    """Return a short single line as it is; several seeds, or a long curve, faint under their mean.
-
-    ``places`` is where on the axis each line's steps are. The mean is taken step by step, and so is its place.
-    """
-    kept = [(line, place) for line, place in zip(lines, places, strict=True) if line.steps]
-    lines = [line for line, _ in kept]
-    moved = [replace(line, steps=[place[step] for step in line.steps]) for line, place in kept]
+def _with_mean(lines: Sequence[Line]) -> list[Line]:
+    """Return a short single line as it is; several seeds, or a long curve, faint under their mean."""
+    lines = [line for line in lines if line.steps]
     long = any(len(line.steps) > SMOOTHED_BEYOND for line in lines)
     if not lines or (len(lines) == 1 and not long):
-        return moved
+        return lines
     mean = _mean_line(lines)
-    mean = replace(mean, steps=[statistics.fmean(place[step] for _, place in kept) for step in mean.steps])
-    return [*(replace(line, label="", faint=True) for line in moved), _running_mean(mean) if long else mean]
+    return [*(replace(line, label="", faint=True) for line in lines), _running_mean(mean) if long else mean]
 
 
 def _label(groups: Sequence[Group], group: Group, part: str) -> str:
@@ -198,9 +110,7 @@ def _label(groups: Sequence[Group], group: Group, part: str) -> str:
     return ", ".join(word for word in (name, part) if word)
 
 
-def _metric_panel(
-    groups: Sequence[Group], places: Places, title: str, metrics: Mapping[str, str], note: str
-) -> Curves | None:
+def _metric_panel(groups: Sequence[Group], title: str, metrics: Mapping[str, str], note: str) -> Curves | None:
     present = {m: part for m, part in metrics.items() if any(run.series(m)[0] for g in groups for run in g)}
     if title == "Reward" and len(present) == 2:
         reward, score = metrics
@@ -211,18 +121,18 @@ def _metric_panel(
         for variant, (metric, part) in enumerate(present.items()):
             label = _label(groups, group, part if len(present) > 1 else "")
             same = [Line(label, *run.series(metric), at, variant) for run in group]
-            lines += _with_mean(same, [places[id(run)] for run in group])
+            lines += _with_mean(same)
     return Curves(title, lines, note=note) if lines else None
 
 
-def _accuracy_panel(groups: Sequence[Group], places: Places) -> Curves | None:
+def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
     lines: list[Line] = []
     sources = list(dict.fromkeys(source for group in groups for run in group for source in run.points()))
     for at, group in enumerate(groups):
         for variant, source in enumerate(sources):
             label = _label(groups, group, source if len(sources) > 1 else "")
             same = [_accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group]
-            lines += _with_mean(same, [places[id(run)] for run in group])
+            lines += _with_mean(same)
     note = "held-out, 95 % interval" if all(len(g) == 1 for g in groups) else "held-out, mean over seeds"
     return Curves("Validation accuracy", lines, note=note) if lines else None
 

@@ -32,7 +32,7 @@ from results.reporting.pages import (
 )
 from results.reporting.readme_tables import experiment_table, experiments, run_table
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun
-from results.reporting.summaries import comparable, group_name, group_runs, processor_of
+from results.reporting.summaries import comparable, group_name, group_runs, hardware_of
 
 FIRST = ("experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")  # of the first table
 WIDTH = 100  # characters of a question or an answer in a terminal
@@ -215,12 +215,6 @@ def _resumes(run: RecordedRun) -> str:
     return "; ".join([*(f"resumed after step {step}" for step in steps), *gaps])
 
 
-def _hardware(run: RecordedRun) -> str:
-    machine = run.session["hardware"]
-    gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ""
-    return f"{processor_of(machine)}, {machine['memory_gib']} GiB{gpus}"
-
-
 _PROVENANCE = {
     "status": lambda run: run.status,
     "last healthy step": lambda run: run.manifest.get("last_healthy_step"),
@@ -231,7 +225,7 @@ _PROVENANCE = {
     "ended": lambda run: run.session["ended"],
     "interruptions": _resumes,
     "seconds in steps": lambda run: f"{run.seconds:.0f}",
-    "hardware": _hardware,
+    "hardware": lambda run: hardware_of(run.session),
     "threads": lambda run: ", ".join(f"{k} {v}" for k, v in run.session["threads"].items() if v is not None),
     "seeds": lambda run: ", ".join(f"{k}={v}" for k, v in run.manifest["seeds"].items()),
     "base weights": lambda run: run.base[:12] if run.base else NOT_RECORDED,
@@ -243,19 +237,16 @@ _PROVENANCE = {
 
 
 def page(
-    runs: Sequence[RecordedRun], baseline: str | None = None, x: str = "step", links: Sequence[Block] = ()
+    runs: Sequence[RecordedRun], baseline: str | None = None, links: Sequence[Block] = ()
 ) -> tuple[str, list[Block]]:
-    """Return title and blocks of the report, compared with ``baseline`` and drawn over the axis ``x``.
+    """Return title and blocks of the report, compared with ``baseline``.
 
     Raises:
-        InputError: no run has the baseline's name, or a run does not record the axis.
+        InputError: no run has the baseline's name.
     """
     groups = with_baseline(group_runs(runs), baseline)
-    drawn = panels(groups, x)
-    blocks = [
-        *learnt([run for group in groups for run in group], drawn[:1], links),
-        *curves(drawn[1:]),
-    ]
+    drawn = panels(groups)
+    blocks = [*learnt([run for group in groups for run in group], drawn[:1], links), *curves(drawn[1:])]
     blocks += step_times(groups)
     if len(groups) > 1:
         blocks += comparison(groups)
@@ -267,9 +258,9 @@ def page(
     return ", ".join(group_name([run.name for run in group]) for group in groups), blocks
 
 
-def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None, x: str = "step") -> Path:
+def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None) -> Path:
     """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens have a page too."""
-    return write_pages(out, "report", *page(runs, baseline, x, _trace_links(runs, out)))[1]
+    return write_pages(out, "report", *page(runs, baseline, _trace_links(runs, out)))[1]
 
 
 def _trace_links(runs: Sequence[RecordedRun], out: Path) -> list[Block]:

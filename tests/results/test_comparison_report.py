@@ -11,8 +11,6 @@ import pytest
 from core.errors import InputError
 from results import report
 from results.reporting.comparison_report import comparison, with_baseline
-from results.reporting.curves import AXES, positions
-from results.reporting.curves import panels as panels_of
 from results.reporting.pages import Fold, Table, Text
 from results.reporting.run_reader import RecordedRun, load_run
 from results.reporting.summaries import group_runs
@@ -70,49 +68,6 @@ def test_an_unknown_baseline_names_the_nearest(root, tmp_path, capsys):
     assert error.count("\n") == 1 and not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="near it: grpo/lab, grpo/slow, ppo/other"):
         with_baseline(loaded(root, *ALL), "zzz")
-
-
-# --- the axis ---
-
-
-def test_the_axes_are_what_a_run_had_spent(root):
-    (run,) = (group[0] for group in loaded(root, "grpo/slow"))
-    metrics = [
-        {**row, **({"perf/total_num_tokens": 100.0 * row["step"]} if row["step"] else {})} for row in run.metrics
-    ]
-    run = dataclasses.replace(run, metrics=metrics)
-    assert positions(run, "step")[3] == 3
-    assert [positions(run, "tokens")[step] for step in (0, 1, 2, 3)] == [0, 100, 300, 600]
-    batch, n = (run.config[key] for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n"))
-    assert positions(run, "trajectories")[2] == 2 * batch * n
-    drawn = [{**row, "collect/prompts_drawn": 7.0} for row in metrics]
-    assert positions(dataclasses.replace(run, metrics=drawn), "trajectories")[2] == 14 * n
-    whole = [{**row, "timing_s/whole": 36.0} for row in metrics]
-    assert positions(dataclasses.replace(run, metrics=whole), "hours")[10] == pytest.approx(0.1)
-
-
-def test_an_axis_that_a_run_lacks_is_refused_with_those_it_has(root, tmp_path, capsys):
-    assert report.main([str(root / "grpo/slow"), "--x", "tokens", "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert "--x tokens: grpo/slow does not record it (it needs perf/total_num_tokens)" in error
-    assert "--x can be step or trajectories or hours for this run" in error and error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        report.main([str(root / "grpo/slow"), "--x", "epochs"])
-
-
-@pytest.mark.parametrize("x", ["step", "trajectories", "hours"])
-def test_every_curve_is_drawn_over_the_axis(root, x):
-    groups = loaded(root, *ALL)
-    panels = [panel for panel in panels_of(groups, x) if not panel.stacked]
-    assert {panel.x for panel in panels} == {AXES[x].label} and len(panels) > 8
-    reward = next(panel for panel in panels if panel.title == "Reward")
-    slow = next(line for line in reward.lines if line.label == "grpo/slow")
-    run = next(group[0] for group in groups if group[0].name == "grpo/slow")
-    steps, values = run.series("critic/rewards/mean")
-    assert list(slow.steps) == [positions(run, x)[step] for step in steps] and list(slow.values) == values
-    mean = next(line for line in reward.lines if line.label == "grpo/lab")
-    both = [positions(one, x) for one in groups[0]]
-    assert mean.steps[-1] == pytest.approx(sum(place[20] for place in both) / 2)
 
 
 # --- what cannot be paired ---

@@ -17,7 +17,6 @@ from results import report
 from results.publish import publish
 from results.reporting.answers import flips
 from results.reporting.comparison import accuracy_by_question
-from results.reporting.curves import positions
 from results.reporting.run_reader import NotARun, load_run
 from results.reporting.summaries import summarise
 from tests.core.synthetic import configured, make_run, records
@@ -92,20 +91,6 @@ def test_a_line_without_its_fields_is_one_line(tmp_path):
     (run / "validation" / "0.jsonl").write_text('{"acc": [1.0]}\n')
     with pytest.raises(NotARun, match="damaged.*uid"):
         load_run(run)
-
-
-def test_totals_of_a_thinned_copy_are_those_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(publishing, "METRICS_ROWS", 10)
-    run = make_run(tmp_path / "grpo" / "long", steps=60, test_every=30, questions=20)
-    copy = load_run(publish(run, tmp_path / "results" / "grpo" / "long"))
-    whole = load_run(run)
-    assert len(copy.metrics) < 20
-    seconds = sum(row.get("timing_s/step", 0.0) for row in whole.metrics)
-    assert positions(whole, "hours")[60] == pytest.approx(seconds / 3600)
-    for step, hours in positions(copy, "hours").items():
-        assert hours == pytest.approx(positions(whole, "hours")[step], rel=1e-5)
-    batch, n = (whole.config[key] for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n"))
-    assert positions(copy, "trajectories")[60] == 60 * batch * n
 
 
 # --- answers ---
