@@ -357,8 +357,7 @@ def score(
     call that generated, under ``overrides``. Raises InputError for answers that are incomplete, a data source without
     scorer or on whose answers it always failed, and a wrong option.
     """
-    from core.rewards.failures import RewardError
-    from core.rewards.layer import RewardLayer
+    from core.rewards.layer import RewardError, RewardLayer
     from core.tracking.validation import ValRecord
 
     manifest, answers = files.complete_answers(source)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from core.rewards.failures import RewardError
+from core.rewards.layer import RewardError
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.scripted_run import configured, prepare, scripted
 

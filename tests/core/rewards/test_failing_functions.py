@@ -14,9 +14,8 @@ from core.config import examine
 from core.config.sections.reward import RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards.failures import RewardError
 from core.rewards.grading import ScoreError, as_score
-from core.rewards.layer import RewardLayer
+from core.rewards.layer import RewardError, RewardLayer
 from core.tracking.samples import generation_rows
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from tests.tiny import tiny_tokenizer

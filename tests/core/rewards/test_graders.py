@@ -17,10 +17,9 @@ import pytest
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.errors import InputError, WorkersLost
 from core.rewards.custom_reward import CustomFunction
-from core.rewards.failures import RewardError
 from core.rewards.graders import GraderPool
 from core.rewards.grading import Failure, InProcess, Job, Scorers
-from core.rewards.layer import RewardLayer
+from core.rewards.layer import RewardError, RewardLayer
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores import SCORERS
 from reward_scores.score import ScoreStatus

@@ -19,11 +19,10 @@ from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import judge as judge_module
 from core.rewards import judge_texts
-from core.rewards.failures import RewardError
 from core.rewards.grading import Answer
 from core.rewards.judge import Judge, JudgeLost
 from core.rewards.judge_texts import CANARIES, TEMPLATE, Case, NoVerdict, Template, VerdictRule, read_canaries
-from core.rewards.layer import RewardLayer
+from core.rewards.layer import RewardError, RewardLayer
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
 from tests.judge_server import MODEL, serve

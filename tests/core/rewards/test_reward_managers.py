@@ -14,9 +14,8 @@ from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.rewards.barrier import Barrier
-from core.rewards.failures import RewardError
 from core.rewards.grading import Job
-from core.rewards.layer import RewardLayer
+from core.rewards.layer import RewardError, RewardLayer
 from core.rollout.collect import CollectLimits, CollectState, collect
 from core.tracking.loggers import ConsoleLogger
 from core.tracking.samples import print_examples
@@ -195,7 +194,7 @@ def test_a_users_manager_that_cannot_work(make_layer, write, name, says):
 
 
 REGISTERED = """
-    from core.rewards.managers import register
+    from core.rewards.grading import register
 
     @register("{name}")
     class Quarter:

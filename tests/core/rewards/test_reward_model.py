@@ -16,9 +16,8 @@ from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelC
 from core.data.parquet import Example
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
-from core.rewards.failures import RewardError
 from core.rewards.grading import Answer, ModelScore
-from core.rewards.layer import RewardLayer
+from core.rewards.layer import RewardError, RewardLayer
 from core.rewards.reward_model import RewardModel
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus

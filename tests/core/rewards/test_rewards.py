@@ -16,9 +16,8 @@ import pytest
 from core.config.sections.reward import RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards.failures import RewardError
 from core.rewards.grading import as_score
-from core.rewards.layer import RewardLayer
+from core.rewards.layer import RewardError, RewardLayer
 from core.tracking.metrics import status_rates
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
