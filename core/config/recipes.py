@@ -1,7 +1,7 @@
 """What recipes' folders add to the configuration: presets, keys of their own, rules on these.
 
-``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets; it may hold ``key_roles.yaml``, in the form of the
-file of that name here. A user's own recipe may also lie in a folder ``recipes/`` elsewhere on Python's path.
+``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets. A user's own recipe may also lie in a folder
+``recipes/`` elsewhere on Python's path.
 ``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of :class:`Config` with the recipe's own keys,
 ``PAPER``, the name that messages give it, and ``SWITCHES``, the keys that switch its techniques on: other recipes
 accept these keys at values that leave a technique off. ``recipes/<recipe>/config_rules.py`` may define ``rules``, a

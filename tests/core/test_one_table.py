@@ -141,7 +141,9 @@ def added(tmp_path_factory):
     """What the configuration and the run make of the additions."""
     folder = tmp_path_factory.mktemp("mine")
     (folder / "mine.py").write_text(MINE)
-    (folder / "registry.py").write_text(Path(registry.__file__).read_text() + ENTRIES)
+    text, end_of_tables = Path(registry.__file__).read_text(), "# --- types of keys"
+    assert end_of_tables in text
+    (folder / "registry.py").write_text(text.replace(end_of_tables, f"{ENTRIES}\n{end_of_tables}"))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(CHOSEN), str(folder / "run"), str(folder / "registry.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
