@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from core.config.yaml_files import read_yaml
+from core.config.convert import read_yaml
 from core.errors import InputError
 from core.tracking.validation import ValRecord
 from results.reporting.answers import published_samples

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from core.config import chat_template, convert, recipes, rules, verl_names
+from core.config import convert, paths, recipes, rules, verl_names
+from core.config.convert import read_yaml
 from core.config.defaults import resolve
 from core.config.problem import Problem, show
 from core.config.rules import View
@@ -19,7 +20,6 @@ from core.config.schema import Config
 from core.config.secret_keys import login_in, without_hidden, without_login
 from core.config.section import MAPPING, build, hints
 from core.config.verl_names import CommandLine, unknown_key
-from core.config.yaml_files import read_yaml
 from core.errors import InputError
 
 
@@ -59,8 +59,8 @@ def examine(
     tree = composition.tree(layers)
     composition.of_other_recipes(layers, overrides)
     refused = list(layers.problems)
-    config = chat_template.with_text(resolve(validated(schema, tree, refused, layers.line), recipe))
-    refused += chat_template.problems(config)
+    config = paths.with_template_text(resolve(validated(schema, tree, refused, layers.line), recipe))
+    refused += paths.template_problems(config)
     view = View(config, layers.given, hooks, recipe)
     bad = {one.key for one in refused if isinstance(one, Problem)}
     lines = [*refused, *_logins(config), *rules.problems(view, bad)]

@@ -29,10 +29,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from core.config import convert, recipes, verl_names
+from core.config.convert import read_table
 from core.config.problem import Problem, brief, show
 from core.config.schema import Config
 from core.config.verl_names import CommandLine, nearest, unknown_key
-from core.config.yaml_files import read_table
 
 PRESET = "preset"
 SEPARATOR = "--"  # between a script's own arguments and the typed ones

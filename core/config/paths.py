@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config import chat_template, convert, registry
+from core.config import convert, registry
 from core.config.limits import is_plugin
 from core.config.problem import Problem
 from core.config.schema import Config
@@ -55,8 +57,8 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     if critic.enable and critic.model.path != model.path:
         models["critic.model.path"] = critic.model.path
     yield from ((key, path) for key, path in models.items() if path and (is_local(path) or is_url(path)))
-    if model.custom_chat_template is not None and chat_template.names_file(model.custom_chat_template):
-        yield chat_template.KEY, model.custom_chat_template.strip()
+    if model.custom_chat_template is not None and names_template_file(model.custom_chat_template):
+        yield TEMPLATE, model.custom_chat_template.strip()
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
     if custom.endswith(".py"):
         yield "custom_reward_function.path", custom
@@ -127,8 +129,8 @@ def _absolute(path: str) -> str:
 def _where_from(key: str) -> str:
     if key.startswith("data."):
         return "give parquet files; data_preprocess/ makes those of the public data sets"
-    if key == chat_template.KEY:
-        return chat_template.FIX
+    if key == TEMPLATE:
+        return TEMPLATE_FIX
     return "give another path, a hub id (org/name) or a URL" if ".model." in key else "give another path"
 
 
@@ -193,3 +195,53 @@ def address_problem(config: Config) -> Problem | None:
     if not config.actor_rollout_ref.hybrid_engine:
         nodes["actor_rollout_ref.rollout.nnodes"] = rollout.nnodes or 1
     return next((Problem(key, count, CLUSTER_RULE, CLUSTER_FIX) for key, count in nodes.items() if count > 1), None)
+
+
+# --- a chat template, as text or as a file's path ---
+
+# A file's text takes the path's place when a configuration is composed, so that the run's record holds what was used
+# and every machine of a cluster has it. What a template writes for a chat is seen when the data is read.
+TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
+TEMPLATE_FIX = "give a Jinja template that goes through messages, or the path of a file that holds one"
+
+
+def names_template_file(value: str) -> bool:
+    """Return whether the value is a path: one word without braces that has a slash or a file's ending."""
+    word = value.strip()
+    return bool(re.fullmatch(r"[^{}\n]+", word)) and bool("/" in word or re.search(r"^[^\s]+\.\w{2,7}$", word))
+
+
+def with_template_text(config: Config) -> Config:
+    """Return the configuration with the file's text where the key names a file that can be read."""
+    value = config.actor_rollout_ref.model.custom_chat_template
+    if value is None or not names_template_file(value):
+        return config
+    try:
+        with open(os.path.expanduser(value.strip()), encoding="utf-8") as file:
+            return convert.replaced(config, {TEMPLATE: file.read()})
+    except (OSError, ValueError):  # what cannot be read is refused as a path, where paths are checked
+        return config
+
+
+def template_problems(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with templates that prompts would be made of. Whether a file exists is not asked here."""
+    value = config.actor_rollout_ref.model.custom_chat_template
+    if value is not None and not names_template_file(value) and (rule := _broken(value)):
+        yield Problem(TEMPLATE, value, rule, TEMPLATE_FIX)
+    argument = config.data.apply_chat_template_kwargs.get("chat_template")  # a text, or one of the tokenizer's names
+    if isinstance(argument, str) and names_template_file(argument):
+        rule = "is a path, and every prompt would be this text"
+        yield Problem("data.apply_chat_template_kwargs.chat_template", argument, rule, f"use {TEMPLATE}={argument}")
+
+
+def _broken(text: str) -> str | None:
+    """Return the rule that a template's text breaks, or None."""
+    if "{{" not in text and "{%" not in text:
+        return "has no variable: every prompt would be this text"
+    if not re.search(r"\bmessages\b", text):
+        return "does not read messages: every prompt would be the same"
+    try:
+        json.loads(text)
+    except ValueError:
+        return None
+    return "is JSON and no template, which stands under its chat_template"

@@ -24,9 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from core.config import convert
+from core.config.convert import read_table
 from core.config.rulebook import RuleBook
 from core.config.schema import Config
-from core.config.yaml_files import read_table
 from core.errors import InputError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from core.config import chat_template, registry
+from core.config import paths, registry
 from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, is_url, local_path
 from core.learner.log_probs import FP32Head
@@ -103,9 +103,9 @@ def load_tokenizer(model: ModelConfig) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
         log.info("the tokenizer has no pad token: %r is used", tokenizer.pad_token)
     if (template := model.custom_chat_template) is not None:
-        if chat_template.names_file(template):
+        if paths.names_template_file(template):
             rule = "cannot be read as a text file on this machine"
-            raise InputError(f"{chat_template.KEY}={template}: {rule}; {chat_template.FIX}")
+            raise InputError(f"{paths.TEMPLATE}={template}: {rule}; {paths.TEMPLATE_FIX}")
         tokenizer.chat_template = template
     return tokenizer
 

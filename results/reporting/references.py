@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from core.config.convert import read_yaml
 from core.config.problem import show
-from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate, wilson
 from core.tracking.run_manifest import flatten

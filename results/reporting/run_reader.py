@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from core.config import convert, recipes, recorded_settings
+from core.config.convert import read_yaml
 from core.config.secret_keys import hidden
 from core.config.section import BOOKKEEPING
-from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.files import local_path
 from core.tracking import run_manifest

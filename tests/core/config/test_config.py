@@ -17,9 +17,9 @@ import yaml
 from pydantic import ValidationError
 
 from core.config import Config, compose, convert, diff, examine, from_yaml, recipes, to_yaml
+from core.config.convert import read_yaml
 from core.config.defaults import resolve
 from core.config.section import thaw
-from core.config.yaml_files import read_yaml
 from core.errors import InputError
 from core.tracking.health import CHECKS
 
