@@ -54,7 +54,7 @@ class ActorConfig(Sharing, Section):
     strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", OVER_RAY)
     ppo_mini_batch_size: Count = key(256, "prompts an optimizer step")
     ppo_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories a pass of a rank; null: by tokens", NOT_PACKED
+        None, "trajectories of a rank's pass; null: filled by tokens", NOT_PACKED
     )
     use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: where no micro-batch size is given")
     ppo_max_token_len_per_gpu: Count = execution(16384, "tokens in one pass, with use_dynamic_bsz", PACKED)
@@ -91,11 +91,19 @@ class ActorConfig(Sharing, Section):
 
 
 class RefConfig(Sharing, Section):
-    log_prob_micro_batch_size_per_gpu: Count | None = execution(None, "of log-probs; null: the actor's", NOT_PACKED)
+    log_prob_micro_batch_size_per_gpu: Count | None = execution(
+        None, "trajectories of a log-prob pass; null: the actor's", NOT_PACKED
+    )
     log_prob_use_dynamic_bsz: bool | None = execution(None, "fill log-prob passes by tokens; null: the actor's")
-    log_prob_max_token_len_per_gpu: Count | None = execution(None, "of a log-prob pass; null: the actor's", PACKED)
-    ulysses_sequence_parallel_size: Count | None = execution(None, "ranks a sequence; null: the actor's", OVER_RAY)
-    tensor_model_parallel_size: Count | None = execution(None, "ranks a layer; null: the actor's", OVER_RAY)
+    log_prob_max_token_len_per_gpu: Count | None = execution(
+        None, "tokens of a log-prob pass; null: the actor's", PACKED
+    )
+    ulysses_sequence_parallel_size: Count | None = execution(
+        None, "ranks that share each sequence; null: the actor's", OVER_RAY
+    )
+    tensor_model_parallel_size: Count | None = execution(
+        None, "ranks that share each layer; null: the actor's", OVER_RAY
+    )
     fsdp_config: FSDPConfig = key(FSDPConfig(), used_if=NO_ADAPTERS + OVER_RAY)
 
 

@@ -33,7 +33,9 @@ class CriticConfig(Sharing, Section):
     enable: bool | None = key(None, "train a critic; null: where the estimator reads values")
     strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", OVER_RAY)
     ppo_mini_batch_size: Count | None = key(None, "prompts an update; null: the actor's")
-    ppo_micro_batch_size_per_gpu: Count | None = execution(None, "trajectories a pass; null: by tokens", NOT_PACKED)
+    ppo_micro_batch_size_per_gpu: Count | None = execution(
+        None, "trajectories of a rank's pass; null: filled by tokens", NOT_PACKED
+    )
     use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: where no micro-batch size is given")
     ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass, with use_dynamic_bsz", PACKED)
     ppo_epochs: Count | None = key(None, "times that a step's trajectories are trained on; null: the actor's")

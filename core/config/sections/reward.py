@@ -144,9 +144,15 @@ class RewardModelConfig(Section):
     n_gpus_per_node: Size = execution(0, "ranks on each of them, a GPU each", CLASSIFIER + POOL)
     judge: JudgeConfig = key(JudgeConfig(), used_if=JUDGED)
     max_length: Count | None = key(None, "tokens that the model sees; null: the longest prompt and answer", CLASSIFIER)
-    micro_batch_size_per_gpu: Count | None = execution(None, "answers a pass; null: by tokens", CLASSIFIER + NOT_PACKED)
-    use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: without micro-batch", CLASSIFIER)
-    forward_max_token_len_per_gpu: Count | None = execution(None, "a pass; null: the critic's", CLASSIFIER + PACKED)
+    micro_batch_size_per_gpu: Count | None = execution(
+        None, "answers of a pass; null: filled by tokens", CLASSIFIER + NOT_PACKED
+    )
+    use_dynamic_bsz: bool | None = execution(
+        None, "fill passes by tokens; null: where no micro-batch size is given", CLASSIFIER
+    )
+    forward_max_token_len_per_gpu: Count | None = execution(
+        None, "tokens of a pass; null: the critic's", CLASSIFIER + PACKED
+    )
 
     @property
     def uses_model(self) -> bool:

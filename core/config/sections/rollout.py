@@ -37,7 +37,9 @@ class MultiTurnConfig(Section):
     )
     tool_timeout_s: Positive = execution(30.0, "seconds a tool call or a user's turn may take; a tool may have its own")
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
-    tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "the part that is kept")
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key(
+        "middle", "the part of a tool's answer that is kept"
+    )
     format: Literal["hermes", "react"] = key("hermes", "how a tool call is written")
     deterministic_tools: bool = execution(False, "decoding waits for tools, to repeat to the bit", IN_PROCESS)
 
@@ -73,7 +75,9 @@ class RolloutConfig(Section):
     free_cache_engine: bool = execution(True, "give memory back while the learner works", SERVES + SHARED_GPUS)
     max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
     max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
-    update_weights_bucket_megabytes: Count = execution(2048, "weights that travel together", OVER_RAY)
+    update_weights_bucket_megabytes: Count = execution(
+        2048, "size in which weights travel from learner to engine", OVER_RAY
+    )
     max_model_len: Count | None = execution(None, "tokens of a sequence; null: prompt and response lengths", SERVES)
     enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations", SERVES)
     enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once", SERVES)
@@ -85,9 +89,13 @@ class RolloutConfig(Section):
     )
     agent_loop: AgentLoop | None = key(None, "plays episodes; null: tool agent with multi_turn.enable, else one turn")
     multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
-    log_prob_micro_batch_size_per_gpu: Count | None = execution(None, "of old log-probs; null: the actor's", NOT_PACKED)
+    log_prob_micro_batch_size_per_gpu: Count | None = execution(
+        None, "trajectories of a pass for old log-probs; null: the actor's", NOT_PACKED
+    )
     log_prob_use_dynamic_bsz: bool | None = execution(None, "fill passes of old log-probs by tokens; null: the actor's")
-    log_prob_max_token_len_per_gpu: Count | None = execution(None, "of old log-probs; null: the actor's", PACKED)
+    log_prob_max_token_len_per_gpu: Count | None = execution(
+        None, "tokens of a pass for old log-probs; null: the actor's", PACKED
+    )
 
 
 HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
