@@ -11,7 +11,7 @@ result.
 
 from __future__ import annotations
 
-from core.config.conditions import CRITIC, OVER_RAY, REFERENCE
+from core.config import when
 from core.config.section import Section, bookkeeping, execution, key
 from core.config.sections.actor import ActorConfig, RefConfig
 from core.config.sections.algorithm import AlgorithmConfig
@@ -34,7 +34,7 @@ class ActorRolloutRefConfig(Section):
     hybrid_engine: bool = execution(True, "learner and engine alternate on the same GPUs; False: it has its own")
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
-    ref: RefConfig = key(RefConfig(), used_if=REFERENCE)
+    ref: RefConfig = key(RefConfig(), used_if=when.REFERENCE)
     rollout: RolloutConfig = RolloutConfig()
 
 
@@ -46,12 +46,12 @@ class Config(Section):
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
-    critic: CriticConfig = key(CriticConfig(), used_if=CRITIC)
+    critic: CriticConfig = key(CriticConfig(), used_if=when.CRITIC)
     reward_model: RewardModelConfig = RewardModelConfig()
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
-    ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=OVER_RAY)
+    ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=when.OVER_RAY)
     global_profiler: GlobalProfilerConfig = bookkeeping(GlobalProfilerConfig())
 
     @property

@@ -86,7 +86,7 @@ ARGUMENTS = "arguments"  # of a library that imports what some of them name: any
 Condition = tuple[Callable[[Any], Any], str | Callable[[Any], str]]  # of a View: whether the key is used; why not
 
 
-def when(holds: Callable[[Any], Any], reason: str | Callable[[Any], str]) -> tuple[Condition]:
+def condition(holds: Callable[[Any], Any], reason: str | Callable[[Any], str]) -> tuple[Condition]:
     """Return a condition under which a key has an effect, with what is said where it has none."""
     return ((holds, reason),)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from core.config.limits import NonNegative, Size
 from core.config.schema import ActorRolloutRefConfig, Config
-from core.config.section import Section, bookkeeping, key, when
+from core.config.section import Section, bookkeeping, condition, key
 from core.config.sections.actor import ActorConfig
 from core.config.sections.algorithm import AlgorithmConfig
 from core.config.sections.reward import RewardModelConfig
@@ -20,8 +20,8 @@ SWITCHES = {
 }
 
 
-FILTERED = when(lambda c: c.own.enable, "algorithm.filter_groups.enable is off")
-PUNISHED = when(lambda c: c.own.enable, "reward_model.overlong_buffer.enable is off")
+FILTERED = condition(lambda c: c.own.enable, "algorithm.filter_groups.enable is off")
+PUNISHED = condition(lambda c: c.own.enable, "reward_model.overlong_buffer.enable is off")
 
 
 class FilterGroupsConfig(Section):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from core.config.limits import Count
 from core.config.schema import Config
-from core.config.section import FrozenDict, Open, Section, execution, key, when
+from core.config.section import FrozenDict, Open, Section, condition, execution, key
 
 PAPER = "Search-R1"
-SEARCHES = when(lambda c: c.config.do_search, "do_search is off")
-RETRIEVES = when(
+SEARCHES = condition(lambda c: c.config.do_search, "do_search is off")
+RETRIEVES = condition(
     lambda c: c.config.do_search or c.config.retriever.prefetch, "do_search and retriever.prefetch are off"
 )
 
@@ -28,12 +28,12 @@ class RetrieverConfig(Section):
     client: Open = execution(
         FrozenDict(),
         "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py",
-        when(lambda c: c.own.url is not None, "retriever.url is null: no server is asked"),
+        condition(lambda c: c.own.url is not None, "retriever.url is null: no server is asked"),
     )
     local: Open = key(
         FrozenDict(),
         "where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py",
-        when(lambda c: c.own.url is None, "retriever.url names a server"),
+        condition(lambda c: c.own.url is None, "retriever.url names a server"),
     )
 
 

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config.conditions import (
-    CLIP_COV,
-    CLIPS,
-    DUAL_CLIP,
-    EPISODES,
-    FREE_AGGREGATION,
-    KL_COV,
-    KL_LOSS,
-    NO_ADAPTERS,
-    NOT_PACKED,
-    ONE_BOUND,
-    OVER_RAY,
-    PACKED,
-    SAPO,
-    SUM_NORM,
-)
+from core.config import when
 from core.config.limits import AboveOne, ClipLow, Count, NonNegative, Positive, PositiveShare, Size
 from core.config.registry import KLKind, LossAggMode, LossMode
 from core.config.rulebook import Broken, RuleBook, View
-from core.config.section import Section, execution, key, when
+from core.config.section import Section, execution, key
 from core.config.sections.model import FSDPConfig, OptimConfig
 
 
 class PolicyLossConfig(Section):
     loss_mode: LossMode = key("vanilla", "policy loss")
-    clip_cov_ratio: PositiveShare = key(0.0002, "Clip-Cov: share of a step's tokens that are dropped", CLIP_COV)
-    clip_cov_lb: float = key(1.0, "lower covariance bound of Clip-Cov candidates", CLIP_COV)
-    clip_cov_ub: float = key(5.0, "upper covariance bound of Clip-Cov candidates", CLIP_COV)
-    kl_cov_ratio: PositiveShare = key(0.0002, "KL-Cov: share of an optimizer step's tokens with a KL penalty", KL_COV)
-    ppo_kl_coef: NonNegative = key(0.1, "KL-Cov: coefficient of the KL penalty to the old policy", KL_COV)
+    clip_cov_ratio: PositiveShare = key(0.0002, "Clip-Cov: share of a step's tokens that are dropped", when.CLIP_COV)
+    clip_cov_lb: float = key(1.0, "lower covariance bound of Clip-Cov candidates", when.CLIP_COV)
+    clip_cov_ub: float = key(5.0, "upper covariance bound of Clip-Cov candidates", when.CLIP_COV)
+    kl_cov_ratio: PositiveShare = key(
+        0.0002, "KL-Cov: share of an optimizer step's tokens with a KL penalty", when.KL_COV
+    )
+    ppo_kl_coef: NonNegative = key(0.1, "KL-Cov: coefficient of the KL penalty to the old policy", when.KL_COV)
 
 
 class Sharing:
@@ -51,39 +38,41 @@ class Sharing:
 
 
 class ActorConfig(Sharing, Section):
-    strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", OVER_RAY)
+    strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", when.OVER_RAY)
     ppo_mini_batch_size: Count = key(256, "prompts an optimizer step")
     ppo_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a rank's pass; null: filled by tokens", NOT_PACKED
+        None, "trajectories of a rank's pass; null: filled by tokens", when.NOT_PACKED
     )
     use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: where no micro-batch size is given")
-    ppo_max_token_len_per_gpu: Count = execution(16384, "tokens in one pass, with use_dynamic_bsz", PACKED)
+    ppo_max_token_len_per_gpu: Count = execution(16384, "tokens in one pass, with use_dynamic_bsz", when.PACKED)
     ppo_epochs: Count = key(1, "times that a step's trajectories are trained on")
     shuffle: bool = key(False, "trajectories in a random order in each epoch of updates")
-    data_loader_seed: Size = key(42, "seed of shuffle", when(lambda c: c.own.shuffle, "shuffle is off"))
+    data_loader_seed: Size = key(42, "seed of shuffle", when.SHUFFLES)
     clip_ratio: ClipLow = key(
-        0.2, "distance from 1 at which the ratio to old probabilities is clipped", ONE_BOUND + CLIPS
+        0.2, "distance from 1 at which the ratio to old probabilities is clipped", when.ONE_BOUND + when.CLIPS
     )
-    clip_ratio_low: NonNegative | None = key(None, "distance of the lower bound from 1; null: clip_ratio", CLIPS)
-    clip_ratio_high: NonNegative | None = key(None, "distance of the upper bound from 1; null: clip_ratio", CLIPS)
-    clip_ratio_c: AboveOne = key(3.0, "bound of the ratio where the advantage is negative (dual clip)", DUAL_CLIP)
-    loss_agg_mode: LossAggMode = key("token-mean", "how the losses of tokens become one number", FREE_AGGREGATION)
+    clip_ratio_low: NonNegative | None = key(None, "distance of the lower bound from 1; null: clip_ratio", when.CLIPS)
+    clip_ratio_high: NonNegative | None = key(None, "distance of the upper bound from 1; null: clip_ratio", when.CLIPS)
+    clip_ratio_c: AboveOne = key(3.0, "bound of the ratio where the advantage is negative (dual clip)", when.DUAL_CLIP)
+    loss_agg_mode: LossAggMode = key("token-mean", "how the losses of tokens become one number", when.FREE_AGGREGATION)
     loss_scale_factor: Positive | None = key(
-        None, "of seq-mean-token-sum-norm; null: data.max_response_length", SUM_NORM
+        None, "of seq-mean-token-sum-norm; null: data.max_response_length", when.SUM_NORM
     )
     entropy_coeff: float = key(0.0, "coefficient of the entropy, which the loss rewards")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: NonNegative = key(0.001, "coefficient of the KL in the loss", KL_LOSS)
-    kl_loss_type: KLKind = key("low_var_kl", "estimator of the KL in the loss", KL_LOSS)
+    kl_loss_coef: NonNegative = key(0.001, "coefficient of the KL in the loss", when.KL_LOSS)
+    kl_loss_type: KLKind = key("low_var_kl", "estimator of the KL in the loss", when.KL_LOSS)
     grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
-    state_masking: bool = key(True, "tokens that tools wrote carry no loss; False is Search-R1's ablation", EPISODES)
-    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
+    state_masking: bool = key(
+        True, "tokens that tools wrote carry no loss; False is Search-R1's ablation", when.EPISODES
+    )
+    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", when.OVER_RAY)
     tensor_model_parallel_size: Count = execution(
-        1, "ranks that share each layer; FSDP2 shards over the others", OVER_RAY
+        1, "ranks that share each layer; FSDP2 shards over the others", when.OVER_RAY
     )
     use_torch_compile: bool = execution(False, "compile the MLPs and norms of the policy and its reference")
-    tau_pos: Positive = key(1.0, "SAPO: temperature for positive advantages", SAPO)
-    tau_neg: Positive = key(1.05, "SAPO: temperature for negative advantages", SAPO)
+    tau_pos: Positive = key(1.0, "SAPO: temperature for positive advantages", when.SAPO)
+    tau_neg: Positive = key(1.05, "SAPO: temperature for negative advantages", when.SAPO)
     freeze_vision_tower: bool = key(False, "the part of the model that reads pictures does not train")
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = OptimConfig()
@@ -92,19 +81,19 @@ class ActorConfig(Sharing, Section):
 
 class RefConfig(Sharing, Section):
     log_prob_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a log-prob pass; null: the actor's", NOT_PACKED
+        None, "trajectories of a log-prob pass; null: the actor's", when.NOT_PACKED
     )
     log_prob_use_dynamic_bsz: bool | None = execution(None, "fill log-prob passes by tokens; null: the actor's")
     log_prob_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a log-prob pass; null: the actor's", PACKED
+        None, "tokens of a log-prob pass; null: the actor's", when.PACKED
     )
     ulysses_sequence_parallel_size: Count | None = execution(
-        None, "ranks that share each sequence; null: the actor's", OVER_RAY
+        None, "ranks that share each sequence; null: the actor's", when.OVER_RAY
     )
     tensor_model_parallel_size: Count | None = execution(
-        None, "ranks that share each layer; null: the actor's", OVER_RAY
+        None, "ranks that share each layer; null: the actor's", when.OVER_RAY
     )
-    fsdp_config: FSDPConfig = key(FSDPConfig(), used_if=NO_ADAPTERS + OVER_RAY)
+    fsdp_config: FSDPConfig = key(FSDPConfig(), used_if=when.NO_ADAPTERS + when.OVER_RAY)
 
 
 rules = RuleBook()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import registry
-from core.config.conditions import ADAPTIVE, BY_STD, DISCOUNTS, KL_IN_REWARD, LAMBDA
+from core.config import registry, when
 from core.config.limits import NonNegative, Share
 from core.config.registry import AdvEstimator, KLKind
 from core.config.rulebook import Broken, RuleBook, View
@@ -16,18 +15,20 @@ from core.config.sections.correction import RolloutCorrectionConfig
 class KLCtrlConfig(Section):
     type: Literal["fixed", "adaptive"] = key("fixed", "a coefficient that stays, or moves towards target_kl")
     kl_coef: NonNegative = key(0.001, "coefficient of the KL in the reward")
-    horizon: float = key(10000, "sequences over which the adaptive coefficient moves", ADAPTIVE)
-    target_kl: float = key(0.1, "the KL that the adaptive coefficient aims at", ADAPTIVE)
+    horizon: float = key(10000, "sequences over which the adaptive coefficient moves", when.ADAPTIVE)
+    target_kl: float = key(0.1, "the KL that the adaptive coefficient aims at", when.ADAPTIVE)
 
 
 class AlgorithmConfig(Section):
     adv_estimator: AdvEstimator = key("gae", "advantage estimator")
-    gamma: Share = key(1.0, "discount a token", DISCOUNTS)
-    lam: Share = key(1.0, "lambda of generalised advantage estimation", LAMBDA)
-    norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; False is Dr. GRPO", BY_STD)
+    gamma: Share = key(1.0, "discount a token", when.DISCOUNTS)
+    lam: Share = key(1.0, "lambda of generalised advantage estimation", when.LAMBDA)
+    norm_adv_by_std_in_grpo: bool = key(
+        True, "divide by the group's standard deviation; False is Dr. GRPO", when.BY_STD
+    )
     use_kl_in_reward: bool = key(False, "take the KL to the reference policy off the reward")
-    kl_penalty: KLKind = key("kl", "estimator of the KL in the reward", KL_IN_REWARD)
-    kl_ctrl: KLCtrlConfig = key(KLCtrlConfig(), used_if=KL_IN_REWARD)
+    kl_penalty: KLKind = key("kl", "estimator of the KL in the reward", when.KL_IN_REWARD)
+    kl_ctrl: KLCtrlConfig = key(KLCtrlConfig(), used_if=when.KL_IN_REWARD)
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 

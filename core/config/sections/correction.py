@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from core.config.conditions import COMPARES, RATIO, REJECTS, WEIGHTS
+from core.config import when
 from core.config.limits import Limit, NonNegative, NumberOrText, PositiveShare
 from core.config.rulebook import Broken, RuleBook, View
 from core.config.section import Section, key
@@ -131,15 +131,19 @@ Rejection = Annotated[
 
 
 class RolloutCorrectionConfig(Section):
-    bypass_mode: bool = key(False, "the engine's log-probs are the old ones: no pass for them, and one ratio", RATIO)
-    rollout_is: Literal["token", "sequence"] | None = key(None, "importance weights; null: none", COMPARES)
-    rollout_is_threshold: WeightBounds = key(
-        2.0, 'upper bound of a weight; "lower_upper" drops what is outside', COMPARES + WEIGHTS
+    bypass_mode: bool = key(
+        False, "the engine's log-probs are the old ones: no pass for them, and one ratio", when.RATIO
     )
-    rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", COMPARES + WEIGHTS)
+    rollout_is: Literal["token", "sequence"] | None = key(None, "importance weights; null: none", when.COMPARES)
+    rollout_is_threshold: WeightBounds = key(
+        2.0, 'upper bound of a weight; "lower_upper" drops what is outside', when.COMPARES + when.WEIGHTS
+    )
+    rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", when.COMPARES + when.WEIGHTS)
     rollout_rs: Rejection | None = key(None, "rejection, by one or several statistics; null: none")
-    rollout_rs_threshold: NumberOrText | None = key(None, "upper bounds of rejection, one or one a statistic", REJECTS)
-    rollout_rs_threshold_lower: NonNegative | None = key(None, "lower bounds; null: 1 / threshold", REJECTS)
+    rollout_rs_threshold: NumberOrText | None = key(
+        None, "upper bounds of rejection, one or one a statistic", when.REJECTS
+    )
+    rollout_rs_threshold_lower: NonNegative | None = key(None, "lower bounds; null: 1 / threshold", when.REJECTS)
     rollout_token_veto_threshold: PositiveShare | None = key(None, "one such ratio drops the sequence; null: off")
 
     @property

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import registry
-from core.config.conditions import ADAPTERS, NOT_PACKED, OVER_RAY, PACKED, SUM_NORM
+from core.config import registry, when
 from core.config.limits import Count, Names, Positive, Size
 from core.config.registry import LossAggMode
 from core.config.rulebook import Broken, RuleBook, View
-from core.config.section import ARGUMENTS, CODE, CONSENT, Open, Section, execution, files, key, when
+from core.config.section import ARGUMENTS, CODE, CONSENT, Open, Section, execution, files, key
 from core.config.sections.actor import Sharing
 from core.config.sections.model import FSDPConfig, OptimConfig
 
@@ -23,31 +22,33 @@ class CriticModelConfig(Section):
     override_config: Open | None = key(None, "fields of the model's configuration; null: the policy's", code=ARGUMENTS)
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
     lora_rank: Size = key(0, "rank of the adapters; 0: all weights train")
-    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", ADAPTERS)
-    target_modules: Names = key(("all-linear",), "layers with adapters, as of the policy", ADAPTERS)
-    exclude_modules: Names | None = key(None, "layers without adapters; null: no layer is left out", ADAPTERS)
+    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", when.ADAPTERS)
+    target_modules: Names = key(("all-linear",), "layers with adapters, as of the policy", when.ADAPTERS)
+    exclude_modules: Names | None = key(None, "layers without adapters; null: no layer is left out", when.ADAPTERS)
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
 class CriticConfig(Sharing, Section):
     enable: bool | None = key(None, "train a critic; null: where the estimator reads values")
-    strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", OVER_RAY)
+    strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", when.OVER_RAY)
     ppo_mini_batch_size: Count | None = key(None, "prompts an update; null: the actor's")
     ppo_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a rank's pass; null: filled by tokens", NOT_PACKED
+        None, "trajectories of a rank's pass; null: filled by tokens", when.NOT_PACKED
     )
     use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: where no micro-batch size is given")
-    ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass, with use_dynamic_bsz", PACKED)
+    ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass, with use_dynamic_bsz", when.PACKED)
     ppo_epochs: Count | None = key(None, "times that a step's trajectories are trained on; null: the actor's")
     shuffle: bool | None = key(None, "trajectories in a random order; null: the actor's choice")
-    data_loader_seed: Size = key(42, "seed of shuffle", when(lambda c: c.own.shuffle, "shuffle is off"))
+    data_loader_seed: Size = key(42, "seed of shuffle", when.SHUFFLES)
     cliprange_value: Positive = key(0.5, "how far a value may move from the old one before its loss is clipped")
     loss_agg_mode: LossAggMode | None = key(None, "how the losses of tokens become one number; null: the actor's")
-    loss_scale_factor: Positive | None = key(None, "divisor of seq-mean-token-sum-norm; null: the actor's", SUM_NORM)
+    loss_scale_factor: Positive | None = key(
+        None, "divisor of seq-mean-token-sum-norm; null: the actor's", when.SUM_NORM
+    )
     grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
-    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
+    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", when.OVER_RAY)
     tensor_model_parallel_size: Count = execution(
-        1, "ranks that share each layer; FSDP2 shards over the others", OVER_RAY
+        1, "ranks that share each layer; FSDP2 shards over the others", when.OVER_RAY
     )
     use_torch_compile: bool = execution(False, "compile its MLPs and norms")
     model: CriticModelConfig = CriticModelConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config.conditions import ADAPTERS, BY_RATIO, COSINE, OVER_RAY
+from core.config import when
 from core.config.limits import Betas, Count, DType, Names, NonNegative, OffOrCount, OffOrSize, Positive, Share, Size
 from core.config.rulebook import Broken, RuleBook, View
 from core.config.section import ARGUMENTS, CODE, CONSENT, FrozenDict, Open, Section, execution, files, key
@@ -15,10 +15,10 @@ class OptimConfig(Section):
     weight_decay: NonNegative = key(0.01, "of AdamW")
     betas: Betas = key((0.9, 0.999), "of AdamW")
     lr_warmup_steps: OffOrSize = key(-1, "RL steps of warm-up; -1: lr_warmup_steps_ratio decides")
-    lr_warmup_steps_ratio: Share = key(0.0, "warm-up as a share of the run's RL steps", BY_RATIO)
+    lr_warmup_steps_ratio: Share = key(0.0, "warm-up as a share of the run's RL steps", when.BY_RATIO)
     lr_scheduler_type: Literal["constant", "cosine"] = key("constant", "learning rate after the warm-up")
-    min_lr_ratio: Share | None = key(0.0, "where a cosine ends, as a share of lr; null: 0", COSINE)
-    num_cycles: Positive = key(0.5, "waves of a cosine; 0.5 falls from lr to its end once", COSINE)
+    min_lr_ratio: Share | None = key(0.0, "where a cosine ends, as a share of lr; null: 0", when.COSINE)
+    num_cycles: Positive = key(0.5, "waves of a cosine; 0.5 falls from lr to its end once", when.COSINE)
 
 
 class ModelConfig(Section):
@@ -33,9 +33,11 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
     fp32_lm_head: bool = key(False, "logits in float32 where weights and passes are bfloat16, in learner and engine")
     lora_rank: Size = key(0, "rank of the adapters that train in place of the weights; 0: all weights train")
-    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", ADAPTERS)
-    target_modules: Names = key(("all-linear",), "all-linear, ends of layers' names, or one pattern of names", ADAPTERS)
-    exclude_modules: Names | None = key(None, "layers without adapters, written likewise; null: none", ADAPTERS)
+    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", when.ADAPTERS)
+    target_modules: Names = key(
+        ("all-linear",), "all-linear, ends of layers' names, or one pattern of names", when.ADAPTERS
+    )
+    exclude_modules: Names | None = key(None, "layers without adapters, written likewise; null: none", when.ADAPTERS)
 
 
 class FSDPConfig(Section):
@@ -44,12 +46,16 @@ class FSDPConfig(Section):
         "number format of the passes, whose weights and reductions are float32; null: the policy's, which is "
         "bfloat16, and in one process with the hf engine the engine's or float32, so that both agree",
     )
-    param_offload: bool = execution(False, "keep weights in host memory outside of the phases that need them", OVER_RAY)
-    optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory outside of updates", OVER_RAY)
-    offload_policy: bool = execution(False, "keep all of it in host memory; the CPU takes the steps", OVER_RAY)
-    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer's forward pass", OVER_RAY)
-    forward_prefetch: bool = execution(False, "gather the next layer's weights while a layer computes", OVER_RAY)
-    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the state; -1: all", OVER_RAY)
+    param_offload: bool = execution(
+        False, "keep weights in host memory outside of the phases that need them", when.OVER_RAY
+    )
+    optimizer_offload: bool = execution(
+        False, "keep the optimizer's state in host memory outside of updates", when.OVER_RAY
+    )
+    offload_policy: bool = execution(False, "keep all of it in host memory; the CPU takes the steps", when.OVER_RAY)
+    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer's forward pass", when.OVER_RAY)
+    forward_prefetch: bool = execution(False, "gather the next layer's weights while a layer computes", when.OVER_RAY)
+    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the state; -1: all", when.OVER_RAY)
 
 
 rules = RuleBook()

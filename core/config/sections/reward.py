@@ -4,25 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import registry
-from core.config.conditions import (
-    CANARIES,
-    CLASSIFIER,
-    GRADERS,
-    IMPORTED,
-    JUDGED,
-    NEVER_MOVED,
-    NOT_PACKED,
-    OVER_RAY,
-    OWN_CODE,
-    OWN_FUNCTION,
-    OWN_MANAGER,
-    PACKED,
-    POOL,
-    REGISTERED,
-    SERVER,
-    VOTES,
-)
+from core.config import registry, when
 from core.config.limits import Count, NonNegative, OffOrCount, Positive, Size
 from core.config.registry import RewardManager
 from core.config.rulebook import Broken, RuleBook, View
@@ -44,7 +26,7 @@ class JudgeConfig(Section):
     lowest: float = key(0.0, "least number that is a verdict")
     highest: float = key(1.0, "largest number that is a verdict")
     votes: Count = key(1, "replies an answer, each with a seed of its own")
-    combine: Literal["mean", "median"] = key("mean", "what becomes of several numbers", VOTES)
+    combine: Literal["mean", "median"] = key("mean", "what becomes of several numbers", when.VOTES)
     temperature: NonNegative = key(0.0, "of the judge's sampling")
     seed: Size = key(0, "of the judge's sampling; a vote adds its number")
     max_tokens: Count = key(1024, "tokens of a reply; one that is cut off is no verdict")
@@ -55,7 +37,7 @@ class JudgeConfig(Section):
     max_failures: Count = execution(100, "answers in a row without a verdict, after which the run ends")
     cache_dir: str | None = execution(None, "folder of kept replies; null: judge in the run folder")
     canaries: str | None = bookkeeping(
-        None, "file of answers of known grade, as JSON lines; null: core/rewards/judge_canaries.jsonl", CANARIES
+        None, "file of answers of known grade, as JSON lines; null: core/rewards/judge_canaries.jsonl", when.CANARIES
     )
     canary_every: Size = bookkeeping(32, "answers per canary graded beside them; 0: none")
     prompt_price: NonNegative = bookkeeping(0.0, "price of a million tokens that the judge reads, in any currency")
@@ -65,12 +47,14 @@ class JudgeConfig(Section):
 class ScoringFSDPConfig(FSDPConfig):
     """How ranks of a pool share a reward model, whose weights do not move and do not train."""
 
-    param_offload: bool = execution(False, "keep weights in host memory", NEVER_MOVED)
-    optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory", NEVER_MOVED)
-    offload_policy: bool = execution(False, "keep weights in host memory always", OVER_RAY + POOL)
-    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer", OVER_RAY + POOL)
-    forward_prefetch: bool = execution(False, "gather the next layer's weights early", OVER_RAY + POOL)
-    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the weights; -1: all", OVER_RAY + POOL)
+    param_offload: bool = execution(False, "keep weights in host memory", when.NEVER_MOVED)
+    optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory", when.NEVER_MOVED)
+    offload_policy: bool = execution(False, "keep weights in host memory always", when.OVER_RAY + when.POOL)
+    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer", when.OVER_RAY + when.POOL)
+    forward_prefetch: bool = execution(False, "gather the next layer's weights early", when.OVER_RAY + when.POOL)
+    fsdp_size: OffOrCount = execution(
+        -1, "ranks that share one copy of the weights; -1: all", when.OVER_RAY + when.POOL
+    )
 
 
 class RewardModelModelConfig(Section):
@@ -85,8 +69,8 @@ class RewardModelModelConfig(Section):
 
 
 class RewardModuleConfig(Section):
-    path: str | None = files(None, "file or module of a reward manager of your own", OWN_MANAGER, code=CODE)
-    name: str | None = key(None, "class of that manager", IMPORTED, code=CODE)
+    path: str | None = files(None, "file or module of a reward manager of your own", when.OWN_MANAGER, code=CODE)
+    name: str | None = key(None, "class of that manager", when.IMPORTED, code=CODE)
 
 
 class SandboxConfig(Section):
@@ -99,16 +83,16 @@ class SandboxConfig(Section):
 
 class SandboxFusionConfig(Section):
     url: str | None = execution(None, "a server's address, with /run_code; null: a sandbox on this machine")
-    max_concurrent: Count = execution(64, "requests at a time", SERVER)
-    memory_limit_mb: Count = key(1024, "MiB that a program may use there", SERVER)
-    give_up_s: Positive = execution(120.0, "seconds for which a server that is away is tried again", SERVER)
-    api_key_env: str | None = execution(None, "environment variable of the server's key, if it needs one", SERVER)
+    max_concurrent: Count = execution(64, "requests at a time", when.SERVER)
+    memory_limit_mb: Count = key(1024, "MiB that a program may use there", when.SERVER)
+    give_up_s: Positive = execution(120.0, "seconds for which a server that is away is tried again", when.SERVER)
+    api_key_env: str | None = execution(None, "environment variable of the server's key, if it needs one", when.SERVER)
 
 
 class CustomRewardFunctionConfig(Section):
     path: str | None = files(None, "file or module of your own scorer; null: the table of reward_scores", code=CODE)
-    name: str = key("compute_score", "the function in that file", OWN_FUNCTION, code=CODE)
-    reward_kwargs: Open = key(FrozenDict(), "arguments of that function", OWN_FUNCTION)
+    name: str = key("compute_score", "the function in that file", when.OWN_FUNCTION, code=CODE)
+    reward_kwargs: Open = key(FrozenDict(), "arguments of that function", when.OWN_FUNCTION)
 
 
 class RewardModelConfig(Section):
@@ -120,38 +104,40 @@ class RewardModelConfig(Section):
     reward_manager: RewardManager = key(
         "naive",
         "who grades: this process (naive), graders (prime, dapo), a function of lists (batch), a class of module.path",
-        REGISTERED,
+        when.REGISTERED,
     )
-    num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", GRADERS)
-    timeout_s: Positive = execution(10.0, "seconds for an answer (batch: a step's call) with its tests", GRADERS)
-    memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", GRADERS)
+    num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", when.GRADERS)
+    timeout_s: Positive = execution(10.0, "seconds for an answer (batch: a step's call) with its tests", when.GRADERS)
+    memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", when.GRADERS)
     num_examine: Size = bookkeeping(0, "answers of each data source that a training step prints")
     val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")
     reward_kwargs: Open = key(FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}", code=CONSENT)
     solution_str: Literal["policy", "response"] = key(
         "policy",
         "what a function of yours gets as solution_str: what the policy wrote, or the whole response with tools'",
-        OWN_CODE,
+        when.OWN_CODE,
     )
     on_error: Literal["zero", "mask", "raise"] = key("zero", "what becomes of an answer whose scorer failed")
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
     enable: bool = key(False, 'a model scores the examples whose reward_model.style is "model"')
     weight: float = key(0.0, "what the model's number counts beside a rule's score, in the other examples")
-    model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
-    enable_resource_pool: bool = execution(False, "over Ray, nodes whose ranks share the model", CLASSIFIER)
-    nnodes: Size = execution(0, "nodes of that pool", CLASSIFIER + POOL)
-    n_gpus_per_node: Size = execution(0, "ranks on each of them, a GPU each", CLASSIFIER + POOL)
-    judge: JudgeConfig = key(JudgeConfig(), used_if=JUDGED)
-    max_length: Count | None = key(None, "tokens that the model sees; null: the longest prompt and answer", CLASSIFIER)
+    model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=when.CLASSIFIER)
+    enable_resource_pool: bool = execution(False, "over Ray, nodes whose ranks share the model", when.CLASSIFIER)
+    nnodes: Size = execution(0, "nodes of that pool", when.CLASSIFIER + when.POOL)
+    n_gpus_per_node: Size = execution(0, "ranks on each of them, a GPU each", when.CLASSIFIER + when.POOL)
+    judge: JudgeConfig = key(JudgeConfig(), used_if=when.JUDGED)
+    max_length: Count | None = key(
+        None, "tokens that the model sees; null: the longest prompt and answer", when.CLASSIFIER
+    )
     micro_batch_size_per_gpu: Count | None = execution(
-        None, "answers of a pass; null: filled by tokens", CLASSIFIER + NOT_PACKED
+        None, "answers of a pass; null: filled by tokens", when.CLASSIFIER + when.NOT_PACKED
     )
     use_dynamic_bsz: bool | None = execution(
-        None, "fill passes by tokens; null: where no micro-batch size is given", CLASSIFIER
+        None, "fill passes by tokens; null: where no micro-batch size is given", when.CLASSIFIER
     )
     forward_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a pass; null: the critic's", CLASSIFIER + PACKED
+        None, "tokens of a pass; null: the critic's", when.CLASSIFIER + when.PACKED
     )
 
     @property

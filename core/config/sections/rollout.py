@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from core.config.conditions import (
-    EPISODES,
-    IN_PROCESS,
-    NOT_PACKED,
-    OF_THE_ENGINE,
-    OVER_RAY,
-    OWN_POOL,
-    PACKED,
-    SAMPLED,
-    SERVES,
-    SHARED_GPUS,
-)
+from core.config import when
 from core.config.limits import FULL_PRECISION, Count, DType, NonNegative, OffOrCount, Positive, PositiveShare
 from core.config.registry import TOOL_AGENT, AgentLoop, EngineName
 from core.config.rulebook import Broken, RuleBook, View
@@ -41,7 +30,7 @@ class MultiTurnConfig(Section):
         "middle", "the part of a tool's answer that is kept"
     )
     format: Literal["hermes", "react"] = key("hermes", "how a tool call is written")
-    deterministic_tools: bool = execution(False, "decoding waits for tools, to repeat to the bit", IN_PROCESS)
+    deterministic_tools: bool = execution(False, "decoding waits for tools, to repeat to the bit", when.IN_PROCESS)
 
 
 class ValKwargs(Section):
@@ -49,15 +38,17 @@ class ValKwargs(Section):
 
     n: Count = key(1, "answers a question")
     do_sample: bool = key(False, "sample validation answers; False: greedy")
-    temperature: NonNegative = key(0.0, "sampling temperature for validation", SAMPLED)
-    top_p: PositiveShare = key(1.0, "top-p (nucleus) for validation; 1 disables", SAMPLED)
-    top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", SAMPLED)
+    temperature: NonNegative = key(0.0, "sampling temperature for validation", when.SAMPLED)
+    top_p: PositiveShare = key(1.0, "top-p (nucleus) for validation; 1 disables", when.SAMPLED)
+    top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", when.SAMPLED)
 
 
 class RolloutConfig(Section):
     name: EngineName | None = execution(None, "engine that generates; null: vllm where it is installed, else hf")
-    nnodes: Count | None = execution(None, "nodes of the engines' own pool (hybrid_engine=False); null: 1", OWN_POOL)
-    n_gpus_per_node: Count | None = execution(None, "GPUs a node of that pool; null: the trainer's", OWN_POOL)
+    nnodes: Count | None = execution(
+        None, "nodes of the engines' own pool (hybrid_engine=False); null: 1", when.OWN_POOL
+    )
+    n_gpus_per_node: Count | None = execution(None, "GPUs a node of that pool; null: the trainer's", when.OWN_POOL)
     n: Count = key(1, "trajectories a prompt")
     do_sample: bool = key(True, "sample answers; training needs it")
     temperature: NonNegative = key(1.0, "sampling temperature for training")
@@ -69,32 +60,40 @@ class RolloutConfig(Section):
         None,
         "number format of the engine; null: the learner's or float32 in one process with the hf engine, else bfloat16",
     )
-    tensor_model_parallel_size: Count = execution(2, "GPUs that share each layer of one engine", SERVES + OVER_RAY)
-    gpu_memory_utilization: PositiveShare = execution(0.5, "share of a GPU's memory for weights and KV cache", SERVES)
-    enforce_eager: bool = execution(False, "run without CUDA graphs", SERVES)
-    free_cache_engine: bool = execution(True, "give memory back while the learner works", SERVES + SHARED_GPUS)
+    tensor_model_parallel_size: Count = execution(
+        2, "GPUs that share each layer of one engine", when.SERVES + when.OVER_RAY
+    )
+    gpu_memory_utilization: PositiveShare = execution(
+        0.5, "share of a GPU's memory for weights and KV cache", when.SERVES
+    )
+    enforce_eager: bool = execution(False, "run without CUDA graphs", when.SERVES)
+    free_cache_engine: bool = execution(
+        True, "give memory back while the learner works", when.SERVES + when.SHARED_GPUS
+    )
     max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
     max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
     update_weights_bucket_megabytes: Count = execution(
-        2048, "size in which weights travel from learner to engine", OVER_RAY
+        2048, "size in which weights travel from learner to engine", when.OVER_RAY
     )
-    max_model_len: Count | None = execution(None, "tokens of a sequence; null: prompt and response lengths", SERVES)
-    enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations", SERVES)
-    enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once", SERVES)
+    max_model_len: Count | None = execution(
+        None, "tokens of a sequence; null: prompt and response lengths", when.SERVES
+    )
+    enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations", when.SERVES)
+    enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once", when.SERVES)
     engine_kwargs: Open = execution(
         FrozenDict(),
         "further arguments of the engine: engine_kwargs.vllm.*, engine_kwargs.hf.*",
-        OF_THE_ENGINE,
+        when.OF_THE_ENGINE,
         code=ARGUMENTS,
     )
     agent_loop: AgentLoop | None = key(None, "plays episodes; null: tool agent with multi_turn.enable, else one turn")
-    multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
+    multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=when.EPISODES)
     log_prob_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a pass for old log-probs; null: the actor's", NOT_PACKED
+        None, "trajectories of a pass for old log-probs; null: the actor's", when.NOT_PACKED
     )
     log_prob_use_dynamic_bsz: bool | None = execution(None, "fill passes of old log-probs by tokens; null: the actor's")
     log_prob_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a pass for old log-probs; null: the actor's", PACKED
+        None, "tokens of a pass for old log-probs; null: the actor's", when.PACKED
     )
 
 

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config import registry
-from core.config.conditions import (
-    BOUNDED,
-    BY_EPOCHS,
-    CANARIES,
-    CRITIC,
-    JUDGED,
-    OVER_RAY,
-    PROFILED,
-    RESUMES,
-    SAVES,
-    TRACED,
-    TRAINS,
-    WINDOW,
-)
+from core.config import registry, when
 from core.config.limits import Count, Name, NonNegative, OffOrCount, Positive, Size
 from core.config.registry import Logger
 from core.config.rulebook import Broken, RuleBook, View
@@ -27,7 +13,9 @@ from core.config.section import ARGUMENTS, FrozenDict, Open, Section, bookkeepin
 
 class HealthBound(Section):
     bound: NonNegative | None = key(None, "the bound that such a number may not cross; null: off")
-    action: Literal["warn", "stop"] = key("warn", "what a crossed bound does; stop saves a checkpoint first", BOUNDED)
+    action: Literal["warn", "stop"] = key(
+        "warn", "what a crossed bound does; stop saves a checkpoint first", when.BOUNDED
+    )
 
 
 class HealthConfig(Section):
@@ -36,7 +24,7 @@ class HealthConfig(Section):
     nonfinite: HealthBound = key(HealthBound(bound=3, action="stop"), "steps in a row that skipped an update")
     entropy: HealthBound = key(HealthBound(), "least mean entropy, nats a token")
     reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best")
-    reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average", WINDOW)
+    reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average", when.WINDOW)
     logp_diff: HealthBound = key(
         HealthBound(),
         "mean |engine - learner| of log-probs; null: 1e-4 in float32, else by what rounding costs on the model, "
@@ -49,7 +37,7 @@ class HealthConfig(Section):
     shortening: HealthBound = key(HealthBound(bound=0.5), "fall of the mean response length, as a share of the start's")
     scorer_errors: HealthBound = key(HealthBound(bound=0.1), "share of answers without a score, over reward_window")
     judge_agreement: HealthBound = key(
-        HealthBound(bound=0.75, action="stop"), "least share of canaries graded as known", JUDGED + CANARIES
+        HealthBound(bound=0.75, action="stop"), "least share of canaries graded as known", when.JUDGED + when.CANARIES
     )
 
 
@@ -62,9 +50,9 @@ class TraceConfig(Section):
         2,
         "groups of a recorded step, the same questions in every step where possible; beside them the group of the "
         "lowest score, that of the largest engine-learner difference and the first one that was dropped",
-        used_if=TRACED,
+        used_if=when.TRACED,
     )
-    max_mb: Positive = key(256, "disk of a run's records; older ones make room, the first one stays", TRACED)
+    max_mb: Positive = key(256, "disk of a run's records; older ones make room, the first one stays", when.TRACED)
 
     @property
     def used(self) -> bool:
@@ -77,15 +65,17 @@ class TrainerConfig(Section):
     device: Literal["cpu", "cuda"] | None = execution(None, "where models compute; null: cuda if there is one")
     cpu_threads: Count | None = execution(None, "threads of torch on a CPU; null: all cores")
     seed: Size = key(1, "decides which examples are drawn, how answers are sampled, and new weights")
-    nnodes: Count = execution(1, "machines", OVER_RAY)
-    n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)
-    total_epochs: Count = execution(30, "passes over the training examples", BY_EPOCHS)
+    nnodes: Count = execution(1, "machines", when.OVER_RAY)
+    n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", when.OVER_RAY)
+    total_epochs: Count = execution(30, "passes over the training examples", when.BY_EPOCHS)
     total_training_steps: Count | None = execution(None, "RL steps; null: the whole batches of total_epochs")
-    phase_timeout_s: Positive = bookkeeping(3600, "seconds of a remote phase, after which the run ends", OVER_RAY)
-    heartbeat_timeout_s: Positive = bookkeeping(300, "seconds without a sign of life, after which likewise", OVER_RAY)
+    phase_timeout_s: Positive = bookkeeping(3600, "seconds of a remote phase, after which the run ends", when.OVER_RAY)
+    heartbeat_timeout_s: Positive = bookkeeping(
+        300, "seconds without a sign of life, after which likewise", when.OVER_RAY
+    )
     max_restarts: Size = bookkeeping(0, "times a run starts again from its checkpoint after a process died or hung")
-    critic_warmup: Size = key(0, "steps in which only the critic trains", CRITIC)
-    balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
+    critic_warmup: Size = key(0, "steps in which only the critic trains", when.CRITIC)
+    balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", when.OVER_RAY)
     max_staleness: Size = key(0, "steps a sample may be old; 1: the next collection overlaps the update")
     project_name: Name | None = bookkeeping(None, "project at a logger's service; null: rlrepro-<recipe>")
     experiment_name: Name | None = bookkeeping(
@@ -100,17 +90,19 @@ class TrainerConfig(Section):
     log_val_generations: Size = bookkeeping(0, "answers of a validation that go to the loggers")
     rollout_data_dir: str | None = bookkeeping(None, "folder or URL for every training answer; null: no dump")
     validation_data_dir: str | None = bookkeeping(None, "folder or URL for every validation answer; null: no dump")
-    val_before_train: bool = bookkeeping(True, "validate the starting model too", TRAINS)
+    val_before_train: bool = bookkeeping(True, "validate the starting model too", when.TRAINS)
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
     save_freq: OffOrCount = bookkeeping(-1, "steps between checkpoints, one follows the last; -1: never")
     max_actor_ckpt_to_keep: Count | None = bookkeeping(
-        None, "checkpoints that are kept, the newest ones; null: all", SAVES
+        None, "checkpoints that are kept, the newest ones; null: all", when.SAVES
     )
     resume_mode: Literal["auto", "disable", "resume_path"] = bookkeeping(
         "auto", "its newest checkpoint, step 0, or resume_from_path"
     )
-    resume_from_path: str | None = bookkeeping(None, "folder or URL global_step_N of resume_mode=resume_path", RESUMES)
+    resume_from_path: str | None = bookkeeping(
+        None, "folder or URL global_step_N of resume_mode=resume_path", when.RESUMES
+    )
     resume_with_changes: bool = bookkeeping(False, "resume also with another base, data or objective; recorded")
     health: HealthConfig = bookkeeping(HealthConfig())
     trace: TraceConfig = bookkeeping(TraceConfig())
@@ -118,8 +110,8 @@ class TrainerConfig(Section):
 
 class GlobalProfilerConfig(Section):
     tool: Literal["torch"] | None = key(None, "profiler; null: no profile")
-    steps: tuple[Count, ...] | None = key(None, "steps that are profiled", PROFILED)
-    save_path: str | None = key(None, "folder of torch's traces; null: <run folder>/profile", PROFILED)
+    steps: tuple[Count, ...] | None = key(None, "steps that are profiled", when.PROFILED)
+    save_path: str | None = key(None, "folder of torch's traces; null: <run folder>/profile", when.PROFILED)
 
 
 class RayKwargsConfig(Section):
