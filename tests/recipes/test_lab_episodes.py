@@ -17,8 +17,8 @@ from core.rollout.tools import load_tools
 from core.types import Prompt
 from recipes.lab import guesses, sums, warm_start
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, alike, as_row, build, train
-from recipes.search_r1 import knowledge, knowledge_model, main_search_r1
+from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, as_row, build, train
+from recipes.search_r1 import knowledge, knowledge_model
 from recipes.search_r1.search_loop import INVALID, information, parse_action
 from tests.recipes.test_search_r1 import ROOT
 from tests.scripted_engine import ScriptedEngine
@@ -36,15 +36,6 @@ def encode(words, text):
 
 
 # --- knowledge ---
-
-
-def test_knowledge_is_drawn_anew_from_the_seed():
-    one, same, other = (knowledge.draw(seed) for seed in (1, 1, 2))
-    assert one == same and one.facts != other.facts
-    assert len(one.facts) == 600 and len(one.passages()) == 1000
-    assert all(value != name for (name, _), value in one.facts.items())
-    shared = [key for key in one.facts.keys() & other.facts.keys() if one.facts[key] == other.facts[key]]
-    assert len(shared) < 12  # what one knows of a seed is worth nothing in another
 
 
 def test_questions_of_one_and_two_hops_and_none_on_both_sides():
@@ -105,14 +96,6 @@ def test_rows_say_how_many_hops_and_their_gold_answer(tmp_path):
         assert row.prompt == f"Q: {row.extra_info['question']}" == question.prompt
         assert row.ground_truth == {"target": [base.answer(question)]}
     assert len((tmp_path / "corpus.jsonl").read_text().splitlines()) == 1000
-
-
-def test_the_presets_hold_an_episode_of_two_hops():
-    for preset in ("lab", "lab_ppo"):
-        config = compose("search_r1", [f"preset={preset}"], main_search_r1.HOOKS)
-        assert config.actor_rollout_ref.rollout.multi_turn.deterministic_tools
-        assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 256
-        assert config.trainer.default_local_dir.endswith(("lab-seed1", "lab-ppo-seed1"))
 
 
 # --- sums ---
@@ -179,13 +162,6 @@ def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(
             assert row["extra_info"]["interaction_kwargs"]["name"] == user and not said
 
 
-@pytest.mark.parametrize("text", ["#", "#ab", "k#", "", "#7"])
-def test_the_user_asks_again_about_what_is_no_letter(text):
-    told = [{"role": "user", "content": "f-n?"}, {"role": "assistant", "content": text}]
-    reply = asyncio.run(guesses.Thinker({}).generate_response("0", told, secret="k"))
-    assert reply[:3] == (False, guesses.PUZZLED, 0.0)
-
-
 # --- the warm start ---
 
 TINY = WarmStart(hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, task_steps=2, mixture_steps=1)
@@ -228,48 +204,4 @@ def test_a_seed_that_does_not_learn_is_followed_by_the_next(words, tmp_path, mon
     assert list((tmp_path / "none").glob("[0-9a-f]*")) == list((tmp_path / "none").glob("*.partial"))
 
 
-def test_a_base_model_is_built_once_and_named_by_what_decides_it(words, tmp_path):
-    rows = [as_row("Q: who is", knowledge.guessing(random.Random(n)), words) for n in range(8)]
-    made = []
-
-    def make():
-        made.append(1)
-        return rows, rows
-
-    recipe = tiny(loss_bound=99.0)
-    first = build(tmp_path, recipe, words, make, ROOT / "recipes" / "search_r1" / "knowledge.py")
-    again = build(tmp_path, recipe, words, make, ROOT / "recipes" / "search_r1" / "knowledge.py")
-    other = build(tmp_path, tiny(loss_bound=99.0, seed=2), words, make, ROOT / "recipes" / "search_r1" / "knowledge.py")
-    assert first == again != other and len(made) == 2
-    assert (tmp_path / "current").resolve() == other.resolve()
-    assert json.loads((first / "warm_start.json").read_text())["recipe"]["task_steps"] == 2
-
-
 ROWS = [([0] * width, [0] * width) for width in range(1, 257)]
-
-
-def test_a_batch_of_alike_rows_is_of_like_lengths():
-    recipe, rng = WarmStart(batch_size=8, pool=16), random.Random(1)
-    spreads, middles = [], []
-    for _ in range(50):
-        widths = [len(ids) for ids, _ in alike(ROWS, recipe, rng)]
-        spreads.append(max(widths) - min(widths))
-        middles.append(widths[4])
-    assert max(spreads) < 64 and min(middles) < 64 and max(middles) > 192  # any length comes, with its like
-    plain = WarmStart(batch_size=8)
-    assert alike(ROWS, plain, random.Random(2)) == random.Random(2).sample(ROWS, 8)
-
-
-def test_a_batch_of_the_mixture_holds_all_lengths(monkeypatch):
-    seen = []
-
-    def fitted(model, recipe, batches, loss_of):
-        for _, labels_BT in batches:
-            seen.append((labels_BT != IGNORED).sum(1))
-            yield 0.0
-
-    monkeypatch.setattr(warm_start, "fitted", fitted)
-    recipe = WarmStart(batch_size=8, pool=16, task_steps=4, mixture_steps=8, hold_steps=11, positions=256)
-    train(recipe, build_tokenizer("ab"), ROWS, ROWS)
-    spreads = [int(widths.max() - widths.min()) for widths in seen]
-    assert len(seen) == 12 and max(spreads[:4]) < 64 < min(spreads[4:])

@@ -100,13 +100,6 @@ def test_a_node_that_does_not_join_ends_the_job_with_the_numbers(slurm, tmp_path
     assert alone.returncode == 1 and "1 of 2 nodes joined 10.0.0.1:6379 within WAIT_S=2 seconds" in alone.stderr
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_shellcheck_has_nothing_to_say(name):
-    done = subprocess.run(["shellcheck", str(LAUNCH / name)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
 def test_what_the_files_name_exists_and_their_numbers_are_the_scripts():
     sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     job = yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from core.command_line import prepare
-from recipes.search_r1 import main_search_r1
+from core.config.recipes import trainer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ROOT / "tests" / "commands"
 LINES = sorted(COMMANDS.glob("*.args"))
 RECIPES = {"grpo": "grpo", "dapo": "dapo", "search_r1": "search_r1"}  # every other one is a line of main_ppo
-HOOKS = {"search_r1": main_search_r1.HOOKS}
+HOOKS = {"search_r1": trainer_of("search_r1")[1]}
 
 
 def arguments(path):

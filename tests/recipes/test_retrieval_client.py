@@ -12,7 +12,6 @@ import pytest
 from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import QUERY_CHARS, Passage, RetrievalError, RetrieverOptions
-from recipes.search_r1.retrieval_cache import Cache
 from recipes.search_r1.retrieval_client import ClientOptions, RetrievalClient
 from tests.search import PlainServer, Server, answer_for, contents, misbehaving, reply, write_corpus
 
@@ -90,12 +89,6 @@ def test_what_a_policy_writes_is_never_an_error(server, make_client):
     assert client.metrics()["retrieval/cut_queries"] == 2
 
 
-def test_health_and_identity(index, server, make_client):
-    client = make_client(server.url)
-    health = asyncio.run(client.health())
-    assert health["rows"] == ROWS and client.identity == f"{health['corpus_hash']}-{health['fingerprint']}"
-
-
 def test_it_serves_several_event_loops_and_threads(server, make_client):
     client = make_client(server.url)
     found = []
@@ -128,15 +121,6 @@ def test_cancelling_a_search_leaves_the_client_whole(make_client):
         client = make_client(url, connections=1)  # the cancelled search must give its turn back
         assert asyncio.run(cancelled(client))[0][0].contents == "next"
         release.set()
-
-
-def test_a_closed_client_says_so(server):
-    client = RetrievalClient(ClientOptions(server.url))
-    client.close()
-    client.close()
-    with pytest.raises(RetrievalError, match="is closed"):
-        ask(client, "a")
-    assert client.metrics()["retrieval/queries"] == 0
 
 
 def test_bad_options_are_refused():
@@ -415,27 +399,6 @@ def test_failures_that_a_retry_mends_end_no_run(make_client, caplog):
     assert client.metrics()["retrieval/error_rate"] == 0.5
 
 
-@pytest.mark.parametrize("length", [b"", b"Content-Length: 9999999999\r\n"])
-def test_a_reply_without_end_is_left(make_client, length):
-    def endless(handler, request):
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n")
-        while True:
-            handler.wfile.write(b" " * 65536)
-
-    with misbehaving(endless) as (url, _):
-        client = make_client(url, bad_replies=1, largest_reply=1_000_000)
-        with pytest.raises(RetrievalError, match="more than 1000000 bytes"):
-            ask(client, "a")
-
-
-def test_a_compressed_reply_is_refused_unread(make_client):
-    packed = [("Content-Encoding", "gzip")]
-    with misbehaving(lambda handler, _: reply(handler, 200, b"x", packed)) as (url, _):
-        client = make_client(url, bad_replies=1)
-        with pytest.raises(RetrievalError, match="is compressed"):
-            ask(client, "a")
-
-
 def test_the_key_of_the_environment_is_sent(make_client, monkeypatch):
     seen = []
 
@@ -482,24 +445,6 @@ def test_a_cache_is_an_index_s_own(index, tmp_path, make_client):
         make_client(server.url, cache_dir=tmp_path / "cache", offline=True)
 
 
-@pytest.mark.parametrize("reply_kept", ["[]]", "[1]", '[{"id": "", "contents": 7, "score": 1}]', "null"])
-def test_a_damaged_answer_of_the_cache_is_requested_again(tmp_path, caplog, reply_kept):
-    cache = Cache(tmp_path, "corpus-index")
-    cache.put({"a": [Passage("1", "a", 1.0)]}, ["a"], 2)
-    assert cache.get("a", 2) == [Passage("1", "a", 1.0)] and cache.get("b", 2) is None
-    cache._answers.set({'["a", 2]': reply_kept})
-    assert cache.get("a", 2) is None and "a kept answer is damaged" in caplog.text
-    cache.put({"a": [Passage("1", "a", 1.0)]}, ["a"], 2)
-    assert cache.get("a", 2) is not None
-    cache.close()
-
-
-def test_a_server_cannot_name_a_file_outside_the_cache(tmp_path):
-    for identity in ("../x", "/tmp/x", "a/b", "", ".."):
-        with pytest.raises(RetrievalError, match="cannot be the name of a folder in cache_dir"):
-            Cache(tmp_path / "cache", identity)
-
-
 def test_equal_queries_of_one_search_are_sent_once(make_client):
     with misbehaving(lambda handler, request: reply(handler, 200, answer_for(request))) as (url, asked):
         found = ask(make_client(url), "a", "b", "a")
@@ -536,8 +481,3 @@ def load(index, make_client, seconds):
 
 def test_64_clients_lose_no_request(index, make_client):
     assert load(index, make_client, 5) > 64
-
-
-@pytest.mark.slow
-def test_64_clients_lose_no_request_in_a_minute(index, make_client):
-    assert load(index, make_client, 60) > 640

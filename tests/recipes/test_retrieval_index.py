@@ -5,8 +5,6 @@ import io
 import json
 import math
 import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -17,12 +15,12 @@ from recipes.search_r1.index import bm25, dense
 from recipes.search_r1.index import cli as command
 from recipes.search_r1.index.bm25 import best_rows
 from recipes.search_r1.index.build import build_index
-from recipes.search_r1.index.corpus import Corpus, scan
+from recipes.search_r1.index.corpus import Corpus
 from recipes.search_r1.index.encoder import EncoderSettings, HashingEncoder, make_encoder, settings_of
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import BACKENDS, RetrievalError, RetrieverOptions
 from recipes.search_r1.index.rerank import RerankingRetriever
-from tests.search import ROOT, contents, write_corpus
+from tests.search import contents, write_corpus
 
 ROWS = 200
 HASHING = EncoderSettings("hashing:128", "", "")
@@ -81,13 +79,6 @@ def test_bm25_scores_are_lucenes(tmp_path):
 @pytest.mark.parametrize("query", ["", "   ", "the of and", "zzzz qqqq", "?!", "\x00\ud800", "日本"])
 def test_bm25_finds_nothing_where_no_word_is_shared_and_says_so_with_an_empty_list(built, query):
     assert opened(built, "bm25").retrieve([query], 5) == [[]]
-
-
-def test_what_a_query_holds_does_not_grow_the_index(built):
-    retriever = opened(built, "bm25")
-    before = len(retriever._stems.numbers)
-    retriever.retrieve([f"unheard{n}" for n in range(100)], 3)
-    assert len(retriever._stems.numbers) == before
 
 
 @pytest.mark.parametrize(("topk", "expected"), [(1, [3]), (2, [3, 1]), (3, [3, 1, 2]), (9, [3, 1, 2, 5])])
@@ -214,13 +205,6 @@ def test_an_interrupted_encoding_goes_on_and_repeats_nothing(built, tmp_path, mo
     assert third.calls == 0
 
 
-def test_vectors_of_another_encoder_are_not_gone_on_with(built, tmp_path):
-    build_index(built / "corpus.jsonl", tmp_path / "index", ["flat"], HashingEncoder(HASHING))
-    with pytest.raises(RetrievalError, match="made with another encoder"):
-        other = HashingEncoder(EncoderSettings("hashing:128", "", "passage: "))
-        build_index(built / "corpus.jsonl", tmp_path / "index", ["flat"], other)
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -236,14 +220,6 @@ def test_a_bad_line_is_named(tmp_path, line, said):
     (tmp_path / "c.jsonl").write_text(f"{good}\n{line}\n{good}\n")
     with pytest.raises(RetrievalError, match=said):
         build_index(tmp_path / "c.jsonl", tmp_path / "index")
-
-
-def test_an_empty_or_missing_corpus_is_an_error(tmp_path):
-    (tmp_path / "c.jsonl").write_text("")
-    with pytest.raises(RetrievalError, match="has no line"):
-        build_index(tmp_path / "c.jsonl", tmp_path / "index")
-    with pytest.raises(RetrievalError, match="cannot be read"):
-        build_index(tmp_path / "none.jsonl", tmp_path / "index")
 
 
 def test_the_command_builds_and_says_what_is_wrong(tmp_path, capsys):
@@ -284,13 +260,6 @@ def test_a_corpus_that_changed_is_refused_also_where_its_size_did_not(built, tmp
     corpus.unlink()
     with pytest.raises(RetrievalError, match="is not there; name it with corpus="):
         make_retriever(options)
-
-
-def test_the_hash_is_computed_once_for_an_unchanged_file(built, tmp_path, monkeypatch):
-    copied(built, tmp_path)
-    make_retriever(RetrieverOptions(tmp_path / "index"))
-    monkeypatch.setattr("recipes.search_r1.index.corpus._sha256", None)
-    make_retriever(RetrieverOptions(tmp_path / "index"))
 
 
 def test_building_over_another_corpus_is_refused(built, tmp_path):
@@ -425,21 +394,6 @@ def test_mean_pooling_leaves_padding_out_and_prefixes_count(tiny_bert):
     assert (torn[0] == torn[1]).all()
 
 
-def test_a_sentence_transformers_folder_says_its_settings(tmp_path):
-    (tmp_path / "1_Pooling").mkdir()
-    for name, value in {
-        "modules.json": [],
-        "config_sentence_transformers.json": {"prompts": {"query": "Q: ", "document": "D: "}},
-        "1_Pooling/config.json": {"pooling_mode_cls_token": True},
-        "sentence_bert_config.json": {"max_seq_length": 99},
-    }.items():
-        (tmp_path / name).write_text(json.dumps(value))
-    assert settings_of(str(tmp_path)) == EncoderSettings(str(tmp_path), "Q: ", "D: ", "cls", 99)
-    assert settings_of(str(tmp_path), query_prefix="", max_length=7).max_length == 7
-    (tmp_path / "config_sentence_transformers.json").unlink()
-    assert settings_of(str(tmp_path)).query_prefix == ""
-
-
 def test_a_real_encoder_and_a_real_cross_encoder_through_the_options(tiny_bert, tmp_path):
     texts = ["red fox", "blue whale sea", "sea", "fox fox"]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": t, "contents": t}) + "\n" for t in texts))
@@ -462,21 +416,3 @@ def test_a_real_encoder_and_a_real_cross_encoder_through_the_options(tiny_bert, 
         two.save_pretrained(tmp_path / "two")
         transformers.AutoTokenizer.from_pretrained(tiny_bert / "judge").save_pretrained(tmp_path / "two")
         make_retriever(RetrieverOptions(tmp_path / "index", rerank=str(tmp_path / "two")))
-
-
-def test_bm25_and_the_client_load_no_heavy_package():
-    program = (
-        "import sys, recipes.search_r1.retrieval_client, recipes.search_r1.retrieval_server\n"
-        "import recipes.search_r1.index.bm25\n"
-        "print([n for n in ('torch', 'ray', 'vllm', 'transformers', 'faiss') if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_scan_of_a_corpus_without_a_last_newline_holds_its_last_row(tmp_path):
-    (tmp_path / "c.jsonl").write_text('{"id": 1, "contents": "é one"}\n{"id": 2, "contents": "two"}')
-    about = scan(tmp_path / "c.jsonl", tmp_path / "index")
-    corpus = Corpus(tmp_path / "index")
-    assert about["rows"] == len(corpus) == 2
-    assert list(corpus.contents()) == ["é one", "two"]

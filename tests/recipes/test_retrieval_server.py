@@ -14,7 +14,7 @@ from recipes.search_r1 import retrieval_server
 from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import Passage, RetrieverOptions
-from recipes.search_r1.retrieval_server import LARGEST_BODY, MOST_QUERIES, make_app
+from recipes.search_r1.retrieval_server import MOST_QUERIES, make_app
 from recipes.search_r1.wire import IDENTITY
 from tests.search import contents, until, write_corpus
 
@@ -83,11 +83,6 @@ def test_the_published_format_with_and_without_scores(index):
     assert post(app, {"queries": queries, "topk": 2}).json()["result"] == plain
 
 
-@pytest.mark.parametrize("body", [{"queries": ["a"]}, {"queries": ["a"], "topk": None}])
-def test_topk_has_a_default(body):
-    assert len(post(make_app(Recording(), topk=4), body).json()["result"][0]) == 4
-
-
 def test_health_tells_corpus_index_and_load(index):
     retriever = make_retriever(RetrieverOptions(index))
 
@@ -150,25 +145,6 @@ def test_a_bad_request_is_refused_and_says_what_is_wanted(body, said):
     assert retriever.batches == []
 
 
-def test_other_paths_methods_and_sizes_are_refused():
-    async def ask():
-        async with browser(make_app(Recording())) as client:
-            yield (await client.get("/retrieve")).status_code
-            yield (await client.post("/search", json={})).status_code
-            large = {"content-length": str(LARGEST_BODY + 1)}
-            yield (await client.post("/retrieve", content=b"x", headers=large)).status_code
-
-            async def endless():
-                yield b"x"
-
-            yield (await client.post("/retrieve", content=endless())).status_code
-
-    async def collect():
-        return [status async for status in ask()]
-
-    assert asyncio.run(collect()) == [405, 404, 413, 411]
-
-
 # --- batches and the queue ---
 
 
@@ -219,11 +195,6 @@ def test_a_full_queue_is_503_with_retry_after_and_what_is_in_it_is_answered():
     assert "busy: 6 items wait, at most 6 may" in answers[4].json()["error"]
 
 
-def test_a_request_larger_than_the_queue_is_answered_when_nobody_waits():
-    answer = post(make_app(Recording(), max_waiting=4, max_batch=2), {"queries": ["a"] * 9})
-    assert answer.status_code == 200 and len(answer.json()["result"]) == 9
-
-
 @pytest.mark.parametrize(("bad", "said"), [("break", "the disk is gone"), ("too few", "1 results for 3 items")])
 def test_a_search_that_fails_is_a_500_for_its_batch_alone(bad, said):
     retriever = Recording()
@@ -247,11 +218,6 @@ def test_it_listens_on_the_loopback_unless_told_otherwise(index, monkeypatch, ca
     assert bound == ["127.0.0.1", "0.0.0.0"] and "anyone who reaches this port can search" in caplog.text
 
 
-def test_answers_are_sent_without_delay():
-    with retrieval_server._listen("127.0.0.1", 0) as listening:
-        assert listening.proto == socket.IPPROTO_TCP  # what asyncio looks at before it sets TCP_NODELAY
-
-
 def test_a_port_in_use_and_a_missing_index_are_one_line(index, tmp_path, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -262,12 +228,6 @@ def test_a_port_in_use_and_a_missing_index_are_one_line(index, tmp_path, capsys)
     assert retrieval_server.main(["--index", str(tmp_path), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert "no index is there" in error and error.count("\n") == 1
-
-
-def test_a_dry_run_reads_no_index(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DRY_RUN", "1")
-    assert retrieval_server.main(["--index", str(tmp_path / "later")]) == 0
-    assert "later (is not there yet)" in capsys.readouterr().out
 
 
 def test_waiting_requests_are_all_gone_in_the_end():

@@ -10,12 +10,10 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,15 +21,15 @@ from core import evaluate
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import MetricSums, loss_weights
 from core.config import compose, examine
+from core.config.recipes import trainer_of
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.batching import make_batch
 from core.learner.learner import Critic
-from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import Episode, Limits
 from core.types import Prompt, ScoredGroup, Stop, token_places
-from recipes.search_r1 import infer, main_search_r1, paper_tables
+from recipes.search_r1 import infer
 from recipes.search_r1.index.passages import Passage
 from recipes.search_r1.search_loop import (
     AFTER,
@@ -43,7 +41,6 @@ from recipes.search_r1.search_loop import (
     parse_action,
     question_of,
 )
-from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
 from results.reporting import accuracies
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor, actor_config, gradient
@@ -66,7 +63,7 @@ def encode(text: str) -> list[int]:
 
 
 def config(*overrides: str):
-    return compose("search_r1", [*FIXED, *overrides], main_search_r1.HOOKS)
+    return compose("search_r1", [*FIXED, *overrides], trainer_of("search_r1")[1])
 
 
 class Asked:
@@ -109,14 +106,6 @@ def play(turns, *overrides: str, passages=PASSAGES, whole=4000, turn=500, made=N
 
 def roles(trajectory):
     return [segment.role for segment in trajectory.segments]
-
-
-def test_a_passage_that_no_tokenizer_takes_is_read_all_the_same():
-    torn = [Passage("1", "Jaws\nby \ud83d Williams \x00 <eos>", 1.0)]
-    trajectory, _ = play(["<search>jaws</search>", "<answer>x</answer>"], passages=torn)
-    (block,) = [segment.text for segment in trajectory.segments if segment.role == "tool"]
-    assert "by \ufffd Williams \ufffd <eos>" in block and block.encode()
-    assert roles(trajectory) == ["policy", "tool", "policy"]
 
 
 # --- actions ---
@@ -258,25 +247,6 @@ def test_rag_puts_the_questions_own_passages_before_the_one_turn():
     assert roles(t) == ["tool", "policy"] and t.segments[0].text == information(PASSAGES[:1], 500, encode)
     assert not t.response_mask[: len(encode(t.segments[0].text))].any()
     assert question_of(prompt(question="other?")) == "other?"
-
-
-def test_the_trainer_overrides_generate_and_nothing_else():
-    own = {name for name in vars(SearchR1Trainer) if not name.startswith("__")}
-    assert own - {"room"} == {"generate"} == set(main_search_r1.HOOKS)  # room is how long its episodes are
-    assert issubclass(SearchR1Trainer, RayPPOTrainer)
-
-
-def test_the_lengths_are_the_published_ones():
-    """The prompt has its own limit, a turn its own, and the whole is what a sequence of the engine may hold."""
-    seen = {}
-    trainer = SearchR1Trainer(config())
-
-    async def play(prompt, index, sampling, limits):
-        seen["limits"] = limits
-
-    trainer.sampler = SimpleNamespace(play=play)
-    asyncio.run(trainer.generate(prompt("x" * 100), 0, trainer.train_sampling))
-    assert seen["limits"] == Limits(response=4096 + 500 - 100, turn=500)
 
 
 def test_a_retriever_that_is_not_there_ends_the_run_before_a_model_loads(files):
@@ -484,21 +454,12 @@ def test_values_have_no_target_where_a_tool_wrote():
 # --- configuration ---
 
 
-def test_presets_say_where_paper_and_script_differ():
-    paper, script = config("preset=paper"), config("preset=script")
-    assert min(one.actor_rollout_ref.actor.clip_ratio_c for one in (paper, script)) > 1e5  # neither has a dual clip
-    assert (paper.trainer.total_training_steps, script.trainer.total_training_steps) == (500, 1005)
-    assert (paper.actor_rollout_ref.actor.entropy_coeff, script.actor_rollout_ref.actor.entropy_coeff) == (0.0, 0.001)
-    assert paper.algorithm.use_kl_in_reward and paper.max_turns == 4 and paper.retriever.topk == 3
-    assert not paper.actor_rollout_ref.rollout.val_kwargs.do_sample
-
-
 def test_search_keys_without_the_recipe_are_refused_and_idle_ones_listed():
     (line,) = examine("grpo", ["max_turns=3"]).problems
     assert "Search-R1" in line and "recipes.search_r1.main_search_r1" in line
-    idle = examine("search_r1", [*FIXED, "do_search=False", "max_turns=3"], main_search_r1.HOOKS)
+    idle = examine("search_r1", [*FIXED, "do_search=False", "max_turns=3"], trainer_of("search_r1")[1])
     assert not idle.problems and "do_search is off" in idle.unused["max_turns"][1]
-    (line,) = examine("search_r1", [*FIXED, "data.max_start_length=5000"], main_search_r1.HOOKS).problems
+    (line,) = examine("search_r1", [*FIXED, "data.max_start_length=5000"], trainer_of("search_r1")[1]).problems
     assert "at most data.max_prompt_length=4096" in line
 
 
@@ -611,21 +572,3 @@ def test_infer_prints_the_episode_turn_by_turn(files, capsys):
     assert "actor_rollout_ref.model.path: is not set; add" in capsys.readouterr().err
     assert infer.main(["who?", "actor_rollout_ref.model.path=some/model", "data.nope=1"]) == 2
     assert "unknown key" in capsys.readouterr().err
-
-
-def test_the_pages_numbers_are_those_of_the_references_and_the_tables():
-    assert paper_tables.main(["--check"]) == 0
-    rows = yaml.safe_load((ROOT / "results" / "references.yaml").read_text())["references"]
-    commands = {row["id"]: row["command"] for row in rows if row["recipe"] == "search_r1" and "command" in row}
-    plain = {one: line.split("/")[2].split()[0] for one, line in commands.items() if one.endswith(("-ppo", "-grpo"))}
-    mine = {plain[row["id"]]: row["value"] for row in rows if plain.get(row["id"], "train.sh") != "train.sh"}
-    assert len(mine) == 8
-    text = (ROOT / "recipes" / "search_r1" / "README.md").read_text().split("## Expected")[1]
-    quoted = {line.split("`")[1]: float(line.split("|")[2].split()[0]) for line in text.splitlines() if "[T2: " in line}
-    assert quoted == mine
-    averages = [
-        row[-1]
-        for table in json.loads((ROOT / "results" / "search_r1" / "paper_tables.json").read_text())["tables"]
-        for row in table["rows"]
-    ]
-    assert set(mine.values()) <= set(averages)

@@ -85,10 +85,6 @@ def test_an_answer_to_a_chat_ends_as_the_template_ends_it_and_to_a_string_with_t
     assert trained_text(writer().answer("a=", "bc")) == "a=[bc<eos>]"
 
 
-def test_a_turn_without_an_end_is_trained_on_whole():
-    assert trained_text(Writer(tokenizer(), {}, {99}).chat(chats(1)[0][:2])).endswith("\n]")
-
-
 def test_a_template_that_writes_earlier_turns_anew_is_refused():
     forgets = "{% for m in messages %}{{ m['role'] if loop.last else '-' }}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DemonstrationError, match="writes earlier turns anew"):
@@ -121,12 +117,6 @@ def loaded(path: Path, *overrides: str) -> list[Demonstration]:
     found = DemonstrationFiles(config.data, tokenizer(), {EOS})
     found.load([str(path)])
     return found.measured[str(path)]
-
-
-def test_a_field_inside_a_column_can_be_the_answer(tmp_path):
-    row = {"prompt": "a=", "extra_info": {"answer": "b", "index": 0}, "reward_model": {"ground_truth": "b"}}
-    (one,) = loaded(write_rows(tmp_path / "x.parquet", [row]), "data.response_key=extra_info.answer")
-    assert trained_text(one) == "a=[b<eos>]"
 
 
 def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):
@@ -462,12 +452,3 @@ def test_what_has_no_meaning_here_is_refused(override, says):
     assert not examine("sft", []).problems
     found = examine("sft", [override]).problems
     assert any(line.lower().startswith(f"{override.lower()}: ") and says in line for line in found)
-
-
-def test_keys_without_effect_are_listed():
-    given = ["algorithm.norm_adv_by_std_in_grpo=False", "data.val_max_samples=3", "data.messages_key=chat"]
-    unused = examine("sft", given).unused
-    assert {key: reason.split(":")[0] for key, (_, reason) in unused.items()} == {
-        "algorithm.norm_adv_by_std_in_grpo": "demonstrations have no rewards and no advantages to estimate",
-        "data.val_max_samples": "data.val_files is empty",
-    }

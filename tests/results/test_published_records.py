@@ -15,9 +15,8 @@ from core.tracking.validation import validation_metrics
 from results import publish as publishing
 from results import report
 from results.publish import publish
-from results.reporting.answers import flips
 from results.reporting.comparison import accuracy_by_question
-from results.reporting.run_reader import NotARun, load_run
+from results.reporting.run_reader import load_run
 from results.reporting.summaries import summarise
 from tests.core.synthetic import configured, make_run, records
 
@@ -67,15 +66,6 @@ def test_every_evaluation_is_kept_by_question_and_the_bytes_are_the_same_again(t
     assert summarise(copy)["results"][0]["change"] == summarise(load_run(run))["results"][0]["change"]
 
 
-def test_fifty_thousand_questions_are_kept(tmp_path):
-    run = load_run(make_run(tmp_path / "grpo" / "big", steps=2, test_every=1, questions=50))
-    many = {step: records(step, 1, 50_000) for step in (0, 1, 2)}
-    packed = publishing._packed_validation(many)
-    assert 100_000 < len(packed) < 1_000_000
-    lines = [json.loads(line) for line in gzip.decompress(packed).splitlines()]
-    assert len(lines) == 150_000 and run.validation.keys() == many.keys()
-
-
 @pytest.mark.parametrize("name", ["validation.jsonl.gz", "samples.jsonl.gz"])
 def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
     copy = publish(run_with_answers(tmp_path / "grpo" / "a"), tmp_path / "results" / "grpo" / "a")
@@ -84,13 +74,6 @@ def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
     assert report.main([str(copy), "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "damaged" in said and name in said and said.count("\n") == 1
-
-
-def test_a_line_without_its_fields_is_one_line(tmp_path):
-    run = make_run(tmp_path / "grpo" / "a", steps=2, questions=5)
-    (run / "validation" / "0.jsonl").write_text('{"acc": [1.0]}\n')
-    with pytest.raises(NotARun, match="damaged.*uid"):
-        load_run(run)
 
 
 # --- answers ---
@@ -109,20 +92,6 @@ def test_questions_that_flipped_are_published_first(tmp_path, monkeypatch):
     assert set(uids[: len(worse)]) == set(worse) and set(uids[len(worse) : 16]) <= set(better)
     assert all(before[uid] == after[uid] == 0 for uid in uids[16:])
     assert rows[0]["output"] == "a at 0" and rows[1]["output"] == "a at 20"
-
-
-def test_places_that_no_flip_takes_go_to_the_other_questions(tmp_path):
-    run = run_with_answers(tmp_path / "grpo" / "a", rate=0.0, questions=30)
-    rows = unpacked(publish(run, tmp_path / "results" / "grpo" / "a") / "samples.jsonl.gz")
-    assert len({row["uid"] for row in rows}) == 30
-
-
-def test_flips_are_ordered():
-    found = flips(
-        {"same": 1.0, "up": 0.0, "down": 1.0, "half": 1.0, "a": 0.0},
-        {"same": 1.0, "up": 1.0, "down": 0.0, "half": 0.5, "b": 1.0},
-    )
-    assert [flip.uid for flip in found] == ["down", "half", "up"]
 
 
 def test_answers_lose_paths_and_hosts_and_keep_everything_else(tmp_path, monkeypatch):
@@ -149,15 +118,6 @@ def test_long_answers_are_shortened_from_the_middle(tmp_path):
     (run / "samples.jsonl").write_text("".join(map(json_line, rows)))
     (row, *_) = unpacked(publish(run, tmp_path / "results" / "grpo" / "a") / "samples.jsonl.gz")
     assert len(row["output"]) < 4_010 and row["output"].endswith("a#p") and " […] " in row["output"]
-
-
-def test_line_separators_inside_an_answer_do_not_end_its_line(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    rows = [{"output": "a\u2028b\x85c\u2029"}, {"output": "d"}]
-    path.write_text("".join(map(json_line, rows)) + '{"output": "cut', encoding="utf-8")
-    assert read_jsonl(path) == rows
-    path.write_text("")
-    assert read_jsonl(path) == []
 
 
 def test_two_published_runs_list_the_questions_that_flipped_with_both_answers(tmp_path):

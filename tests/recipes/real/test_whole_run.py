@@ -4,7 +4,6 @@ asked for: stages, minutes and names of ``recipes/real/run.sh``, and the rows th
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -86,30 +85,6 @@ def run_script(clone: Path, *words: str, **environment: str) -> tuple[list[str],
 
 def whole_run(clone: Path, *words: str, **environment: str) -> tuple[list[str], list[str]]:
     return run_script(clone, "recipes/real/run.sh", *words, **environment)
-
-
-def minutes_left(shown: list[str]) -> list[int]:
-    stages = [re.fullmatch(r"\[(\d)/5\] .*; about (\d+) minutes left", line) for line in shown]
-    assert all(stages), shown
-    assert [int(stage[1]) for stage in stages] == [1, 2, 3, 4, 5]
-    return [int(stage[2]) for stage in stages]
-
-
-def test_each_stage_is_announced_with_fewer_minutes_than_the_one_before(clone):
-    shown, calls = whole_run(clone)
-    left = minutes_left(shown)
-    assert left == sorted(set(left), reverse=True)
-    trained = [at for at, call in enumerate(calls) if "recipes.grpo.main_grpo" in call]
-    generated = [at for at, call in enumerate(calls) if "core.evaluate generate" in call]
-    assert len(trained) == 1 and generated[-1] > trained[0] > generated[-2]  # answers before and after
-
-
-def test_the_minutes_left_follow_the_time_that_stages_took(clone):
-    planned = minutes_left(whole_run(clone)[0])
-    stage = planned[1] - planned[2]  # minutes of the answers as released
-    slow = minutes_left(whole_run(clone, TAKES=str(3 * 60 * stage))[0])
-    assert slow[:2] == planned[:2] and slow[2:] == [3 * left for left in planned[2:]]
-    assert minutes_left(whole_run(clone, TAKES="5")[0]) == planned  # its result was there: nothing is learned from it
 
 
 def test_answers_are_named_by_the_step_that_the_run_reached(clone):
