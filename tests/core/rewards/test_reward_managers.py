@@ -319,11 +319,6 @@ def test_filtered_collecting_decodes_the_same_samples_together_however_long_verd
     assert len(first) > 20 and all(first == other for other in others)
 
 
-def test_without_waves_they_would_differ():
-    assert decoded_together(1, in_waves=False) != decoded_together(2, in_waves=False)
-    assert decoded_together(1, in_waves=True, waits=False) != decoded_together(2, in_waves=True, waits=False)
-
-
 # --- samples in full ---
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from core.config import compose
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
@@ -228,14 +227,6 @@ def test_styles_are_checked_against_the_configuration():
 
 
 # --- the configuration ---
-
-
-def test_verls_keys_resolve():
-    reward = compose("ppo", ["reward_model.enable=True", "reward_model.model.path=org/rm"]).reward_model
-    assert (reward.max_length, reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu) == (1024, True, 32768)
-    keys = ["reward_model.enable=True", "reward_model.micro_batch_size_per_gpu=8", "reward_model.max_length=99"]
-    reward = compose("ppo", [*keys, "reward_model.model.input_tokenizer=null"]).reward_model
-    assert (reward.use_dynamic_bsz, reward.max_length, reward.model.input_tokenizer) == (False, 99, None)
 
 
 # --- whole runs ---

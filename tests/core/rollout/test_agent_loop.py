@@ -17,7 +17,6 @@ from core.config import compose
 from core.data.draw_order import sampling_seed
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.rewards.layer import rollout_facts
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
 from core.types import Prompt, Stop
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
@@ -98,14 +97,6 @@ def test_an_episode_is_one_stream_of_what_was_sampled_and_what_was_added():
 def test_special_tokens_are_read_again_by_others_after_text_was_encoded_without_them():
     e = episode(scripted())
     assert len(e.encode("<eos>")) == 5 and TOKENIZER.encode("<eos>", add_special_tokens=False) == [1]
-
-
-def test_turns_and_tool_calls_reach_the_scorer():
-    e = episode(scripted("so <ask>x</ask>", "4"))
-    asyncio.run(two_turns(e))
-    facts = rollout_facts(e.trajectory())
-    assert (facts["num_turns"], facts["num_tool_calls"]) == (2, 1)
-    assert [s["role"] for s in facts["segments"]] == ["policy", "tool", "policy"]
 
 
 def test_each_turn_has_its_own_seed_and_the_first_one_is_that_of_a_single_turn():

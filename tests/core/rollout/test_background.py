@@ -8,7 +8,6 @@ import math
 import random
 import shutil
 import threading
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -16,16 +15,14 @@ from hypothesis import strategies as st
 
 from core.config import examine
 from core.data.draw_order import derive_seed, sampling_seed
-from core.engines import SampleRequest, SamplingParams
 from core.rollout.background import Background
 from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
-from core.types import Dropped, Prompt, ScoredGroup
+from core.types import Dropped
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run
-from reward_scores.score import Score
 from tests.core.rollout.test_collect import Rollouts, group
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
-from tests.scripted_engine import ScriptedEngine, random_latency
+from tests.scripted_engine import random_latency
 
 P, STEPS = 4, 7
 STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
@@ -114,52 +111,6 @@ def test_a_sample_that_the_next_step_wants_is_not_aborted():
     assert 4 in collected.in_flight.values()
     assert list(after.carried) == [4, 5, 6, 7] and begun.count(4) == 1
     assert collected.metrics["collect/wasted_tokens"] == 3 * sum(ordinal > 7 for ordinal in begun) > 0
-
-
-@dataclass
-class Spent:
-    """Tokens that an engine decoded in a run of the collector, and those whose verdicts decided something."""
-
-    decoded: float
-    useful: float
-
-    @property
-    def wasted(self) -> float:
-        return self.decoded - self.useful
-
-
-def spent(staleness: int, steps: int = 25, wanted: int = 8, in_flight: int = 24) -> Spent:
-    """One sample a prompt, one token a second, lengths with a long tail, half of the groups pass."""
-
-    def tokens(ordinal: int) -> int:
-        return min(2000, int(random.Random(f"length {ordinal}").lognormvariate(5, 1)) + 1)
-
-    engine = ScriptedEngine(None, lambda request: [7] * tokens(request.seed))
-    limits, useful = CollectLimits(wanted, in_flight, 10_000), 0
-
-    async def roll(ordinal: int):
-        request = SampleRequest((1, 2), SamplingParams(4000), ordinal)
-        trajectory = await engine.sample(request)
-        return ScoredGroup(Prompt(ordinal, "q", (1, 2), (), "a", "test"), (trajectory,), (Score(1.0),))
-
-    state = CollectState(keep_rate=0.5)
-    with asyncio.Runner() as runner:
-        for step in range(1, steps + 1):
-            fresh = fresh_enough(state, step - 1 - staleness)
-            collected = runner.run(collect(roll, keep(0.5), fresh, limits, ahead=staleness > 0))
-            useful += sum(map(tokens, range(state.next_ordinal, collected.state.next_ordinal)))
-            state = collected.state
-            if staleness:
-                state = runner.run(collect_ahead(roll, keep(0.5), collected, limits))
-            engine.update_weights([], step)
-    useful += sum(verdict.tokens for verdict in state.carried.values()) if staleness else 0
-    return Spent(sum(record.end - record.start for record in engine.records), useful)
-
-
-def test_a_step_of_staleness_wastes_fewer_tokens():
-    on_policy, stale = spent(0), spent(1)
-    assert on_policy.wasted > 0 and stale.wasted >= 0
-    assert on_policy.wasted / on_policy.useful > stale.wasted / stale.useful
 
 
 def test_a_verdict_of_an_old_policy_does_not_stay():

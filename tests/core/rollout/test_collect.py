@@ -18,7 +18,6 @@ from core.rollout.collect import (
 )
 from core.types import Dropped, Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
-from tests.benchmarks.collecting import GOAL, SCHEMES, Workload, simulate
 
 
 def group(ordinal: int, length: int = 3, version: int = 0) -> ScoredGroup:
@@ -155,20 +154,6 @@ def test_trained_lengths_are_distributed_as_generated_lengths():
         lengths += [len(g.trajectories[0].response_ids) for g in result.groups]
         state = CollectState(result.state.next_ordinal, 0.3)  # overdraw: more in flight than is needed
     assert lengths == [1 + random.Random(o).randrange(50) for o in range(80)]
-
-
-def test_streaming_trains_the_batches_of_waves_with_less_idle_time_and_less_waste():
-    """Batches in every single run; times and tokens of a long-tailed workload over several."""
-    runs = {scheme: [simulate(scheme, Workload(steps=4), seed) for seed in (1, 2, 3)] for scheme in SCHEMES}
-    waves, fresh, carried = runs.values()
-    for one, other, third in zip(waves, fresh, carried, strict=True):
-        assert one.batches == other.batches == third.batches and len(one.batches) == 4
-        assert third.wasted_tokens < other.wasted_tokens < one.wasted_tokens
-        assert third.wasted_tokens * GOAL < one.wasted_tokens
-    for streamed in (fresh, carried):
-        assert sum(o.seconds for o in streamed) < sum(o.seconds for o in waves)
-    # at staleness 1 a step's second drain lies behind its update, which takes no time here
-    assert sum(o.idle for o in fresh) < sum(o.idle for o in waves)
 
 
 def test_exhausted_trains_on_what_there_is_or_raises_with_counts():
