@@ -18,11 +18,11 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,30 +43,6 @@ class Stop(str, Enum):
     ABORT = "abort"  # given up before it ended; never trained on
 
 
-class Media(Protocol):
-    """What a prompt holds beside its text, pictures say: hashable, and equal where the files are.
-
-    Only the modality of the model (``core/vision``) looks inside.
-    """
-
-    def __len__(self) -> int: ...
-
-    def mark(self, prompt: Any) -> Any:
-        """Return a prompt, a text or a chat, with the model's mark in each place of a medium. Raises MediaError."""
-
-    def expand(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids of a marked prompt with an id for each token of each medium. Raises MediaError."""
-
-    def collapse(self, ids: Sequence[int]) -> list[int]:
-        """Return expanded ids with one id for each medium again, as a reader sees them."""
-
-    def thumbnails(self) -> list[str]:
-        """Return the first media, small, as data URIs for a page."""
-
-    def files(self) -> Iterable[bytes]:
-        """Return the files as the data has them."""
-
-
 @dataclass(frozen=True)
 class Prompt:
     """One question, tokenised once.
@@ -84,7 +60,7 @@ class Prompt:
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
-    media: Media | None = None  # in the order of their placeholders in ``token_ids``
+    media: Any = None  # core.vision.pictures.Pictures, in the order of their placeholders in ``token_ids``; None: none
     agent_name: str | None = None  # the agent loop that plays its episodes; None: the configured one
     opened_tag: str | None = None  # a tag such as <think> that the prompt's end opens and the policy has to close
 
@@ -123,12 +99,8 @@ class Trajectory:
     tool_scores: Mapping[str, float] = field(default_factory=dict)  # tool's name -> what it gave the whole episode
 
     def __post_init__(self) -> None:
-        for name, dtype in (
-            ("prompt_ids", np.int32),
-            ("response_ids", np.int32),
-            ("response_mask", np.bool_),
-            ("logprobs", np.float32),
-        ):
+        dtypes = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "logprobs": np.float32}
+        for name, dtype in dtypes.items():
             value = np.array(getattr(self, name), dtype=dtype)
             value.flags.writeable = False
             object.__setattr__(self, name, value)
@@ -137,11 +109,7 @@ class Trajectory:
             raise ValueError(f"response_ids, response_mask and logprobs differ in length: {sorted(lengths)}")
 
     def __repr__(self) -> str:
-        """Return a short text: asyncio formats the result of a step's collection, and never shows it.
-
-        ``asyncio.Runner.run`` of Python 3.11 compares signal handlers by way of an error message that holds the task
-        and its result. With all arrays written out that took longer than the rest of collecting.
-        """
+        """Return a short text: asyncio of Python 3.11 formats a step's groups, which took longer than collecting."""
         tokens = f"{len(self.prompt_ids)} + {len(self.response_ids)} tokens"
         return f"Trajectory({tokens}, {self.stop.value}, seed={self.seed}, policy_version={self.policy_version})"
 
@@ -213,6 +181,11 @@ class BatchField:
         return batch.stored.get(self.name) if self.optional else batch.require(self.name)
 
 
+def later(axes: str, phase: str) -> BatchField:
+    """Return a field that a later phase than ``make_batch`` sets, or none; it is None until then."""
+    return BatchField(axes, phase, optional=True)
+
+
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
     """What a step trains on: the tokens of all sequences, one sequence after another, without padding.
@@ -227,54 +200,35 @@ class TrainBatch:
     A batch is pickled as numpy arrays that hold its own tokens: Ray shares their memory between the processes of a
     node, and what was cut from a larger batch does not carry the rest of it along, as a view of a tensor does.
 
-    Shapes (N tokens in B sequences, prompts included):
-        input_ids           [N] int32    prompt, then response
-        response_mask       [N] bool     written by the policy
-        loss_mask           [N] bool     response_mask less the sequences and tokens that carry no loss
-        group               [B] int64    index of the sequence's prompt in the step
-        reward              [B] float32  the shaped score; less its KL penalty once that is taken off
-        in_group_stats      [B] bool     the sequence's reward enters its group's statistics
-        rollout_log_probs   [N] float32  as the engine reported them
-        sampled_mask        [N] bool     has one, where that is not response_mask
-        baseline            [B] float32  score of the greedy answer to the sequence's prompt
-        old_log_probs       [N] float32  the learner's, before the step's first update
-        entropy             [N] float32  of the distribution that the old log-probs are of, until it is measured
-        sum_pi_squared      [N] float32  sum of the squared probabilities of that distribution, for an estimator
-        ref_log_prob        [N] float32  the reference policy's
-        values              [N] float32  the critic's
-        rollout_is_weights  [N] float32  importance weights of the policy-gradient loss
-        advantages          [N] float32  0 where response_mask is False
-        returns             [N] float32  the critic's target
-        loss_weight         [N] float32  the token's share of the objective, over all ranks
-        selected            [N] bool     what a policy loss of the mini-batch treats apart
-        trace_row           [B] int64    one more than the sequence's index in the step; only while it is recorded
+    Shapes: each field has N tokens (prompts included) or B sequences, as its first argument says. Ids are int32, masks
+    bool, ``group`` and ``trace_row`` int64, all others float32. Numbers of tokens are 0 outside ``response_mask``.
     """
 
     lengths: Tensor  # [B] int64: tokens of each sequence
     stored: Mapping[str, Tensor]  # of each field that is set
     pad_id: int = 0  # for padded()
-    media: Mapping[int, Media] = field(default_factory=dict)  # of each group's prompt, once a group
+    media: Mapping[int, Any] = field(default_factory=dict)  # Prompt.media of each group, once a group
 
-    input_ids = BatchField("N", "make_batch")
-    response_mask = BatchField("N", "make_batch")
-    loss_mask = BatchField("N", "make_batch")
-    group = BatchField("B", "make_batch")
-    reward = BatchField("B", "make_batch")
-    in_group_stats = BatchField("B", "make_batch")
-    rollout_log_probs = BatchField("N", "make_batch")
-    sampled_mask = BatchField("N", "make_batch, without state masking", optional=True)
-    baseline = BatchField("B", "make_batch, for an estimator with a greedy baseline", optional=True)
-    old_log_probs = BatchField("N", "compute_log_probs", optional=True)
-    entropy = BatchField("N", "compute_log_probs", optional=True)
-    sum_pi_squared = BatchField("N", "compute_log_probs, for an estimator that reads it", optional=True)
-    ref_log_prob = BatchField("N", "compute_log_probs, with a KL term", optional=True)
-    values = BatchField("N", "compute_log_probs, with a critic", optional=True)
-    rollout_is_weights = BatchField("N", "rollout correction, with rollout_correction.rollout_is", optional=True)
-    advantages = BatchField("N", "compute_advantages", optional=True)
-    returns = BatchField("N", "compute_advantages", optional=True)
-    loss_weight = BatchField("N", "mini_batches, once a mini-batch", optional=True)
-    selected = BatchField("N", "mini_batching, for a policy loss that selects tokens", optional=True)
-    trace_row = BatchField("B", "update, in steps that trainer.trace records", optional=True)
+    input_ids = BatchField("N", "make_batch")  # prompt, then response
+    response_mask = BatchField("N", "make_batch")  # written by the policy
+    loss_mask = BatchField("N", "make_batch")  # response_mask less the sequences and tokens that carry no loss
+    group = BatchField("B", "make_batch")  # index of the sequence's prompt in the step
+    reward = BatchField("B", "make_batch")  # the shaped score; less its KL penalty once that is taken off
+    in_group_stats = BatchField("B", "make_batch")  # the sequence's reward enters its group's statistics
+    rollout_log_probs = BatchField("N", "make_batch")  # as the engine reported them
+    sampled_mask = later("N", "make_batch, without state masking")  # has one, where that is not response_mask
+    baseline = later("B", "make_batch, for an estimator with a greedy baseline")  # score of the prompt's greedy answer
+    old_log_probs = later("N", "compute_log_probs")  # the learner's, before the step's first update
+    entropy = later("N", "compute_log_probs")  # of the distribution of the old log-probs, until it is measured
+    sum_pi_squared = later("N", "compute_log_probs, for an estimator that reads it")  # of that distribution
+    ref_log_prob = later("N", "compute_log_probs, with a KL term")  # the reference policy's
+    values = later("N", "compute_log_probs, with a critic")
+    rollout_is_weights = later("N", "rollout correction, with rollout_correction.rollout_is")  # of the loss
+    advantages = later("N", "compute_advantages")
+    returns = later("N", "compute_advantages")  # the critic's target
+    loss_weight = later("N", "mini_batches, once a mini-batch")  # the token's share of the objective, over all ranks
+    selected = later("N", "mini_batching, for a policy loss that selects tokens")  # treated apart by it
+    trace_row = later("B", "update, in steps that trainer.trace records")  # one more than the index in the step
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -313,7 +267,7 @@ class TrainBatch:
         kept = {*names, "group"} if self.media else names
         return dataclasses.replace(self, stored={name: value for name, value in self.stored.items() if name in kept})
 
-    def media_of_rows(self) -> list[Media | None]:
+    def media_of_rows(self) -> list[Any]:
         """Return the media of each sequence's prompt; an empty list where none has any."""
         return [self.media.get(group) for group in self.group.tolist()] if self.media else []
 

@@ -13,8 +13,8 @@ from typing import Any
 from core.data.chat_frames import ChatError, dropped_roles, rendered, template_of
 from core.data.parquet import Example, Message
 from core.errors import InputError
-from core.types import Media
 from core.vision.modality import TEXT, Modality
+from core.vision.pictures import Pictures
 
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 NO_TEMPLATE = (
@@ -98,7 +98,7 @@ class Encoder:
 
     def encode_example(
         self, example: Example, worded: Worded | None = None, *, decode: bool = False
-    ) -> tuple[list[int], Media | None]:
+    ) -> tuple[list[int], Pictures | None]:
         """Return the ids of an example's prompt, one for each token of its media, and the media if it has any.
 
         ``worded`` is the prompt as an agent loop words it. ``decode`` tries all of each file and not its size alone.
@@ -107,7 +107,7 @@ class Encoder:
         media = self.modality.read_media(example.media, decode=decode)
         return self.encode_with(worded or Worded(example.prompt), media), media or None
 
-    def encode_with(self, worded: Worded, media: Media | None) -> list[int]:
+    def encode_with(self, worded: Worded, media: Pictures | None) -> list[int]:
         """Return the ids of a prompt, one for each token of its media. Raises what :meth:`encode_example` raises.
 
         What measures prompts and what plays episodes both call it, so that they count the same tokens.

@@ -16,7 +16,7 @@ import numpy as np
 from core.config import registry
 from core.config.code_by_path import load_object
 from core.errors import InputError
-from core.types import Media, Trajectory
+from core.types import Trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.sections.rollout import RolloutConfig, ValKwargs
     from core.engines.weight_buckets import Bucket, Proof, Weight
+    from core.vision.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class SampleRequest:
     sampling: SamplingParams
     seed: int
     episode: int | None = None
-    media: Media | None = None  # in the order of their placeholders in ``prompt_ids``, one a token of theirs
+    media: Pictures | None = None  # in the order of their placeholders in ``prompt_ids``, one a token of theirs
 
 
 class RolloutEngine(Protocol):

@@ -22,14 +22,16 @@ from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
 from core.engines.weight_buckets import Proof, Weight
-from core.types import Media
 from core.vision.modality import modality_of
+from core.vision.pictures import Pictures
 
 if TYPE_CHECKING:
     from core.config.schema import Config
 
 LEAST_COLUMNS = 64  # of the first store of responses; more are allocated as they grow
-Prompt = tuple[tuple[int, ...], Media | None]  # what a response follows: equal ids with other media are another prompt
+Prompt = tuple[
+    tuple[int, ...], Pictures | None
+]  # what a response follows: equal ids with other media are another prompt
 
 
 def prompt_of(row: Row) -> Prompt:

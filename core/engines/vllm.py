@@ -34,7 +34,7 @@ from core.vision.modality import modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-    from core.types import Media
+    from core.vision.pictures import Pictures
 
 # Read when vllm is imported: the engine core in this process, its log quiet, threads as the caller set them.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -125,7 +125,7 @@ class VLLMEngine(InProcessEngine):
                 output_kind=RequestOutputKind.DELTA if rule.strings else RequestOutputKind.FINAL_ONLY,
             )
 
-    def _submit(self, name: str, token_ids: tuple[int, ...], media: Media | None, **params: Any) -> None:
+    def _submit(self, name: str, token_ids: tuple[int, ...], media: Pictures | None, **params: Any) -> None:
         sampling = SamplingParams(flat_logprobs=True, detokenize=False, **params)
         prompt = self.modality.vllm_prompt(token_ids, media) if media else tokens_input(list(token_ids))
         self.llm.add_request(name, prompt, sampling)

@@ -117,7 +117,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of a prompt in the order of their places: :class:`core.types.Media`. ``format`` is the model's."""
+    """The pictures of a prompt in the order of their places. ``format`` is the model's."""
 
     pictures: tuple[Picture, ...]
     format: PictureFormat = field(repr=False)

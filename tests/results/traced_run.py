@@ -19,7 +19,7 @@ from core.config import Config
 from core.learner.batching import make_batch, mini_batches
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.trace import TraceRecorder, _byte_of
-from core.types import Media, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
+from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run
 from tests.padded import estimate
@@ -97,7 +97,7 @@ def made_groups(
     return found
 
 
-def with_media(groups: Sequence[ScoredGroup], media: Media) -> list[ScoredGroup]:
+def with_media(groups: Sequence[ScoredGroup], media: Any) -> list[ScoredGroup]:
     """The same groups, whose questions are about these media."""
     return [dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, media=media)) for g in groups]
 
