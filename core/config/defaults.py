@@ -1,4 +1,4 @@
-"""What a null default stands for: another key's value, or one that follows from the rest."""
+"""What a null default stands for where it is no other key's value (``follows`` at its field): what the rest implies."""
 
 from __future__ import annotations
 
@@ -10,26 +10,17 @@ from core.config import convert, registry
 from core.config.limits import FULL_PRECISION
 from core.config.paths import run_folder
 from core.config.schema import Config
-from core.config.sections.actor import ActorConfig
-from core.config.sections.rollout import RolloutConfig
+from core.config.section import mark
 from core.files import is_url
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-
-
-def _actor(config: Config) -> ActorConfig:
-    return config.actor_rollout_ref.actor
-
-
-def _follows(name: str) -> Callable[[Config], Any]:
-    return lambda config: convert.get(config, name)
 
 
 def _dynamic(micro: str) -> Callable[[Config], bool]:
     """Return the actor's choice; if null, packing by tokens unless a micro-batch size is given here or there."""
 
     def decide(config: Config) -> bool:
-        actor = _actor(config)
+        actor = config.actor_rollout_ref.actor
         if actor.use_dynamic_bsz is not None:
             return actor.use_dynamic_bsz
         return convert.get(config, micro) is None and actor.ppo_micro_batch_size_per_gpu is None
@@ -39,7 +30,7 @@ def _dynamic(micro: str) -> Callable[[Config], bool]:
 
 def _micro(dynamic: str) -> Callable[[Config], int | None]:
     """Return the actor's micro-batch size, where one is needed."""
-    return lambda config: None if convert.get(config, dynamic) else _actor(config).ppo_micro_batch_size_per_gpu
+    return lambda c: None if convert.get(c, dynamic) else c.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
 
 
 def _precision(other: str) -> Callable[[Config], str]:
@@ -57,68 +48,44 @@ def _precision(other: str) -> Callable[[Config], str]:
     return decide
 
 
-def _rollout(config: Config) -> RolloutConfig:
-    return config.actor_rollout_ref.rollout
-
-
 def _judge_folder(config: Config) -> str | None:
     folder = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
     return f"{run_folder(config) if is_url(folder) else folder}/judge" if config.reward_model.judged else None
 
 
 def experiment_name(config: Config) -> str:
+    """Return the name of a run that nobody named."""
     model = config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
     return f"{model or 'model'}-seed{config.trainer.seed}"
 
 
-def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
+def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
-    copied = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
-    passes = tuple(
-        (f"{part}.{dynamic}", f"{part}.{micro}")
-        for part, dynamic, micro in (
-            (ROLLOUT, "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-            (REF, "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-            ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
-            (ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),  # last: the others read what it was given
-        )
-    )
-    return (
-        ("data.gen_batch_size", _follows("data.train_batch_size")),
-        (f"{ACTOR}.clip_ratio_low", _follows(f"{ACTOR}.clip_ratio")),
-        (f"{ACTOR}.clip_ratio_high", _follows(f"{ACTOR}.clip_ratio")),
-        *((dynamic, _dynamic(micro)) for dynamic, micro in passes),
-        *((micro, _micro(dynamic)) for dynamic, micro in passes),
-        *(
-            (f"{part}.log_prob_max_token_len_per_gpu", _follows(f"{ACTOR}.ppo_max_token_len_per_gpu"))
-            for part in (ROLLOUT, REF)
+    passes = {  # whether passes are packed by tokens -> their size where they are not
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz": f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+        f"{REF}.log_prob_use_dynamic_bsz": f"{REF}.log_prob_micro_batch_size_per_gpu",
+        "critic.use_dynamic_bsz": "critic.ppo_micro_batch_size_per_gpu",
+        f"{ACTOR}.use_dynamic_bsz": f"{ACTOR}.ppo_micro_batch_size_per_gpu",  # last: the others read what it was given
+    }
+    return {
+        **{dynamic: _dynamic(micro) for dynamic, micro in passes.items()},
+        **{micro: _micro(dynamic) for dynamic, micro in passes.items()},
+        f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") else "hf",
+        f"{ROLLOUT}.nnodes": lambda c: 1,
+        f"{ACTOR}.fsdp_config.dtype": _precision(f"{ROLLOUT}.dtype"),
+        f"{ROLLOUT}.dtype": _precision(f"{ACTOR}.fsdp_config.dtype"),
+        f"{ROLLOUT}.agent_loop": lambda c: (
+            registry.TOOL_AGENT if c.actor_rollout_ref.rollout.multi_turn.enable else None
         ),
-        (f"{REF}.ulysses_sequence_parallel_size", _follows(f"{ACTOR}.ulysses_sequence_parallel_size")),
-        (f"{ROLLOUT}.name", lambda config: "vllm" if find_spec("vllm") else "hf"),
-        (f"{ROLLOUT}.nnodes", lambda config: 1),
-        (f"{ROLLOUT}.n_gpus_per_node", _follows("trainer.n_gpus_per_node")),
-        (f"{ACTOR}.fsdp_config.dtype", _precision(f"{ROLLOUT}.dtype")),
-        (f"{ROLLOUT}.dtype", _precision(f"{ACTOR}.fsdp_config.dtype")),
-        (f"{REF}.fsdp_config.dtype", _follows(f"{ACTOR}.fsdp_config.dtype")),
-        ("critic.model.fsdp_config.dtype", _follows(f"{ACTOR}.fsdp_config.dtype")),
-        ("critic.enable", lambda config: registry.estimator(config.algorithm.adv_estimator).critic),
-        *((f"critic.{name}", _follows(f"{ACTOR}.{name}")) for name in copied),
-        *(
-            (f"critic.model.{name}", _follows(f"actor_rollout_ref.model.{name}"))
-            for name in ("path", "external_lib", "trust_remote_code", "override_config")
-        ),
-        ("trainer.health.logp_diff.bound", logp_diff),
-        ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
-        ("trainer.experiment_name", experiment_name),
-        ("trainer.default_local_dir", lambda config: f"outputs/{recipe}/{config.trainer.experiment_name}"),
-        (f"{ROLLOUT}.agent_loop", lambda c: registry.TOOL_AGENT if _rollout(c).multi_turn.enable else None),
-        (f"{REF}.tensor_model_parallel_size", _follows(f"{ACTOR}.tensor_model_parallel_size")),
-        ("reward_model.model.external_lib", _follows("actor_rollout_ref.model.external_lib")),
-        ("reward_model.use_dynamic_bsz", lambda c: c.reward_model.micro_batch_size_per_gpu is None),
-        ("reward_model.forward_max_token_len_per_gpu", _follows("critic.ppo_max_token_len_per_gpu")),
-        ("reward_model.max_length", lambda c: c.data.max_prompt_length + c.data.max_response_length),
-        ("reward_model.judge.cache_dir", _judge_folder),
-    )
+        "critic.enable": lambda c: registry.estimator(c.algorithm.adv_estimator).critic,
+        "trainer.health.logp_diff.bound": logp_diff,
+        "trainer.project_name": lambda c: f"rlrepro-{recipe}",
+        "trainer.experiment_name": experiment_name,
+        "trainer.default_local_dir": lambda c: f"outputs/{recipe}/{c.trainer.experiment_name}",
+        "reward_model.use_dynamic_bsz": lambda c: c.reward_model.micro_batch_size_per_gpu is None,
+        "reward_model.max_length": lambda c: c.data.max_prompt_length + c.data.max_response_length,
+        "reward_model.judge.cache_dir": _judge_folder,
+    }
 
 
 def resolve(config: Config, recipe: str) -> Config:
@@ -128,9 +95,15 @@ def resolve(config: Config, recipe: str) -> Config:
     training examples only, so that runs of different seeds answer the same validation questions; the other two are
     the machine's.
     """
-    for key, value in _derived(recipe):
+    for key, value in _implied(recipe).items():
         if convert.get(config, key) is None:
             config = convert.replaced(config, {key: value(config)})
+    sections = {"": type(config), **convert.sections(type(config))}
+    for key in convert.all_keys(type(config)):
+        section, _, name = key.rpartition(".")
+        followed = mark(sections[section], name, "follows")
+        if followed and convert.get(config, key) is None:
+            config = convert.replaced(config, {key: convert.get(config, followed)})
     return config
 
 

@@ -91,10 +91,15 @@ def condition(holds: Callable[[Any], Any], reason: str | Callable[[Any], str]) -
     return ((holds, reason),)
 
 
-def key(default: Any, text: str = "", used_if: tuple = (), *, role: str | None = None, code: str = "") -> Any:
-    """Return the field of a key. A role that is not given is that of the section around it, at last IDENTITY."""
-    marks = {"role": role, "code": code, "used_if": used_if}
-    return Field(default, description=text, json_schema_extra=marks)
+def key(
+    default: Any, text: str = "", used_if: tuple = (), *, role: str | None = None, code: str = "", follows: str = ""
+) -> Any:
+    """Return the field of a key. A role that is not given is that of the section around it, at last IDENTITY.
+
+    ``follows`` is the key whose value a null stands for; what else a null becomes is in ``defaults.py``.
+    """
+    marks = {"role": role, "code": code, "used_if": used_if, "follows": follows}
+    return Field(default, description=f"{text}; null: {follows}" if follows else text, json_schema_extra=marks)
 
 
 files = functools.partial(key, role=FILES)
@@ -103,7 +108,7 @@ bookkeeping = functools.partial(key, role=BOOKKEEPING)
 
 
 def mark(section: type[Section], name: str, which: str) -> Any:
-    """Return what a field is marked with: its ``role``, its ``code`` or its ``used_if``."""
+    """Return what a field is marked with: ``role``, ``code``, ``used_if`` or ``follows``."""
     return (section.model_fields[name].json_schema_extra or {}).get(which)
 
 

@@ -51,8 +51,12 @@ class ActorConfig(Sharing, Section):
     clip_ratio: ClipLow = key(
         0.2, "distance from 1 at which the ratio to old probabilities is clipped", when.ONE_BOUND + when.CLIPS
     )
-    clip_ratio_low: NonNegative | None = key(None, "distance of the lower bound from 1; null: clip_ratio", when.CLIPS)
-    clip_ratio_high: NonNegative | None = key(None, "distance of the upper bound from 1; null: clip_ratio", when.CLIPS)
+    clip_ratio_low: NonNegative | None = key(
+        None, "distance of the lower bound from 1", when.CLIPS, follows="actor_rollout_ref.actor.clip_ratio"
+    )
+    clip_ratio_high: NonNegative | None = key(
+        None, "distance of the upper bound from 1", when.CLIPS, follows="actor_rollout_ref.actor.clip_ratio"
+    )
     clip_ratio_c: AboveOne = key(3.0, "bound of the ratio where the advantage is negative (dual clip)", when.DUAL_CLIP)
     loss_agg_mode: LossAggMode = key("token-mean", "how the losses of tokens become one number", when.FREE_AGGREGATION)
     loss_scale_factor: Positive | None = key(
@@ -85,13 +89,16 @@ class RefConfig(Sharing, Section):
     )
     log_prob_use_dynamic_bsz: bool | None = execution(None, "fill log-prob passes by tokens; null: the actor's")
     log_prob_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a log-prob pass; null: the actor's", when.PACKED
+        None, "tokens of a log-prob pass", when.PACKED, follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     )
     ulysses_sequence_parallel_size: Count | None = execution(
-        None, "ranks that share each sequence; null: the actor's", when.OVER_RAY
+        None,
+        "ranks that share each sequence",
+        when.OVER_RAY,
+        follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     )
     tensor_model_parallel_size: Count | None = execution(
-        None, "ranks that share each layer; null: the actor's", when.OVER_RAY
+        None, "ranks that share each layer", when.OVER_RAY, follows="actor_rollout_ref.actor.tensor_model_parallel_size"
     )
     fsdp_config: FSDPConfig = key(FSDPConfig(), used_if=when.NO_ADAPTERS + when.OVER_RAY)
 

@@ -14,12 +14,16 @@ from core.config.sections.model import FSDPConfig, OptimConfig
 
 
 class CriticModelConfig(Section):
-    path: str | None = files(None, "org/name on the hub or a folder; null: the policy's")
-    external_lib: str | None = key(None, "modules to import before the model loads; null: the policy's", code=CODE)
-    trust_remote_code: bool | None = execution(
-        None, "run code that comes with the model; null: as the policy", code=CONSENT
+    path: str | None = files(None, "org/name on the hub or a folder", follows="actor_rollout_ref.model.path")
+    external_lib: str | None = key(
+        None, "modules to import before the model loads", code=CODE, follows="actor_rollout_ref.model.external_lib"
     )
-    override_config: Open | None = key(None, "fields of the model's configuration; null: the policy's", code=ARGUMENTS)
+    trust_remote_code: bool | None = execution(
+        None, "run code that comes with the model", code=CONSENT, follows="actor_rollout_ref.model.trust_remote_code"
+    )
+    override_config: Open | None = key(
+        None, "fields of the model's configuration", code=ARGUMENTS, follows="actor_rollout_ref.model.override_config"
+    )
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
     lora_rank: Size = key(0, "rank of the adapters; 0: all weights train")
     lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", when.ADAPTERS)
@@ -31,19 +35,25 @@ class CriticModelConfig(Section):
 class CriticConfig(Sharing, Section):
     enable: bool | None = key(None, "train a critic; null: where the estimator reads values")
     strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", when.OVER_RAY)
-    ppo_mini_batch_size: Count | None = key(None, "prompts an update; null: the actor's")
+    ppo_mini_batch_size: Count | None = key(
+        None, "prompts an update", follows="actor_rollout_ref.actor.ppo_mini_batch_size"
+    )
     ppo_micro_batch_size_per_gpu: Count | None = execution(
         None, "trajectories of a rank's pass; null: filled by tokens", when.NOT_PACKED
     )
     use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: where no micro-batch size is given")
     ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass, with use_dynamic_bsz", when.PACKED)
-    ppo_epochs: Count | None = key(None, "times that a step's trajectories are trained on; null: the actor's")
-    shuffle: bool | None = key(None, "trajectories in a random order; null: the actor's choice")
+    ppo_epochs: Count | None = key(
+        None, "times that a step's trajectories are trained on", follows="actor_rollout_ref.actor.ppo_epochs"
+    )
+    shuffle: bool | None = key(None, "trajectories in a random order", follows="actor_rollout_ref.actor.shuffle")
     data_loader_seed: Size = key(42, "seed of shuffle", when.SHUFFLES)
     cliprange_value: Positive = key(0.5, "how far a value may move from the old one before its loss is clipped")
-    loss_agg_mode: LossAggMode | None = key(None, "how the losses of tokens become one number; null: the actor's")
+    loss_agg_mode: LossAggMode | None = key(
+        None, "how the losses of tokens become one number", follows="actor_rollout_ref.actor.loss_agg_mode"
+    )
     loss_scale_factor: Positive | None = key(
-        None, "divisor of seq-mean-token-sum-norm; null: the actor's", when.SUM_NORM
+        None, "divisor of seq-mean-token-sum-norm", when.SUM_NORM, follows="actor_rollout_ref.actor.loss_scale_factor"
     )
     grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
     ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", when.OVER_RAY)

@@ -22,7 +22,7 @@ class DataConfig(Section):
     max_start_length: Count | None = key(None, "search episodes: tokens of the prompt; null: max_prompt_length")
     max_obs_length: Count = key(500, "search episodes: tokens of what a search returns")
     train_batch_size: Count = key(1024, "prompts a step")
-    gen_batch_size: Count | None = key(None, "prompts in flight at most; null: train_batch_size")
+    gen_batch_size: Count | None = key(None, "prompts in flight at most", follows="data.train_batch_size")
     train_max_samples: OffOrCount = key(-1, "examples of all training files together; -1: all")
     val_max_samples: OffOrCount = key(-1, "examples of each validation file; -1: all")
     shuffle: bool = key(True, "training examples in a random order, another one in each epoch")

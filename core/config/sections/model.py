@@ -45,6 +45,7 @@ class FSDPConfig(Section):
         None,
         "number format of the passes, whose weights and reductions are float32; null: the policy's, which is "
         "bfloat16, and in one process with the hf engine the engine's or float32, so that both agree",
+        follows="actor_rollout_ref.actor.fsdp_config.dtype",
     )
     param_offload: bool = execution(
         False, "keep weights in host memory outside of the phases that need them", when.OVER_RAY

@@ -63,7 +63,9 @@ class RewardModelModelConfig(Section):
         "policy",
         "The policy's, whose text is put into the reward model's chat template; null: it reads the policy's token ids",
     )
-    external_lib: str | None = key(None, "modules to import before the model loads; null: the policy's", code=CODE)
+    external_lib: str | None = key(
+        None, "modules to import before the model loads", code=CODE, follows="actor_rollout_ref.model.external_lib"
+    )
     trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
     fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig(dtype="bfloat16")
 
@@ -137,7 +139,7 @@ class RewardModelConfig(Section):
         None, "fill passes by tokens; null: where no micro-batch size is given", when.CLASSIFIER
     )
     forward_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a pass; null: the critic's", when.CLASSIFIER + when.PACKED
+        None, "tokens of a pass", when.CLASSIFIER + when.PACKED, follows="critic.ppo_max_token_len_per_gpu"
     )
 
     @property

@@ -48,7 +48,9 @@ class RolloutConfig(Section):
     nnodes: Count | None = execution(
         None, "nodes of the engines' own pool (hybrid_engine=False); null: 1", when.OWN_POOL
     )
-    n_gpus_per_node: Count | None = execution(None, "GPUs a node of that pool; null: the trainer's", when.OWN_POOL)
+    n_gpus_per_node: Count | None = execution(
+        None, "GPUs a node of that pool", when.OWN_POOL, follows="trainer.n_gpus_per_node"
+    )
     n: Count = key(1, "trajectories a prompt")
     do_sample: bool = key(True, "sample answers; training needs it")
     temperature: NonNegative = key(1.0, "sampling temperature for training")
@@ -93,7 +95,10 @@ class RolloutConfig(Section):
     )
     log_prob_use_dynamic_bsz: bool | None = execution(None, "fill passes of old log-probs by tokens; null: the actor's")
     log_prob_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a pass for old log-probs; null: the actor's", when.PACKED
+        None,
+        "tokens of a pass for old log-probs",
+        when.PACKED,
+        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     )
 
 
