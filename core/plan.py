@@ -282,20 +282,19 @@ class Plan:
 
 def advice(plan: Plan) -> Iterator[str]:
     """Yield the settings to change where it does not fit; memory settings cannot change the result."""
-    if plan.kv_sequences == 0:
+    if plan.kv_sequences == 0 and (plan.engine_reserves or not plan.over):
         yield (
             "the engine's cache holds no sequence of full length: raise tensor_model_parallel_size or "
             "gpu_memory_utilization, with an engine that has them"
         )
-    state = sum(part.bytes for part in plan.parts if part.state and part.role == "policy")
+    state = sum(part.bytes for part in plan.parts if part.state and part.phases)
     if plan.over and state > 0.4 * plan.memory:
-        ranks = int(12.0 * plan.shape.parameters / (0.4 * plan.memory)) + 1
-        yield (
-            f"the learner's state takes {_gib(state)}: actor_rollout_ref.actor.fsdp_config.offload_policy=True, or "
-            f"{ranks} ranks with trainer.backend=ray would share it"
-        )
-    names = {GENERATE: "gen", LOG_PROBS: "old_log_prob", UPDATE: "update_actor", CRITIC_UPDATE: "update_critic"}
-    yield from (f"{phase}: lower {MEMORY_KEYS[names[phase]]}" for phase in plan.over)
+        offload = "actor_rollout_ref.actor.fsdp_config.offload_policy=True, or " if plan.sharded else ""
+        ranks = int(state * plan.ranks / (0.4 * plan.memory)) + 1
+        yield f"state takes {_gib(state)}: {offload}{ranks} ranks with trainer.backend=ray would share it"
+    if sum(part.bytes for part in plan.parts if part.phases == PHASES) <= USABLE * plan.memory:
+        names = {GENERATE: "gen", LOG_PROBS: "old_log_prob", UPDATE: "update_actor", CRITIC_UPDATE: "update_critic"}
+        yield from (f"{phase}: lower {MEMORY_KEYS[names[phase]]}" for phase in plan.over)
     if plan.reward_bytes > USABLE * plan.memory:
         yield f"the reward model: lower {MEMORY_KEYS['reward_model']}, or share it: reward_model.enable_resource_pool"
 
@@ -330,7 +329,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"Offloaded state takes {_gib(plan.host_bytes)} of host memory a rank."
     if config.needs_engine:
         yield f"KV cache per engine: {plan.kv_sequences:,} sequences of full length, {plan.longest:,} tokens each."
-    kept = "all of them are kept" if plan.checkpoints is None else f"the run keeps {plan.checkpoints}"
+    kept = "all of them are kept" if plan.checkpoints is None else f"the run keeps {plan.checkpoints or 'none'}"
     total = f", {_gib(plan.checkpoints * plan.checkpoint_bytes)} in all" if plan.checkpoints else ""
     yield f"A checkpoint takes {_gib(plan.checkpoint_bytes)} of disk; {kept}{total}."
 

@@ -142,10 +142,11 @@ def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own
 
 
 def test_what_does_not_fit_names_the_keys_that_help():
-    alone = planned(on="RTX4090")
-    assert not alone.fits
-    told = " ".join(plan.advice(alone))
-    assert "trainer.backend=ray" in told and "ppo_max_token_len_per_gpu" in told
+    (told,) = plan.advice(planned(on="RTX4090"))
+    assert "ranks with trainer.backend=ray" in told
+    assert "offload" not in told, "one process does not offload"
+    (told,) = plan.advice(planned(*RAY, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=524288"))
+    assert told == "update: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     crowded = planned(*RAY, "actor_rollout_ref.rollout.gpu_memory_utilization=0.9", "trainer.n_gpus_per_node=2")
     assert not crowded.fits and "gpu_memory_utilization" in " ".join(plan.advice(crowded))
 
