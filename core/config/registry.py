@@ -146,11 +146,11 @@ ENGINES = {  # actor_rollout_ref.rollout.name
 
 
 REWARD_MANAGERS = {  # reward_model.reward_manager
-    "naive": ManagerEntry("core.rewards.grading:naive", in_process=True),
-    "batch": ManagerEntry("core.rewards.grading:pool", batched=True),
-    "prime": ManagerEntry("core.rewards.grading:pool"),
+    "naive": ManagerEntry("core.rewards.graders:naive", in_process=True),
+    "batch": ManagerEntry("core.rewards.graders:pool", batched=True),
+    "prime": ManagerEntry("core.rewards.graders:pool"),
     # The length penalty, the other half of verl's manager of this name, is DAPO's shape_reward.
-    "dapo": ManagerEntry("core.rewards.grading:pool"),
+    "dapo": ManagerEntry("core.rewards.graders:pool"),
 }
 
 

@@ -18,6 +18,7 @@ from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.barrier import Barrier
 from core.rewards.custom_reward import CustomFunction
+from core.rewards.graders import make_manager
 from core.rewards.grading import (
     Answer,
     Failure,
@@ -28,7 +29,6 @@ from core.rewards.grading import (
     RewardManager,
     RewardModelCall,
     Scorers,
-    make_manager,
 )
 from core.rewards.request_batcher import RequestBatcher
 from core.rewards.scorer_check import (

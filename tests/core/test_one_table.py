@@ -109,7 +109,7 @@ import torch
 from core.algorithm.advantages import estimator, inputs_of
 from core.algorithm.losses import policy_loss
 from core.engines import make_engine
-from core.rewards.grading import make_manager
+from core.rewards.graders import make_manager
 from core.rollout.agent_loop import make_agent_loop
 from core.learner.step_needs import StepNeeds
 from core.tracking.tracker import Tracker

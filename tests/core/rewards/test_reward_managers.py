@@ -194,7 +194,7 @@ def test_a_users_manager_that_cannot_work(make_layer, write, name, says):
 
 
 REGISTERED = """
-    from core.rewards.grading import register
+    from core.rewards.graders import register
 
     @register("{name}")
     class Quarter:
