@@ -46,7 +46,7 @@ from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
 from reward_scores.http_client import Reply as HttpReply
 
 if TYPE_CHECKING:
-    from core.config.sections.judge import JudgeConfig
+    from core.config.sections.reward import JudgeConfig
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import regex
 from core.errors import InputError
 
 if TYPE_CHECKING:
-    from core.config.sections.judge import JudgeConfig
+    from core.config.sections.reward import JudgeConfig
 
 KEY = "reward_model.judge"
 TEMPLATE, CANARIES = (Path(__file__).with_name(name) for name in ("judge_template.txt", "judge_canaries.jsonl"))

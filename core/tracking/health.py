@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from core.config.sections.health import HealthConfig
+    from core.config.sections.trainer import HealthConfig
 
 Values = Mapping[str, float]
 SCORE, TRIGRAMS = "critic/score/mean", "response/repeated_trigrams"

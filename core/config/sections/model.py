@@ -43,8 +43,8 @@ class ModelConfig(Section):
 class FSDPConfig(Section):
     dtype: DType | None = key(
         None,
-        "number format of the passes, whose weights and reductions are float32; null: the policy's, which is "
-        "bfloat16, and in one process with the hf engine the engine's or float32, so that both agree",
+        "number format of the passes, whose weights and reductions are float32; the policy's is bfloat16 by default, "
+        "and in one process with the hf engine the engine's or float32, so that both agree",
         follows="actor_rollout_ref.actor.fsdp_config.dtype",
     )
     param_offload: bool = execution(
