@@ -88,8 +88,9 @@ class GenerateCall:
         chosen, absent = rollout.val_kwargs, [path for path in questions if not Path(path).expanduser().is_file()]
         sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
         missing = f" (not there yet: {', '.join(absent)})" if absent else ""
-        by = f"{self.path} ({rollout.name}, {rollout.dtype}, {sampling}), {chosen.n} a question"
-        return f"answers to {', '.join(questions)}{missing} by {by}, into {self.out}"
+        by = f"{self.path} ({rollout.name} in {rollout.dtype}, {sampling})"
+        size = f"{chosen.n} a question, at most {self.config.data.max_response_length} tokens a turn"
+        return f"answers to {', '.join(questions)}{missing} by {by}, {size}, into {self.out}"
 
 
 def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None, run: str | None) -> GenerateCall:
