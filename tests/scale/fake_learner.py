@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.cluster import fsdp
+from core.cluster import fsdp, learner_rank
 from core.cluster.split_layers import split_layers
 from core.config import Config, compose
 from core.config.recipes import trainer_of
@@ -90,7 +90,7 @@ class RanksAlone(fsdp.ProcessRanks):
 
 
 @contextmanager
-def fake_rank(config: Config) -> Iterator[tuple[fsdp.LearnerRank, Meter]]:
+def fake_rank(config: Config) -> Iterator[tuple[learner_rank.LearnerRank, Meter]]:
     """Yield the policy of rank 0 on fake tensors, and the meter of what happens inside the block."""
     offloads = config.actor_rollout_ref.actor.fsdp_config.offload_policy
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -101,7 +101,7 @@ def fake_rank(config: Config) -> Iterator[tuple[fsdp.LearnerRank, Meter]]:
         stack.enter_context(fake)
         stack.enter_context(meter)
         with meter.at(HOST if offloads else GPU):
-            rank = fsdp.LearnerRank(config, torch.device("cpu"), needs_ref=False, needs_critic=False)
+            rank = learner_rank.LearnerRank(config, torch.device("cpu"), needs_ref=False, needs_critic=False)
         yield rank, meter
 
 
@@ -120,14 +120,15 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
         with meter.pause():
             return propagate(*args)
 
-    fsdp_load = fsdp.load_policy
-    yield "core.cluster.fsdp.load_policy", load
-    yield "core.cluster.fsdp.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
-    yield "core.cluster.fsdp.fill", lambda *_, **__: None
+    fsdp_load = learner_rank.load_policy
+    yield "core.cluster.learner_rank.load_policy", load
+    yield "core.cluster.learner_rank.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
+    yield "core.cluster.learner_rank.fill", lambda *_, **__: None
     yield "core.cluster.split_layers.split_layers", real(split_layers)
-    yield "core.cluster.fsdp.copy", SimpleNamespace(deepcopy=real(copy.deepcopy))
+    yield "core.cluster.learner_rank.copy", SimpleNamespace(deepcopy=real(copy.deepcopy))
     yield "core.cluster.fsdp.init_device_mesh", real(fsdp.init_device_mesh)
-    yield "core.cluster.fsdp.ProcessRanks", RanksAlone
+    yield "core.cluster.learner_rank.init_device_mesh", real(fsdp.init_device_mesh)
+    yield "core.cluster.learner_rank.ProcessRanks", RanksAlone
     for check in ("check_head", "check_packing"):
         yield f"core.learner.learner.{check}", lambda policy: None
     yield "core.algorithm.checks.require", lambda *_: None
@@ -146,7 +147,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield name, propagate_uncounted
 
 
-add_adapters = fsdp.add_adapters
+add_adapters = learner_rank.add_adapters
 
 
 def _few_chunks(meter: Meter, chunks: Callable[[int, int], Iterator[slice]]) -> Callable[[int, int], Iterator[slice]]:

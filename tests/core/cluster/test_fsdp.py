@@ -329,7 +329,9 @@ def test_ranks_beyond_the_rows_get_none():
 def test_offloaded_state_is_on_the_device_for_the_phases_that_need_it_alone(fails, monkeypatch):
     """On a machine with a GPU tests/gpu trains so; here the moves are counted."""
     moves, fsdp = [], FSDPConfig(param_offload=True, optimizer_offload=True)
-    monkeypatch.setattr("core.cluster.learner_rank.move_state", lambda state, device: moves.append((state, str(device))))
+    monkeypatch.setattr(
+        "core.cluster.learner_rank.move_state", lambda state, device: moves.append((state, str(device)))
+    )
     module = SimpleNamespace(to=lambda device: moves.append(("weights", str(device))), modules=lambda: [])
     learner, device = LearnerRank.__new__(LearnerRank), torch.device("meta")
 
