@@ -3,7 +3,7 @@
 ``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less the KL penalty
 where the reward carries one). ``response_length/*`` counts every token after the prompt, tool output included;
 ``clip_ratio`` is the share that ran into the limit. ``reward/<part>/mean`` follows each part of the scores, so that
-``reward/acc/mean`` equals ``critic/acc/mean``; registered studies read the latter. ``perf/throughput`` is verl's:
+``reward/acc/mean`` equals ``critic/acc/mean``; published runs have the latter. ``perf/throughput`` is verl's:
 tokens of prompts and responses, a second of the step, a GPU of the learner (on a CPU: a learner rank).
 """
 

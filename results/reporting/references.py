@@ -7,9 +7,7 @@ own departures are allowed and shown. What else names a row is listed with the r
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from core.config.problem import show
 from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate, wilson
 from core.tracking.run_manifest import flatten
+from results.reporting.accuracies import macro_average
 from results.reporting.comparison import seed_interval
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
@@ -50,9 +49,9 @@ def reported(row: Row, source: str | None = None) -> Estimate:
     not known. What another seed would change is not in it.
     """
     if source is None and "values" in row:
-        value, each = row["value"] / 100, [reported(row, one) for one in row["values"]]
-        half = math.hypot(*((one.high - one.low) / 2 for one in each)) / len(each)
-        return Estimate(value, value - half, value + half, sum(one.n for one in each))
+        mean = macro_average([reported(row, one) for one in row["values"]])
+        shift = row["value"] / 100 - mean.value  # a source rounds its own mean
+        return Estimate(mean.value + shift, mean.low + shift, mean.high + shift, mean.n)
     value = (row["value"] if source is None else row["values"][source]) / 100
     questions = row.get("questions")
     n = questions[source] if source is not None and isinstance(questions, Mapping) else questions
@@ -117,13 +116,7 @@ class NamedRun:
     def macro(self) -> Estimate:
         """The mean over the row's data sets; the variances of the sets' means add up in its interval."""
         found = [self.accuracy(source) for source in sources(self.row)]
-        if len(found) == 1:
-            return found[0]
-        mean, n = statistics.fmean(one.value for one in found), sum(one.n for one in found)
-        if any(one.low is None or one.high is None for one in found):
-            return Estimate(mean, None, None, n)
-        half = math.hypot(*((one.high - one.low) / 2 for one in found)) / len(found)
-        return Estimate(mean, mean - half, mean + half, n)
+        return found[0] if len(found) == 1 else macro_average(found)
 
 
 def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[str, Any]) -> list[NamedRun]:
