@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.lab import hops, warm_start
-from recipes.lab.once import built_once
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import IGNORED, BaseModelError
+from recipes.lab.warm_start import IGNORED, BaseModelError, built_once
 
 if TYPE_CHECKING:
     from torch import Tensor

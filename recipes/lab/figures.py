@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from data_preprocess.schema import make_row, write_rows
 from recipes.lab import warm_start
-from recipes.lab.once import built_once
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import BaseModelError, WarmStart
+from recipes.lab.warm_start import BaseModelError, WarmStart, built_once
 
 if TYPE_CHECKING:
     from torch import Tensor

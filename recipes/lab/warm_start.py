@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import fcntl
 import hashlib
 import json
+import os
 import random
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from recipes.lab.once import built_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +34,34 @@ SEEDS = 3  # that are tried before a warm start is given up
 
 class BaseModelError(RuntimeError):
     """The warm start failed to make a usable base model."""
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the folder for this process; others that ask for it wait. A killed process holds nothing."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def built_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """Return ``root/name``, made by ``make(folder)`` where it is missing. ``root/current`` then points to it.
+
+    Of several processes one makes it and the others wait for it; a killed one leaves nothing that counts.
+    """
+    folder = root / name
+    with locked(root):
+        if not folder.exists():
+            partial = root / f"{name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            make(partial)
+            os.rename(partial, folder)
+        link = root / "current.partial"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        os.replace(link, root / "current")
+    return folder
 
 
 def digest(recipe: Any, files: Iterable[Path]) -> str:

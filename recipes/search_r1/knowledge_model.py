@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.lab.once import locked
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import Row, WarmStart, as_row, build
+from recipes.lab.warm_start import Row, WarmStart, as_row, build, locked
 from recipes.search_r1 import knowledge
 from recipes.search_r1.search_loop import information
 
