@@ -542,7 +542,7 @@ def test_the_evaluation_of_seven_sets_validates(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("/nowhere/test/bamboogle.parquet") == 4  # and each is not there yet
-    assert "greedy\n" in done.stdout and "temperature 1, top_p 0.95" in done.stdout
+    assert "greedy" in done.stdout and "temperature 1, top_p 0.95" in done.stdout
     assert "written: outputs/search_r1/eval-model/sampled.scores-exact_match.report.json" in done.stdout
     assert not any(tmp_path.iterdir())
 
