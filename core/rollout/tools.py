@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from jsonschema import Draft202012Validator
@@ -77,35 +76,6 @@ class OpenAIFunctionSchema(BaseModel):
 class OpenAIFunctionToolSchema(BaseModel):
     type: str = "function"
     function: OpenAIFunctionSchema
-
-
-class OpenAIFunctionParsedSchema(BaseModel):
-    name: str
-    arguments: str  # JSON
-
-
-class OpenAIFunctionCallSchema(BaseModel):
-    name: str
-    arguments: dict[str, Any]
-
-    @staticmethod
-    def from_openai_function_parsed_schema(
-        parsed_schema: OpenAIFunctionParsedSchema,
-    ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """Return the call, and whether its arguments were no JSON object."""
-        try:
-            arguments = json.loads(parsed_schema.arguments)
-        except json.JSONDecodeError:
-            arguments = None
-        readable = isinstance(arguments, dict)
-        call = OpenAIFunctionCallSchema(name=parsed_schema.name, arguments=arguments if readable else {})
-        return call, not readable
-
-
-class OpenAIFunctionToolCall(BaseModel):
-    id: str
-    type: Literal["function"] = "function"
-    function: OpenAIFunctionCallSchema
 
 
 class ToolResponse(BaseModel):

@@ -16,6 +16,7 @@ import pytest
 
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.errors import InputError, WorkersLost
+from core.rewards import graders
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.graders import GraderPool
 from core.rewards.grading import Failure, InProcess, Job, Scorers
@@ -166,7 +167,8 @@ def test_a_module_that_does_not_load_in_a_worker_says_so(make_pool, write):
 
 DRIVER = """
     import asyncio, sys, os
-    from core.rewards.custom_reward import CustomFunction
+    from core.rewards import graders
+from core.rewards.custom_reward import CustomFunction
     from core.rewards.grading import Scorers
     from core.rewards.graders import GraderPool
     from tests.pools import UNRULY, job
@@ -369,6 +371,14 @@ def test_many_large_jobs_flow_through(make_pool):
     pool = make_pool(UNRULY)
     long = "x" * 3_000_000
     assert statuses(grade(pool, [job(long, long), job(long, "y")] * 6)) == ["ok", "wrong"] * 6
+
+
+def test_a_result_of_any_length_costs_its_own_score(make_pool, write, monkeypatch):
+    monkeypatch.setattr(graders, "LONGEST_LINE", 10_000)
+    path = write(
+        "def compute_score(solution_str, **kwargs): return {'score': 1, **dict.fromkeys(range(len(solution_str)), 2)}"
+    )
+    assert statuses(grade(make_pool(path, workers=1), [job("x"), job("x" * 5_000), job("x")])) == ["ok", "crash", "ok"]
 
 
 def test_what_is_not_json_is_refused_by_name(make_pool):
