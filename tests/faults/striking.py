@@ -41,6 +41,7 @@ class Striking(RayPPOTrainer):
         orders = json.loads(os.environ[VARIABLE])
         self.kind, self.at, self.journal = orders["kind"], orders["at"], Path(orders["journal"])
         self.validating, self.completing = False, 0
+        self.generate = self.struck_generate  # of this object: a class that overrides the hook plays episodes
         super().init_workers()
         self.pids = {name: _pid(actor) for name, actor in self.workers.watch.actors.items()}
         self.note("begun", step=self.run.step)
@@ -58,7 +59,7 @@ class Striking(RayPPOTrainer):
 
     # -- the moments
 
-    async def generate(self, *args: Any) -> Trajectory:
+    async def struck_generate(self, *args: Any) -> Trajectory:
         sample = asyncio.ensure_future(super().generate(*args))
         if self.kind not in ("keeper", "worker"):
             await asyncio.sleep(0)  # once for the request to be made, once for it to be sent
