@@ -83,18 +83,18 @@ class Bucket:
         share them, else they are the caller's own."""
         if self.checksum is None:
             return list(self.tensors), None
-        data = torch.empty(self.size, dtype=torch.uint8, device=device)
-        if self.files is None:
-            GROUP.broadcast(data)
-        else:
-            data.copy_(self._file())
-        values, begin = [], 0
+        data, values, begin = self._receive(device), [], 0
         for weight in self.weights:
             values.append(data[begin : begin + weight.size].view(weight.dtype).view(weight.shape))
             begin += weight.room
         return values, checksum(data)
 
-    def _file(self) -> Tensor:
+    def _receive(self, device: torch.device) -> Tensor:
+        """Return the bytes, in memory of this process."""
+        data = torch.empty(self.size, dtype=torch.uint8, device=device)
+        if self.files is None:
+            GROUP.broadcast(data)
+            return data
         path = self.files.get(node_key())
         if path is None:
             raise RuntimeError(
@@ -102,7 +102,7 @@ class Bucket:
                 "actor_rollout_ref.hybrid_engine=True every engine runs beside a learner rank; set it to False"
             )
         # Copy on write: torch takes no memory that cannot be written. Raises ValueError for a shorter file.
-        return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(self.size,)))
+        return data.copy_(torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(self.size,))))
 
 
 def node_key() -> str:

@@ -158,25 +158,19 @@ def flip(times):
     """Return what changes a bit of the weights that arrive at an engine, so many times."""
 
     def plant(self):
-        from core.engines.weight_buckets import GROUP, Bucket  # the process's own: this function comes by value
+        from core.engines.weight_buckets import Bucket  # the process's own: this function comes by value
 
-        file, broadcast, left = Bucket._file, GROUP.broadcast, [times]
+        receive, left = Bucket._receive, [times]
 
-        def changed(data):
+        def changed(bucket, device):
+            data = receive(bucket, device)
             if left[0]:
                 left[0] -= 1
                 data[len(data) // 2] ^= 1
             return data
 
-        def received(data):
-            broadcast(data)
-            changed(data)
-
-        def restore():
-            Bucket._file = file
-            GROUP.broadcast = broadcast
-
-        Bucket._file, GROUP.broadcast, self.restore = lambda bucket: changed(file(bucket).clone()), received, restore
+        Bucket._receive = changed
+        self.restore = lambda: setattr(Bucket, "_receive", receive)
 
     return plant
 
