@@ -21,7 +21,7 @@ from core.engines import SampleRequest
 from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.weight_buckets import Proof, Weight
+from core.engines.weight_buckets import Proof, Weight, weights_checksum
 from core.vision.modality import modality_of
 from core.vision.pictures import Pictures
 
@@ -315,7 +315,7 @@ class HFEngine(InProcessEngine):
             own[weight.names[0]].copy_(value)
 
     def _finish(self) -> list[Proof]:
-        return [Proof(tuple(self._received), self.weight_sums())]
+        return [Proof(tuple(self._received), weights_checksum(self.model.named_parameters()), self.weight_sums())]
 
     @property
     def weights_dtype(self) -> torch.dtype:

@@ -232,8 +232,9 @@ class SGLangEngine(Engine):
         if self.asleep:
             self.server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
         self.server.post("/flush_cache", {})
+        ranks = self.server.post("/weights_checker", {"action": "checksum"})["ranks"]
         self.server.post("/continue_generation", {})
-        return [Proof(tuple(self._received))]
+        return [Proof(tuple(self._received), (int(rank["per_gpu_checksum"], 16),)) for rank in ranks]
 
     def end_update(self, version: int) -> list[Proof]:
         proofs = super().end_update(version)

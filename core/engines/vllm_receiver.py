@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as RunnerLogitsProcessor
 
-from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, weights_checksum
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,8 +106,9 @@ class WeightProof:
     weight_transfer_engine: BucketReceiver
 
     def weight_proof(self) -> Proof:
-        """Return what this process received."""
-        return Proof(tuple(self.weight_transfer_engine.received))
+        """Return what this process received, and the checksum of what its kernels read."""
+        receiver = self.weight_transfer_engine
+        return Proof(tuple(receiver.received), weights_checksum(receiver.model.named_parameters()))
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)

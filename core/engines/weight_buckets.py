@@ -52,10 +52,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Proof:
-    """What one device of an engine has after an update: checksums of the buckets as received, and of each weight by
-    name where the engine has the learner's names."""
+    """What one device of an engine has after an update: checksums of the buckets as received, and of its weights.
+
+    ``sums`` are those of each weight by name, where the engine has the learner's names.
+    """
 
     received: tuple[Checksum | None, ...]
+    weights: Checksum
     sums: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -126,6 +129,16 @@ def checksum(data: Tensor) -> Checksum:
     places = (torch.arange(1, len(part) + 1, device=data.device) for part in sums)
     found = torch.stack([(part * place).sum() for part, place in zip(sums, places, strict=True)])
     return (len(data), *found.tolist())
+
+
+def weights_checksum(named: Iterable[tuple[str, Tensor]]) -> Checksum:
+    """Return one checksum of all that an engine computes with, in the order of its weights."""
+    total: Checksum = ()
+    for number, (_, value) in enumerate(named, start=1):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        own = checksum(torch.nn.functional.pad(data, (0, -len(data) % 4)))
+        total = tuple((one + number * other) % 2**64 for one, other in zip(total or (0,) * len(own), own, strict=True))
+    return total
 
 
 # -- broadcasting --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from core.cluster.local_workers import LocalWorkers
 from core.engines.sglang import SGLangEngine
 from core.engines.weight_buckets import Bucket
+from core.engines.weight_check import held_weights
 from core.errors import InputError
 from core.learner.model_checks import WeightSyncError
 from tests.core.engine_contract import HELLO, ModelEngineContract, ask, ids, sample_all
@@ -94,6 +95,18 @@ def test_an_aborted_request_is_not_computed_on(engine):
         time.sleep(0.02)
     ended = reply.result()["meta_info"]
     assert ended["finish_reason"]["type"] == "abort" and ended["completion_tokens"] < 240
+
+
+def test_the_proof_is_of_the_weights_that_are_served(engine):
+    def update(seed: int, version: int) -> tuple[int, ...]:
+        weights, values = held_weights(engine.model, tiny_model(seed=seed, **SHAPE).state_dict().items())
+        engine.begin_update(weights)
+        engine.load(Bucket(tuple(weights), tensors=tuple(values)))
+        (proof,) = engine.end_update(version)
+        return proof.weights
+
+    one, other, again = update(1, 1), update(2, 2), update(1, 3)
+    assert one == again != other
 
 
 def test_weights_of_another_run_are_noticed(engine, server):

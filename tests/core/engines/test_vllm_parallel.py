@@ -63,6 +63,7 @@ def test_two_processes_share_one_engine(tmp_path):
                 found[processes, version] = engine.probe(tuple(range(40, 80))), list(map(ids, answers))
             assert all(len(found) == processes for found in proofs.values())
             assert proofs[0] == proofs[2] != proofs[1]
+            assert len({one.weights for one in proofs[0]}) == processes  # each process holds a part of its own
         finally:
             engine.close()
     for version in (0, 1):

@@ -22,6 +22,7 @@ from core.engines.weight_buckets import (
     merged,
     node_key,
     staged_size,
+    weights_checksum,
 )
 from core.engines.weight_check import check_weights, held_weights
 from core.errors import InputError
@@ -121,6 +122,18 @@ def test_any_change_of_the_bytes_changes_the_checksum():
             swapped[second : second + block] = words[first : first + block]
             assert (checksum(swapped.view(torch.uint8)) == before) == torch.equal(swapped, words)
     assert checksum(torch.zeros(16, dtype=torch.uint8)) != checksum(torch.zeros(32, dtype=torch.uint8))
+
+
+def test_the_checksum_of_a_model_tells_its_weights_and_their_order():
+    one, other = (dict(tiny_model(seed=seed).named_parameters()) for seed in (0, 1))
+    assert weights_checksum(one.items()) == weights_checksum(list(one.items())) != weights_checksum(other.items())
+    norms = [name for name in one if "norm" in name]
+    touched = {**one, norms[0]: one[norms[0]].clone()}
+    touched[norms[0]].data[3] = torch.nextafter(touched[norms[0]].data[3], torch.tensor(2.0))
+    assert weights_checksum(touched.items()) != weights_checksum(one.items())
+    values = list(one.items())
+    assert weights_checksum(reversed(values)) != weights_checksum(values)
+    assert weights_checksum([("odd", torch.ones(3, dtype=torch.bfloat16))]) != weights_checksum([])
 
 
 def test_a_rank_without_staging_gathers_alike():
