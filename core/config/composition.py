@@ -29,7 +29,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from core.config import convert, recipes, verl_names
-from core.config.convert import read_table
 from core.config.problem import Problem, brief, show
 from core.config.schema import Config
 from core.config.verl_names import CommandLine, nearest, unknown_key
@@ -350,7 +349,8 @@ def _named_by_preset(layers: Layers) -> set[str]:
     path = _presets(layers).get(layers.preset)
     if not layers.presets or path is None:
         return set()
-    return {key for name, value in (read_table(path) or {}).items() for key, _ in _leaves(name, value, layers)}
+    alone = _composed(path.parent.parent, f"{PRESET}/{path.stem}", ())  # with what its own defaults list names
+    return {key for name, value in alone.items() for key, _ in _leaves(name, value, layers)}
 
 
 NAME, MODEL, OF_SEED = "trainer.experiment_name", "actor_rollout_ref.model.path", "-seed${trainer.seed}"

@@ -158,6 +158,16 @@ def test_layers_win_in_order():
     assert compose("grpo", ["preset=script", "preset=paper"]).actor_rollout_ref.rollout.n == 64
 
 
+def test_a_typed_preset_wins_over_what_it_names_and_leaves_a_scripts_other_keys():
+    script = ["preset=script", "actor_rollout_ref.rollout.n=4", "trainer.nnodes=2", "trainer.experiment_name=mine"]
+    config = compose("grpo", [*script, "--", "preset=paper", "trainer.seed=2"])
+    assert (config.actor_rollout_ref.rollout.n, config.trainer.nnodes) == (64, 2)
+    assert config.trainer.experiment_name == "mine-paper-seed2"
+    assert compose("grpo", [*script, "--"]).trainer.experiment_name == "mine-seed1"
+    typed = compose("grpo", [*script, "--", "preset=paper", "actor_rollout_ref.rollout.n=8"])
+    assert typed.actor_rollout_ref.rollout.n == 8
+
+
 def test_the_presets_differ_where_the_paper_and_its_script_do():
     changed = diff(compose("grpo", ["preset=paper"]), compose("grpo", ["preset=script"]))
     assert changed[f"{ACTOR}.kl_loss_coef"] == (0.04, 0.001)
