@@ -24,10 +24,10 @@ from core.config import registry
 from core.data.vocabulary import unknown_among
 from core.learner.attention import use_packed_attention
 from core.learner.batching import micro_batches, split_zero_gradient
-from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing, check_speed, shares_alike
+from core.learner.models import compile_parts
 from core.learner.packing import ForwardInputs, SharedPrompts, can_share, forward_inputs
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.types import TrainBatch
@@ -216,8 +216,6 @@ class LearnerModel:
 class Policy(LearnerModel):
     """A causal language model that is read through its log-probs. ``options`` are those of :class:`LearnerModel`."""
 
-    without_adapters = False  # its passes leave the adapters out that train
-
     def __init__(self, module: nn.Module, *, temperature: float, known: np.ndarray | None = None, **options: Any):
         super().__init__(module, **options)
         self.temperature = temperature
@@ -262,8 +260,6 @@ class Policy(LearnerModel):
 class BasePolicy(Policy):
     """The policy as it was before training: the reference where adapters train and the base stays."""
 
-    without_adapters = True
-
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         with base_only(self.module):
             return super().token_stats(batch, **options)
@@ -274,13 +270,10 @@ class Stepper:
 
     def __init__(self, trained: LearnerModel, config: ActorConfig | CriticConfig):
         self.module, self.ranks = trained.module, trained.ranks
-        self.trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.base_lr, self.grad_clip = config.optim.lr, config.grad_clip
         self.number = 0  # of the step under way, in its update
-        self.norms: list[float] = []  # of the gradients, of each step of the last update
-        self.learning_rates: list[float] = []  # learning rates that the optimizer had, in each step of the last update
         self.optimizer = torch.optim.AdamW(
-            self.trained,
+            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             lr=self.base_lr,
             betas=tuple(config.optim.betas),
             weight_decay=config.optim.weight_decay,
@@ -293,11 +286,9 @@ class Stepper:
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
         finite = math.isfinite(norm)
         if finite:
-            learning_rate = self.base_lr * lr_multiplier
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = self.base_lr * lr_multiplier
             self.optimizer.step()
-            self.learning_rates += [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.zero_grad(set_to_none=True)
         return norm, finite
 
@@ -314,23 +305,21 @@ class Stepper:
 
         ``losses`` are partial sums of ``accumulate``: each counts once a step, however many parts and ranks add to it.
         """
-        means, skipped, self.norms, self.learning_rates = MetricSums(), 0, [], []
-        learning_rate = self.base_lr * lr_multiplier
+        means, skipped, learning_rate = MetricSums(), 0, self.base_lr * lr_multiplier
         for number, batch in enumerate(steps):
             self.number, one = number, MetricSums()
             for loss in losses:
                 one.value(loss, 0.0, counts=self.ranks.is_rank_zero)
             accumulate(batch, one)
             norm, stepped = self.step(lr_multiplier)
-            self.norms.append(norm)
             skipped += not stepped
             if stepped:  # the numbers of a skipped step are no numbers
                 one.value("grad_norm", norm)
                 means.merge(one)
         metrics = self.ranks.gather_metrics(means).result(name)
-        # Read from the optimizer: what was used, not what was asked for
-        used = self.learning_rates[-1] if self.learning_rates else learning_rate
-        return {**metrics, f"{name}/lr": used, f"{name}/skipped_updates": skipped}
+        if means.counts.get("grad_norm"):
+            learning_rate = self.optimizer.param_groups[0]["lr"]  # what was used, not what was asked for
+        return {**metrics, f"{name}/lr": learning_rate, f"{name}/skipped_updates": skipped}
 
 
 class Actor(Policy):

@@ -23,6 +23,7 @@ from core.learner.learner import Actor
 from core.learner.step_needs import StepNeeds
 from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 from tests.golden_io import check, parameters
+from tests.golden_mismatch import ADAPTERS as MISMATCH_ADAPTERS
 from tests.golden_mismatch import batch_of
 from tests.golden_variants import ADAPTERS
 
@@ -330,3 +331,9 @@ def test_what_fits_is_accepted(settings):
 )
 def test_what_does_nothing_is_listed(settings, key):
     assert list(lines(*settings).unused) == [f"{KEY}.{key}"]
+
+
+@pytest.mark.parametrize("case", parameters(("rollout_corr_metrics",)))
+def test_golden_mismatch(case):
+    for precision in ("f64", "f32"):
+        check(MISMATCH_ADAPTERS[case.file](case, precision), case.want(precision))
