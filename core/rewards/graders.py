@@ -105,7 +105,8 @@ class Grader:
             # One thread: it forks, and a thread's memory counts against the limit
             env={**os.environ, "PYTHONPATH": path, **dict.fromkeys(SINGLE_THREADED, "1")},
         )
-        await self._write(to_json({**self.settings, "driver": os.getpid()}))
+        # Not awaited: a start that is cancelled has its settings all the same
+        self.process.stdin.write(to_json({**self.settings, "driver": os.getpid()}).encode() + b"\n")
 
     async def _write(self, line: str) -> None:
         with contextlib.suppress(ConnectionError):  # it is dead: the next line that is read tells

@@ -167,8 +167,7 @@ def test_a_module_that_does_not_load_in_a_worker_says_so(make_pool, write):
 
 DRIVER = """
     import asyncio, sys, os
-    from core.rewards import graders
-from core.rewards.custom_reward import CustomFunction
+    from core.rewards.custom_reward import CustomFunction
     from core.rewards.grading import Scorers
     from core.rewards.graders import GraderPool
     from tests.pools import UNRULY, job
