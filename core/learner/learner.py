@@ -27,7 +27,6 @@ from core.learner.batching import micro_batches, split_zero_gradient
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing, check_speed, shares_alike
-from core.learner.models import compile_parts
 from core.learner.packing import ForwardInputs, SharedPrompts, can_share, forward_inputs
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.types import TrainBatch
@@ -177,6 +176,8 @@ class LearnerModel:
             module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
         use_packed_attention(module, self.splitting)
         if compiled:
+            from core.learner.models import compile_parts  # it knows the whole schema, which a rank need not load
+
             compile_parts(module, self.device)
         self.shares = can_share(module) and shares_alike(self)
         ranks.reshard(module)
