@@ -16,8 +16,8 @@ PACKAGES = {  # name in an import -> name of the distribution: those of pyprojec
     **{name: name for name in ("torch", "transformers", "numpy", "pyarrow", "datasets", "tensorboard", "wandb", "ray")},
     **{name: name for name in ("matplotlib", "jinja2", "tqdm", "jsonschema", "sympy", "bm25s", "fastapi", "uvicorn")},
     **{name: name for name in ("httpx", "peft", "vllm", "pytest", "hypothesis", "omegaconf", "tenacity")},
-    **{name: name for name in ("rich", "playwright", "fsspec", "s3fs", "regex", "moto", "flask", "pydantic")},
-    **{name: name for name in ("nbclient", "ipykernel", "gguf")},
+    **{name: name for name in ("playwright", "fsspec", "s3fs", "regex", "moto", "flask", "pydantic")},
+    **{name: name for name in ("nbclient", "ipykernel", "gguf", "diskcache")},
     **{"hydra": "hydra-core", "yaml": "pyyaml", "math_verify": "math-verify", "Stemmer": "PyStemmer"},
     **{
         "PIL": "pillow",
