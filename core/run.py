@@ -70,7 +70,7 @@ class Run:
     """The surroundings of one run. ``step`` counts complete steps; ``saved_step`` is that of the newest checkpoint.
 
     :meth:`fetch` comes first, :meth:`open` finds the checkpoint before a model loads, :meth:`attach` resumes from it,
-    :meth:`running` lasts as long as the loop, and :meth:`complete_step` ends each step.
+    :meth:`running` lasts as long as the loop, and :meth:`complete` ends each step.
     """
 
     def __init__(self, config: Config, state: LoopState):
