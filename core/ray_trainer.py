@@ -19,8 +19,7 @@ import torch
 
 from core.algorithm import advantages, checks
 from core.algorithm.kl import KLController, kl_rewards
-from core.algorithm.losses import MetricSums
-from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, correct, without_unsampled_sequences
+from core.algorithm.rollout_correction import correct, log_prob_metrics, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
@@ -321,12 +320,7 @@ class RayPPOTrainer:
             with metrics.time("old_log_prob"):
                 log_prob, entropy, *squares = self.workers.compute_log_probs(batch)
             batch = batch.adding(old_log_probs=log_prob, sum_pi_squared=squares[0] if squares else None)
-            means, mismatch = MetricSums(), MetricSums()
-            measured = batch.adding(entropy=entropy).only((*MISMATCH_READS, "entropy"))
-            for piece in measured.pieces():
-                means.tokens({"entropy": piece.entropy}, piece.response_mask)
-                add_mismatch(mismatch, piece.old_log_probs, piece, piece.entropy)
-            metrics.add({**means.result("actor"), **mismatch.result("rollout_corr")})
+            metrics.add(log_prob_metrics(batch.adding(entropy=entropy)))
         if self.needs.ref:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))

@@ -106,6 +106,15 @@ def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entro
     means.trough("log_ppl_diff_min", float(gap[sequences].min()))
 
 
+def log_prob_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Return the mean entropy of a batch's policy tokens, ``actor/entropy``, and what :func:`add_mismatch` measures."""
+    means, mismatch = MetricSums(), MetricSums()
+    for piece in batch.only((*MISMATCH_READS, "entropy")).pieces():
+        means.tokens({"entropy": piece.entropy}, piece.response_mask)
+        add_mismatch(mismatch, piece.old_log_probs, piece, piece.entropy)
+    return {**means.result("actor"), **mismatch.result("rollout_corr")}
+
+
 def importance_weights(
     log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str, bounds: Bounds
 ) -> tuple[Tensor, Tensor]:
