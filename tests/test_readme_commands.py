@@ -33,7 +33,8 @@ FENCED = re.compile(r"^```bash\n(?!# mine/)(.*?)^```$", re.M | re.S)  # mine/: a
 
 # What a command that knows no dry run says here, in its last lines: status, text.
 REFUSALS = {
-    r"train_batch_sise": (2, "data.train_batch_sise=64: unknown key"),  # misspelt on purpose
+    r"main_grpo \$KEYS": (2, "does not exist"),  # a reader's own files are not there
+    r"data_preprocess\.check my/": (1, "does not exist"),  # as above
     r"core\.evaluate generate search_r1 --run": (2, "neither a checkpoint"),  # the lab's run is not there
     r"core\.export outputs/": (2, "neither a checkpoint"),  # the stand-in for the lab's run has none
     r"results\.model_card outputs/": (2, "neither a checkpoint"),  # as above
