@@ -211,6 +211,28 @@ def test_the_base_model_is_built_once_and_again_when_its_recipe_changes(tmp_path
     assert folders(tmp_path) == sorted([first.name, second.name])
 
 
+def test_the_lab_starts_from_the_committed_weights(tmp_path, monkeypatch):
+    folder = build(tmp_path / "base")
+    record = json.loads((folder / "warm_start.json").read_text())
+    assert record["recipe"] == dataclasses.asdict(BaseRecipe()), "python -m recipes.lab.base_model makes them anew"
+    monkeypatch.setattr(base_model, "COMMITTED", shutil.copytree(base_model.COMMITTED, tmp_path / "damaged"))
+    with open(tmp_path / "damaged/model.safetensors", "r+b") as file:
+        file.truncate(100)  # a clone that was cut off
+    with pytest.raises(BaseModelError, match="SHA-256"):
+        build(tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_the_committed_weights_are_what_their_command_makes(tmp_path):
+    base_model.learn(BaseRecipe(), tmp_path / "remade")
+    remade, committed = (
+        json.loads((folder / "warm_start.json").read_text()) for folder in (tmp_path / "remade", base_model.COMMITTED)
+    )
+    assert remade["recipe"] == committed["recipe"] and remade["parameters"] == committed["parameters"]
+    assert remade["losses"][:20] == pytest.approx(committed["losses"][:20], abs=1e-3)  # another CPU rounds otherwise
+    assert remade["losses"][-20:] == pytest.approx(committed["losses"][-20:], abs=0.2)
+
+
 def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
