@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from core.config import convert, registry
@@ -59,6 +60,11 @@ def experiment_name(config: Config) -> str:
     return f"{model or 'model'}-seed{config.trainer.seed}"
 
 
+def has_accelerator() -> bool:
+    """Return whether this machine has the devices of an NVIDIA or AMD driver. It imports no torch."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
 def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
     passes = {  # whether passes are packed by tokens -> their size where they are not
@@ -70,7 +76,7 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     return {
         **{dynamic: _dynamic(micro) for dynamic, micro in passes.items()},
         **{micro: _micro(dynamic) for dynamic, micro in passes.items()},
-        f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") else "hf",
+        f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") and has_accelerator() else "hf",
         f"{ROLLOUT}.nnodes": lambda c: 1,
         f"{ACTOR}.fsdp_config.dtype": _precision(f"{ROLLOUT}.dtype"),
         f"{ROLLOUT}.dtype": _precision(f"{ACTOR}.fsdp_config.dtype"),

@@ -9,6 +9,7 @@ guess. Reinforcement learning starts from there. The weights of the default :cla
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
 import shutil
@@ -199,6 +200,9 @@ def _check_chains(losses: Sequence[float], recipe: BaseRecipe) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m recipes.lab.base_model", description="Train the committed weights of the lab's base model anew."
+    ).parse_args()
     shutil.rmtree(COMMITTED, ignore_errors=True)
     learn(BaseRecipe(), COMMITTED)
     sha256 = hashlib.sha256((COMMITTED / "model.safetensors").read_bytes()).hexdigest()

@@ -44,7 +44,7 @@ class ValKwargs(Section):
 
 
 class RolloutConfig(Section):
-    name: EngineName | None = execution(None, "engine that generates; null: vllm where it is installed, else hf")
+    name: EngineName | None = execution(None, "engine that generates; null: vllm where it and a GPU are there, else hf")
     nnodes: Count | None = execution(
         None, "nodes of the engines' own pool (hybrid_engine=False); null: 1", when.OWN_POOL
     )

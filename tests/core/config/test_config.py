@@ -253,7 +253,9 @@ def test_nulls_follow_other_keys(monkeypatch):
     assert compose("grpo").critic.enable is False
     assert resolve(config, "ppo") == config
     monkeypatch.setattr("core.config.defaults.find_spec", lambda name: name == "vllm")
-    assert compose("ppo").actor_rollout_ref.rollout.name == "vllm"
+    for gpu, engine in ((True, "vllm"), (False, "hf")):
+        monkeypatch.setattr("core.config.defaults.has_accelerator", lambda gpu=gpu: gpu)
+        assert compose("ppo").actor_rollout_ref.rollout.name == engine
 
 
 def test_one_clip_bound_leaves_the_other_to_clip_ratio():
