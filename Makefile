@@ -33,7 +33,7 @@ $(STAMP): $(BASE)
 	@bash environment/setup.sh
 
 lab: $(BASE)
-	bash recipes/grpo/run_lab.sh trainer.total_training_steps=30 trainer.trace.freq=10 trainer.experiment_name=lab-30-steps
+	bash recipes/grpo/run_lab.sh trainer.backend=local trainer.total_training_steps=30 trainer.trace.freq=10 trainer.experiment_name=lab-30-steps
 
 real: setup
 	bash recipes/real/run.sh

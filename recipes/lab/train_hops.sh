@@ -24,7 +24,7 @@ case " $* " in
 *" --help "*) exec "${train[@]}" "${arguments[@]}" ;; # it needs neither data nor model
 esac
 DRY_RUN=1 "${train[@]}" "${arguments[@]}" > /dev/null # reports a wrong key now, not after a minute
-if ! "$python" -c "import ray" 2> /dev/null; then
+if [[ " $* " != *" trainer.backend="* ]] && ! "$python" -c "import ray" 2> /dev/null; then
     echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
     arguments=(preset=lab trainer.backend=local -- "$@")
 fi
