@@ -210,7 +210,8 @@ def test_a_restart_costs_retries_and_no_search_however_many_wait(waiting, away_s
     client.server = server
     metrics = restarted(client, waiting, away_s, caplog)
     assert metrics["retrieval/searches"] == waiting + 1
-    assert metrics["retrieval/retries"] == metrics["retrieval/errors"] >= waiting
+    # Those beyond the connections wait for their turn and may meet no closed port on a busy machine
+    assert metrics["retrieval/retries"] == metrics["retrieval/errors"] >= client.options.connections
 
 
 def test_waiting_for_a_turn_is_no_failure(make_client):
