@@ -35,6 +35,12 @@ HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")  # its 
 NEAR = 0.85  # from this similarity on a method's name is taken for a misspelled hook
 
 
+@functools.lru_cache(maxsize=32)
+def parsed(source: str) -> ast.Module:
+    """Return the syntax tree of a source, parsed once a process: every composition reads the trainer's again."""
+    return ast.parse(source)
+
+
 def names() -> list[str]:
     """Return the names of all recipes: folders that hold a configuration of their own name."""
     return sorted(path.stem for path in RECIPES.glob("*/config/*.yaml") if path.stem == path.parts[-3])
@@ -89,7 +95,7 @@ def trainer_of(recipe: str) -> tuple[str, tuple[str, ...]]:
     path = folder(recipe).parent / f"main_{recipe}.py"
     if not path.exists():
         raise InputError(f"recipe={recipe}: has no main_{recipe}.py; choose one of {', '.join(names())}")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path.read_text(encoding="utf-8"))
     texts = {
         target.id: node.value
         for node in tree.body
@@ -136,7 +142,7 @@ def _methods(path: str) -> tuple[list[str], list[str]]:
         return [], []
     if spec is None or not str(spec.origin).endswith(".py"):
         return [], []
-    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    body = parsed(Path(spec.origin).read_text(encoding="utf-8")).body
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     places = {one: f"{module}:{one}" for one in classes}
     for node in body:
