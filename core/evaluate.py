@@ -37,12 +37,14 @@ from core.files import file_sha256, is_url, write_atomic, written_here
 from core.tracking import run_manifest
 from core.tracking.progress import progress
 from core.tracking.records import json_line
-from core.types import Prompt, ScoredGroup
+from core.types import Prompt, ScoredGroup, Trajectory
 from reward_scores import SCORERS, scorer_for
+from reward_scores.score import Score
 
 if TYPE_CHECKING:
     from core.checkpoint.store import Checkpoint
     from core.ray_trainer import RayPPOTrainer
+    from core.rewards.layer import RewardLayer
     from core.tracking.validation import ValRecord
 
 MODEL, PATH = "actor_rollout_ref.model.", "actor_rollout_ref.model.path"
@@ -286,7 +288,7 @@ def answering(
                 owned.callback(engine.close)
         deterministic = loop is not None and config.actor_rollout_ref.rollout.multi_turn.deterministic_tools
         if deterministic and isinstance(engine, InProcessEngine):
-            engine.before_step = run.tool_calls.add_barrier()
+            run.tool_calls.holds, engine.before_step = True, run.tool_calls.settled
         run.sampler = run.make_sampler(engine)
         yield run
 
@@ -373,7 +375,7 @@ def score(
     try:
         layer.check(asked)
         with progress("scores", len(asked), "answer") as scored:
-            scores = asyncio.run(layer.score_all(list(zip(asked, trajectories, strict=True)), scored))
+            scores = asyncio.run(_scores(layer, list(zip(asked, trajectories, strict=True)), scored))
     except RewardError as error:  # on_error=raise, or a wrong number of results
         raise InputError(f"{source}: {error}") from error
     finally:
@@ -395,6 +397,19 @@ def score(
     files.write_manifest(path, told)
     write_atomic(path, "".join(json_line(record.to_json()) for record in records))
     return path, records
+
+
+async def _scores(layer: RewardLayer, answers: Sequence[tuple[Prompt, Trajectory]], scored: Any) -> list[Score]:
+    """Score answers, the samples of a question together for a function of lists; ``scored`` is called after each."""
+
+    async def score(question: Sequence[tuple[Prompt, Trajectory]]) -> list[Score]:
+        found = await layer.score_group(question[0][0], [trajectory for _, trajectory in question])
+        for _ in found:
+            scored()
+        return found
+
+    questions = [list(one) for _, one in groupby(answers, lambda each: each[0].ordinal)]
+    return [score for found in await asyncio.gather(*map(score, questions)) for score in found]
 
 
 def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequence[str]) -> Config:

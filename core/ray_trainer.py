@@ -36,7 +36,7 @@ from core.learner.schedules import multiplier
 from core.learner.step_needs import StepNeeds
 from core.rewards.layer import RewardLayer
 from core.rewards.scorer_check import check_hooks
-from core.rollout.agent_loop import AgentLoop, Limits, ToolCalls, check_examples, make_agent_loop
+from core.rollout.agent_loop import AgentLoop, Barrier, Limits, check_examples, make_agent_loop
 from core.rollout.background import Ahead
 from core.rollout.collect import (
     Collected,
@@ -55,7 +55,7 @@ from core.tracking.progress import progress
 from core.tracking.samples import generation_rows, print_examples
 from core.tracking.step_time import BusyClock
 from core.tracking.validation import ValRecord, validation_metrics
-from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
+from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class RayPPOTrainer:
         self.val_prompts: Sequence[Prompt] = ()
         self.reward: RewardLayer | None = None
         self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
-        self.tool_calls = ToolCalls()
+        self.tool_calls = Barrier()
         self.workers: Workers | None = None
         self.sampler: TrajectorySampler | None = None
         self.rollout: GroupRollout | None = None
@@ -123,13 +123,11 @@ class RayPPOTrainer:
         except BaseException:
             self.workers.close()
             raise
-        make_deterministic(
-            config, self.workers.engine, self.reward, self.tool_calls, episodes=self.agent_loop is not None
-        )
         if self.reward.in_process and isinstance(self.workers.engine, InProcessEngine):
             self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
         self.sampler = self.make_sampler(self.turns.watch(self.workers.engine))
         self.rollout = self.make_rollout()
+        make_deterministic(config, self.workers.engine, self.rollout.scoring, self.tool_calls)
         return self
 
     def make_sampler(self, engine: Any) -> TrajectorySampler:
@@ -247,7 +245,7 @@ class RayPPOTrainer:
         """
         oldest, wanted = self.run.step - self.config.trainer.max_staleness, self.config.data.train_batch_size
 
-        async def roll_group(ordinal: int) -> ScoredGroup | AnsweredGroup:
+        async def roll_group(ordinal: int) -> ScoredGroup:
             group = await self.roll_group(ordinal)
             answered()
             self.reward.failures.stop_if_all(wanted * self.config.actor_rollout_ref.rollout.n)
@@ -260,7 +258,6 @@ class RayPPOTrainer:
                     self.keeps,
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
-                    score_groups=self.rollout.score_later,
                     stop_requested=lambda: self.run.stop.requested,
                     ahead=self.looks_ahead(metrics.step),
                 )
@@ -304,14 +301,13 @@ class RayPPOTrainer:
         """Return what answers the next step's first prompts with this step's policy, if ``max_staleness`` allows it."""
         if not self.looks_ahead(step):
             return None
-        limits, score = self.collect_limits(), self.rollout.score_later
-        return collect_ahead(self.roll_group, self.keeps, self.collected, limits, score)
+        return collect_ahead(self.roll_group, self.keeps, self.collected, self.collect_limits())
 
     def make_ahead(self) -> Ahead:
         return Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)
 
-    async def roll_group(self, ordinal: int) -> ScoredGroup | AnsweredGroup:
-        """Answer the prompt of an ordinal and score the answers, where each is scored on its own."""
+    async def roll_group(self, ordinal: int) -> ScoredGroup:
+        """Answer the prompt of an ordinal and score the answers."""
         return await self.rollout.roll_group(self.stream.prompt(ordinal))
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:

@@ -150,15 +150,6 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class AnsweredGroup:
-    """A prompt with its trajectories, and a greedy one for a baseline, to be scored together with other groups."""
-
-    prompt: Prompt
-    trajectories: tuple[Trajectory, ...]
-    greedy: Trajectory | None = None
-
-
-@dataclass(frozen=True)
 class Dropped:
     """What is kept of a group that did not pass: the oldest policy version among its samples, and their tokens."""
 

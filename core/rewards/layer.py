@@ -9,14 +9,13 @@ import asyncio
 import dataclasses
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from core.config import registry
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards.barrier import Barrier
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.graders import make_manager
 from core.rewards.grading import (
@@ -146,10 +145,10 @@ class RewardLayer:
             from core.rewards.judge import Judge
 
             self.judge = Judge(reward.judge)
-        self.grade: Grade = self.manager.run  # or a barrier's run before it
-        self.ask_judge: Any = None if self.judge is None else self.judge.run  # or a barrier's
+        self.grade: Grade = self.manager.run
+        self.ask_judge: Any = None if self.judge is None else self.judge.run
         self.custom = function is not None or own
-        # It takes the answers of a step in one call
+        # It takes the answers of a group in one call
         self.batched = function is not None and function.batched
         self.failures = Failures(reward.on_error)
         self._known: dict[str, tuple[str, Score]] = {}  # data source -> an answer that was graded at start
@@ -169,28 +168,17 @@ class RewardLayer:
         """
         return await self._score(prompt, trajectory, self.job(prompt, trajectory), self.grade)
 
-    async def score_all(
-        self, answers: Sequence[tuple[Prompt, Trajectory]], scored: Callable[[], Any] = lambda: None
-    ) -> list[Score]:
-        """Score answers as :meth:`score` does; a function of lists gets all of them in one call, in this order.
-
-        ``scored`` is called after each.
-        """
-        jobs, grade = [self.job(*answer) for answer in answers], self.grade
-        if self.batched:
-            ruled = [job for (prompt, _), job in zip(answers, jobs, strict=True) if not self._by_model(prompt)]
-            results = await self.manager.run_together(ruled) if ruled else []
-            result_of = dict(zip(map(id, ruled), results, strict=True))
+    async def score_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Score answers to a prompt as :meth:`score` does; a function of lists gets them in one call, in this order."""
+        jobs, grade = [self.job(prompt, trajectory) for trajectory in trajectories], self.grade
+        if self.batched and not self._by_model(prompt):
+            results = dict(zip(map(id, jobs), await self.manager.run_together(jobs), strict=True))
 
             async def grade(job: Job) -> Score | Failure:
-                return result_of[id(job)]
+                return results[id(job)]
 
-        async def one(prompt: Prompt, trajectory: Trajectory, job: Job) -> Score:
-            score = await self._score(prompt, trajectory, job, grade)
-            scored()
-            return score
-
-        return list(await asyncio.gather(*(one(*each, job) for each, job in zip(answers, jobs, strict=True))))
+        found = (self._score(prompt, one, job, grade) for one, job in zip(trajectories, jobs, strict=True))
+        return list(await asyncio.gather(*found))
 
     def job(self, prompt: Prompt | Example, trajectory: Trajectory) -> Job:
         """Return what a scorer gets: what the policy wrote, or the whole response for a function that asks for it."""
@@ -297,21 +285,6 @@ class RewardLayer:
         if self.batched:
             return asyncio.run(self.manager.run_together(jobs))
         return [asyncio.run(self.manager.run(job)) for job in jobs]
-
-    def add_barriers(self) -> list[Callable[[], Awaitable[bool]]]:
-        """Hand scores out together from now on, and return what an engine in this process awaits before each step.
-
-        None are needed where nothing decodes while answers are scored: in this process, or between rounds.
-        """
-        if self.in_process or self.batched:
-            return []
-        manager = Barrier(self.manager.run)
-        self.grade = manager.run
-        if self.judge is None:
-            return [manager.settled]
-        judge = Barrier(self.judge.run)
-        self.ask_judge = judge.run
-        return [manager.settled, judge.settled]
 
     @property
     def in_process(self) -> bool:

@@ -20,7 +20,7 @@ them names, ``@register("oracle")``; the data chooses among all names by its col
 Every episode is a coroutine of its own: one that waits for a tool holds no other. When tools answer decides which
 samples decode together, and with an engine that decodes in this process every last bit. A tool that answers without
 giving way (a lookup in this process) answers in the same order in every run, so a replay is exact. Of others the order
-is chance; under ``multi_turn.deterministic_tools`` the engine waits for them before each step (:class:`ToolCalls`).
+is chance; under ``multi_turn.deterministic_tools`` the engine waits for them before each step (:class:`Barrier`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from core.data.parquet import Example, Problems
 from core.data.vocabulary import writable
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
-from core.rewards.barrier import Barrier
 from core.types import Prompt, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
@@ -173,22 +172,62 @@ def _made(spec: str, config: Config, tokenizer: Any) -> AgentLoop:
     return made
 
 
-class ToolCalls:
-    """Awaits tools, each on its own; after :meth:`add_barrier` together, in the order of the calls."""
+class Barrier:
+    """Runs jobs: tools, scorers. Where it ``holds``, results are handed out together once no job is outstanding.
+
+    Results arrive in an order that chance decides. Where they decide what is generated next (filtered groups, turns
+    after a tool), an engine that decodes in this process awaits :meth:`settled` before each step: which samples decode
+    together, and with it every last bit, is then the same in every run. The price is that decoding waits for the
+    slowest result.
+    """
 
     def __init__(self) -> None:
-        self._barrier: Barrier | None = None
+        self.holds = False
+        self._round: list[tuple[asyncio.Task, asyncio.Future]] = []
+        self._outstanding = 0
+        self._news = False  # results were handed out since the last call of settled
 
     async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
-        return await (self._await(job) if self._barrier is None else self._barrier.run(job))
+        """Return what the job returns."""
+        if not self.holds:
+            return await job()
+        loop = asyncio.get_running_loop()
+        task, handed_out = loop.create_task(_awaited(job)), loop.create_future()
+        self._round.append((task, handed_out))
+        self._outstanding += 1
+        task.add_done_callback(self._hand_out)
+        try:
+            return await handed_out
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
 
-    def add_barrier(self) -> Callable[[], Awaitable[bool]]:
-        """Hand answers out together from now on, and return what an engine in this process awaits before each step."""
-        self._barrier = Barrier(self._await)
-        return self._barrier.settled
+    def _hand_out(self, _: asyncio.Task) -> None:
+        self._outstanding -= 1
+        if self._outstanding:
+            return
+        results, self._round = self._round, []
+        self._news = True
+        for task, handed_out in results:  # in the order of their jobs
+            if handed_out.done():  # its sample was given up
+                continue
+            if task.cancelled():
+                handed_out.cancel()
+            elif error := task.exception():
+                handed_out.set_exception(error)
+            else:
+                handed_out.set_result(task.result())
 
-    async def _await(self, job: Callable[[], Awaitable[Any]]) -> Any:
-        return await job()
+    async def settled(self) -> bool:
+        """Wait until no result is outstanding. Return whether any was handed out since the last call."""
+        while self._round:
+            await asyncio.wait([task for task, _ in self._round])
+        news, self._news = self._news, False
+        return news
+
+
+async def _awaited(job: Callable[[], Awaitable[Any]]) -> Any:
+    return await job()
 
 
 @dataclass(frozen=True)
@@ -224,7 +263,7 @@ class Episode:
         engine: RolloutEngine,
         tokenizer: Any,
         run_seed: int,
-        calls: ToolCalls | None = None,
+        calls: Barrier | None = None,
     ):
         self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
         self.prompt_ids = tuple(prompt.token_ids)
@@ -234,7 +273,7 @@ class Episode:
         self.tool_scores: dict[str, float] = {}  # tool's name -> what it gave the whole episode
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
         self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
-        self._calls = calls or ToolCalls()
+        self._calls = calls or Barrier()
         self._ids: list[int] = []
         self._mask: list[bool] = []
         self._logprobs: list[float] = []

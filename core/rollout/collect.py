@@ -10,27 +10,20 @@ step's first ordinals answered and filtered by the policy that the update starts
 and, where groups are dropped, a tenth more; all of them and no others. What the next step lacks beyond them its own
 policy answers, and what it does not reach is drawn again. Which policy answers and filters an ordinal is thus fixed,
 whatever finishes when. Samples that are in flight when a step has its groups go on if they are among those ordinals.
-
-**Scored together** (a reward function of lists, ``reward_manager=batch``). Groups are then answered in rounds: as many
-ordinals are begun as the keep rate suggests, and once all of them are answered ``score_groups`` gets them in one call,
-in the order of their ordinals. Where nothing is dropped a round is the step. Where groups are dropped and too few pass,
-another round follows. Which groups share a call depends on the ordinals and on what earlier rounds kept, not on timing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from core.types import Dropped, ScoredGroup
 
 log = logging.getLogger(__name__)
 
 FilteredGroup = ScoredGroup | Dropped
-ScoreGroups = Callable[[Sequence[Any]], Awaitable[Sequence[ScoredGroup]]]
 
 STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sample still decodes
 
@@ -92,18 +85,17 @@ async def collect(
     state: CollectState,
     limits: CollectLimits,
     *,
-    score_groups: ScoreGroups | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     ahead: bool = False,
 ) -> Collected:
     """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
     Raises :class:`Exhausted` where ``limits.drawn`` prompts do not contain enough of them: always with
-    none, otherwise only if ``limits.raise_on_exhausted``. With ``score_groups`` (see the module's head)
-    ``roll_group`` returns groups without scores. Raises :class:`StopRequested` when ``stop_requested()`` turns true.
+    none, otherwise only if ``limits.raise_on_exhausted``. Raises :class:`StopRequested` when ``stop_requested()``
+    turns true.
     Samples in flight at the end are aborted; with ``ahead`` not those that :func:`collect_ahead` is to go on with.
     """
-    step, window = _Step(roll_group, keep_group, state, limits, score_groups), range(0)
+    step, window = _Step(roll_group, keep_group, state, limits), range(0)
     try:
         if stop_requested():
             raise StopRequested
@@ -129,7 +121,6 @@ async def collect_ahead(
     keep_group: Callable[[ScoredGroup], bool],
     collected: Collected,
     limits: CollectLimits,
-    score_groups: ScoreGroups | None = None,
 ) -> CollectState:
     """Have the ordinals of ``collected.window`` answered and filtered with the current policy.
 
@@ -137,7 +128,7 @@ async def collect_ahead(
     answered them. Nothing else is begun.
     """
     window = collected.window
-    step = _Step(roll_group, keep_group, collected.state, limits, score_groups)
+    step = _Step(roll_group, keep_group, collected.state, limits)
     step.decided = {ordinal: step.decided[ordinal] for ordinal in window if ordinal in step.decided}
     step.in_flight = dict(collected.in_flight)
     try:
@@ -152,12 +143,11 @@ async def collect_ahead(
 class _Step:
     """The bookkeeping of one call: what is in flight, what was kept or dropped, what to begin next."""
 
-    def __init__(self, roll_group, keep_group, state: CollectState, limits: CollectLimits, score_groups=None):
-        self.roll_group, self.keep_group, self.score_groups = roll_group, keep_group, score_groups
+    def __init__(self, roll_group, keep_group, state: CollectState, limits: CollectLimits):
+        self.roll_group, self.keep_group = roll_group, keep_group
         self.state, self.limits = state, limits
         self.decided: dict[int, FilteredGroup] = dict(state.carried)
         self.in_flight: dict[asyncio.Task, int] = {}
-        self.unscored: dict[int, Any] = {}  # answered, and scored with the rest of the round
         self.next_to_draw = state.next_ordinal
         self.drawn = len(self.decided)  # for this step, some of them ahead of it
 
@@ -177,15 +167,15 @@ class _Step:
             if self.next_to_draw not in self.decided:
                 self.begin(self.next_to_draw)
             self.next_to_draw += 1
-        return bool(self.in_flight or self.unscored)
+        return bool(self.in_flight)
 
     def draw_all(self, window: range) -> bool:
         """Begins what the window lacks, as many at once as may be. False where nothing is left to wait for."""
-        known = {*self.decided, *self.unscored, *self.in_flight.values()}
+        known = {*self.decided, *self.in_flight.values()}
         missing = [ordinal for ordinal in window if ordinal not in known]
         for ordinal in missing[: max(0, self.limits.in_flight - len(self.in_flight))]:
             self.begin(ordinal)
-        return bool(self.in_flight or self.unscored)
+        return bool(self.in_flight)
 
     def begin(self, ordinal: int) -> None:
         self.in_flight[asyncio.ensure_future(self.roll_group(ordinal))] = ordinal
@@ -197,8 +187,7 @@ class _Step:
     def too_few_expected(self) -> bool:
         # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.
         kept = sum(_passed(one) for ordinal, one in self.decided.items() if ordinal < self.next_to_draw)
-        undecided = len(self.in_flight) + len(self.unscored)
-        return kept + undecided * max(self.keep_rate(), 0.01) < self.limits.wanted
+        return kept + len(self.in_flight) * max(self.keep_rate(), 0.01) < self.limits.wanted
 
     def keep_rate(self) -> float:
         """Last step's rate, corrected by what this step has seen; one step's worth of groups weighs as much."""
@@ -206,25 +195,12 @@ class _Step:
         return (self.state.keep_rate * self.limits.wanted + passed) / (self.limits.wanted + seen)
 
     async def filter_finished(self) -> None:
-        """Wait for groups and filter them. Where all of a round are answered, score that round first."""
-        if not self.in_flight:
-            return await self.score_round()
+        """Wait for groups and filter them."""
         done, _ = await asyncio.wait(self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED)
         for task in sorted(done, key=self.in_flight.__getitem__):  # a set has no order, a replay needs one
             ordinal = self.in_flight.pop(task)
-            if self.score_groups is None:
-                self.filter_group(ordinal, task.result())
-            else:
-                self.unscored[ordinal] = task.result()
-
-    async def score_round(self) -> None:
-        answered, self.unscored = sorted(self.unscored.items()), {}
-        groups = await self.score_groups([group for _, group in answered])
-        for (ordinal, _), group in zip(answered, groups, strict=True):
-            self.filter_group(ordinal, group)
-
-    def filter_group(self, ordinal: int, group: ScoredGroup) -> None:
-        self.decided[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
+            group = task.result()
+            self.decided[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
 
     async def abort_rest(self, goes_on: range = range(0)) -> None:
         """Aborts what is in flight but for the ordinals of ``goes_on``."""

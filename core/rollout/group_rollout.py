@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from core.config.schema import Config
@@ -18,10 +17,9 @@ from core.data.draw_order import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.engines.in_process_engine import InProcessEngine
 from core.rewards.layer import RewardLayer
-from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls
-from core.rollout.collect import ScoreGroups
+from core.rollout.agent_loop import AgentLoop, Barrier, Episode, Limits
 from core.tracking.step_time import BusyClock
-from core.types import AnsweredGroup, Prompt, ScoredGroup, Trajectory
+from core.types import Prompt, ScoredGroup, Trajectory
 from reward_scores.score import Score
 
 GREEDY = -1  # the sample index of a greedy baseline answer
@@ -38,7 +36,7 @@ class TrajectorySampler:
     tokenizer: Any
     run_seed: int
     agent_loop: AgentLoop | None
-    tool_calls: ToolCalls
+    tool_calls: Barrier
 
     async def sample_turn(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
         """Return one turn of the engine."""
@@ -68,38 +66,20 @@ class GroupRollout:
     n: int
     sampling: SamplingParams
     greedy: bool = False
+    scoring: Barrier = field(default_factory=Barrier)
 
-    @property
-    def score_later(self) -> ScoreGroups | None:
-        """Return what scores whole groups after they are answered: for a reward function of lists, otherwise None."""
-        return self.score_groups if self.reward.batched else None
-
-    async def roll_group(self, prompt: Prompt) -> ScoredGroup | AnsweredGroup:
-        """Answer a prompt and score each answer while others still decode, unless :attr:`score_later` is to do so."""
-        requests = [(index, self.sampling) for index in range(self.n)]
+    async def roll_group(self, prompt: Prompt) -> ScoredGroup:
+        """Answer a prompt, score the answers and shape their scores."""
+        rolls = [self.answers(prompt, range(self.n), self.sampling)]
         if self.greedy:
-            requests.append((GREEDY, dataclasses.replace(self.sampling, temperature=0.0)))
-        if self.reward.batched:
-            answers = await asyncio.gather(*(self.answer(prompt, *request) for request in requests))
-            return AnsweredGroup(prompt, tuple(answers[: self.n]), *answers[self.n :])
-        rolls = await asyncio.gather(*(self.answer_and_score(prompt, *request) for request in requests))
-        trajectories, scores = zip(*rolls[: self.n], strict=True)
-        return self.shaped(ScoredGroup(prompt, trajectories, scores), *rolls[self.n :])
-
-    async def score_groups(self, groups: Sequence[AnsweredGroup]) -> list[ScoredGroup]:
-        """Score whole groups in one call and shape them. Greedy answers have a call of their own, as in verl."""
-        scored = await self.score_together(groups)
-        if not self.greedy:
-            return list(map(self.shaped, scored))
-        greedy = await self.score_together([AnsweredGroup(group.prompt, (group.greedy,)) for group in groups])
-        return [
-            self.shaped(group, (one.trajectories[0], one.scores[0])) for group, one in zip(scored, greedy, strict=True)
-        ]
-
-    def shaped(self, group: ScoredGroup, greedy: tuple[Trajectory, Score] | None = None) -> ScoredGroup:
-        """Return the group with the scores that train, and the shaped score of its greedy answer as its baseline."""
+            rolls.append(self.answers(prompt, [GREEDY], dataclasses.replace(self.sampling, temperature=0.0)))
+        answers, *greedy = await asyncio.gather(*rolls)
+        group = ScoredGroup(prompt, *zip(*answers, strict=True))
         scores = tuple(map(self.shape_reward, group.scores, group.trajectories))
-        baseline = None if greedy is None else self.shape_reward(greedy[1], greedy[0])
+        baseline = None
+        if greedy:
+            ((trajectory, score),) = greedy[0]
+            baseline = self.shape_reward(score, trajectory)
         return dataclasses.replace(group, scores=scores, baseline=baseline)
 
     async def validation_groups(
@@ -107,45 +87,41 @@ class GroupRollout:
     ) -> Sequence[ScoredGroup]:
         """Answer each prompt ``n`` times and score the answers; nothing shapes them. ``answered`` counts prompts."""
 
-        async def roll(prompt: Prompt) -> ScoredGroup | AnsweredGroup:
-            if self.reward.batched:
-                answers = await asyncio.gather(*(self.answer(prompt, index, sampling) for index in range(n)))
-                group = AnsweredGroup(prompt, tuple(answers))
-            else:
-                rolls = await asyncio.gather(*(self.answer_and_score(prompt, index, sampling) for index in range(n)))
-                group = ScoredGroup(prompt, *zip(*rolls, strict=True))
+        async def roll(prompt: Prompt) -> ScoredGroup:
+            group = ScoredGroup(prompt, *zip(*await self.answers(prompt, range(n), sampling), strict=True))
             answered()
             return group
 
-        groups = await asyncio.gather(*map(roll, prompts))
-        return await self.score_together(groups) if self.reward.batched else groups
+        return await asyncio.gather(*map(roll, prompts))
 
-    async def answer(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Trajectory:
+    async def answers(
+        self, prompt: Prompt, indices: Sequence[int], sampling: SamplingParams
+    ) -> list[tuple[Trajectory, Score]]:
+        """Return an answer for each sample index, with the scorer's score.
+
+        Each is scored while others still decode, except by a function of lists, which gets them together.
+        """
+        if not self.reward.batched:
+            return await asyncio.gather(*(self.answer(prompt, index, sampling) for index in indices))
+        trajectories = await asyncio.gather(*(self.sample(prompt, index, sampling) for index in indices))
+        with self.clock.busy("reward"):
+            scores = await self.scoring.run(lambda: self.reward.score_group(prompt, trajectories))
+        return [(one, score.keeping_raw()) for one, score in zip(trajectories, scores, strict=True)]
+
+    async def answer(self, prompt: Prompt, index: int, sampling: SamplingParams) -> tuple[Trajectory, Score]:
+        """Return one trajectory and the scorer's score of it."""
+        trajectory = await self.sample(prompt, index, sampling)
+        with self.clock.busy("reward"):
+            score = await self.scoring.run(lambda: self.reward.score(prompt, trajectory))
+        return trajectory, score.keeping_raw()
+
+    async def sample(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Trajectory:
         """Return one trajectory."""
         with self.clock.busy("decode"):
             return await self.generate(prompt, index, sampling)
 
-    async def answer_and_score(self, prompt: Prompt, index: int, sampling: SamplingParams) -> tuple[Trajectory, Score]:
-        """Return one trajectory and the scorer's score of it."""
-        trajectory = await self.answer(prompt, index, sampling)
-        with self.clock.busy("reward"):
-            score = await self.reward.score(prompt, trajectory)
-        return trajectory, score.keeping_raw()
 
-    async def score_together(self, groups: Sequence[AnsweredGroup]) -> list[ScoredGroup]:
-        """Return the groups with what the scorer gave; a reward function of lists gets all of them in one call."""
-        answers = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        with self.clock.busy("reward"):
-            scores = map(Score.keeping_raw, await self.reward.score_all(answers))
-        return [
-            ScoredGroup(group.prompt, group.trajectories, tuple(itertools.islice(scores, len(group.trajectories))))
-            for group in groups
-        ]
-
-
-def make_deterministic(
-    config: Config, engine: RolloutEngine, reward: RewardLayer, tool_calls: ToolCalls, *, episodes: bool
-) -> None:
+def make_deterministic(config: Config, engine: RolloutEngine, scoring: Barrier, tool_calls: Barrier) -> None:
     """Have an engine in this process await what decides which samples decode together: a run then repeats to the bit.
 
     Scores are awaited where they decide what is begun next, tools with ``multi_turn.deterministic_tools``. Other
@@ -153,15 +129,14 @@ def make_deterministic(
     """
     if not isinstance(engine, InProcessEngine):
         return
-    data, barriers = config.data, []
+    data = config.data
     in_flight = data.gen_batch_size or data.train_batch_size
-    if config.drops_groups or in_flight < data.train_batch_size:
-        barriers += reward.add_barriers()
-    if episodes and config.actor_rollout_ref.rollout.multi_turn.deterministic_tools:
-        barriers.append(tool_calls.add_barrier())
+    scoring.holds = config.drops_groups or in_flight < data.train_batch_size
+    tool_calls.holds = config.actor_rollout_ref.rollout.multi_turn.deterministic_tools
+    barriers = [barrier for barrier in (scoring, tool_calls) if barrier.holds]
 
     async def settled() -> bool:
         """Await all of them; return whether any had news."""
-        return any([await barrier() for barrier in barriers])
+        return any([await barrier.settled() for barrier in barriers])
 
     engine.before_step = settled if barriers else None

@@ -448,7 +448,7 @@ def test_where_every_answer_failed_there_is_no_report(files, copied, capsys):
     assert "failed on every answer tried for data_source='tests/letters'" in capsys.readouterr().err
 
 
-def test_a_function_of_lists_scores_all_answers_in_one_call(files, copied):
+def test_a_function_of_lists_scores_the_answers_to_a_question_in_one_call(files, copied):
     (copied.parent / "lists.py").write_text(
         "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
         "    return [{'score': 1.0, 'together': len(solution_strs)}] * len(solution_strs)\n"
@@ -456,7 +456,7 @@ def test_a_function_of_lists_scores_all_answers_in_one_call(files, copied):
     lists = [f"custom_reward_function.path={copied.parent}/lists.py", "reward_model.reward_manager=batch"]
     assert evaluate.main(["score", str(copied), *lists]) == 0
     rows = map(json.loads, copied.with_name("shared.scores-lists.jsonl").read_text().splitlines())
-    assert all(row["together"] == [52.0] * 4 for row in rows)
+    assert all(row["together"] == [4.0] * 4 for row in rows)
 
 
 def test_a_wrong_data_set_is_refused(files, copied, capsys):

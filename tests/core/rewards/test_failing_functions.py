@@ -49,6 +49,13 @@ def asked(text="x", ordinal=0, *more, **changes):
     return prompt, Trajectory([1], [5], [True], [0.0], segments, Stop.EOS, 0, 0, **changes)
 
 
+def scores_of(layer, answers):
+    async def everything():
+        return await asyncio.gather(*(layer.score(*answer) for answer in answers))
+
+    return asyncio.run(everything())
+
+
 def refused(layer, *rows):
     with pytest.raises(InputError) as caught:
         layer.check(rows or [row()])
@@ -95,7 +102,7 @@ def test_parts_that_are_no_numbers_are_kept_as_texts_with_one_warning(make_layer
     )
     layer.check([row()])
     with caplog.at_level(logging.WARNING, logger="core"):
-        first, second = asyncio.run(layer.score_all([asked(), asked()]))
+        first, second = scores_of(layer, [asked(), asked()])
     assert first.value == 1.0 and first.parts == {"acc": 1.0, "n": 2.0} and second == first
     assert first.notes == {"hits": "['a']", "why": "so", "d": "{'f': 1}", "bleu": "nan"}
     (said,) = [record.getMessage() for record in caplog.records]
@@ -171,7 +178,7 @@ def test_a_users_manager_that_always_fails_stops_too(write):
 
 def test_a_function_that_exits_is_a_failure_and_ends_no_process(make_layer):
     layer = make_layer(f"{HEAD}    return exit() if solution_str == 'bad' else 1.0\n")
-    score, other = asyncio.run(layer.score_all([asked("bad"), asked("good")]))
+    score, other = scores_of(layer, [asked("bad"), asked("good")])
     assert score.status.value == "crash" and other.value == 1.0
 
 
@@ -181,7 +188,7 @@ def test_a_function_that_exits_is_a_failure_and_ends_no_process(make_layer):
 def test_the_first_failure_is_printed_once_and_the_rate_counted(make_layer, caplog):
     layer = make_layer("return {'good': 1.0}[solution_str]", on_error="mask")
     with caplog.at_level(logging.WARNING, logger="core"):
-        scores = asyncio.run(layer.score_all([asked(text, at) for at, text in enumerate(["good", "bad", "worse"])]))
+        scores = scores_of(layer, [asked(text, at) for at, text in enumerate(["good", "bad", "worse"])])
     assert [score.masked for score in scores] == [False, True, True]
     (said,) = [record.getMessage() for record in caplog.records]
     assert "uid='q1'" in said and "Traceback" in said and "KeyError: 'bad'" in said and "on_error=mask" in said
@@ -193,7 +200,7 @@ def test_the_first_failure_is_printed_once_and_the_rate_counted(make_layer, capl
 def test_a_run_in_which_no_answer_ever_had_a_score_stops(make_layer):
     layer = make_layer("return {'7': 1.0}[solution_str]")
     layer.check([row()])  # what was graded at start is no answer of the run
-    asyncio.run(layer.score_all([asked("bad"), asked("worse")]))
+    scores_of(layer, [asked("bad"), asked("worse")])
     layer.failures.stop_if_all(least=3)
     with pytest.raises(RewardError, match="(?s)each of the 2 answers.*KeyError: 'bad'"):
         layer.failures.stop_if_all()
@@ -205,7 +212,7 @@ def test_a_run_in_which_no_answer_ever_had_a_score_stops(make_layer):
 def test_facts_of_verl_are_always_there(make_layer):
     body = "return {'score': 1.0, 'seen': repr([extra_info[n] for n in ('turn_scores', 'tool_rewards', "
     layer = make_layer(body + "'rollout_reward_scores')])}")
-    plain, told = asyncio.run(layer.score_all([asked(), asked("x", 0, user_scores=(-0.5, 1.0), tool_rewards=(0.25,))]))
+    plain, told = scores_of(layer, [asked(), asked("x", 0, user_scores=(-0.5, 1.0), tool_rewards=(0.25,))])
     assert plain.notes["seen"] == "[[], [], {}]"
     assert told.notes["seen"] == "[[-0.5, 1.0], [0.25], {'user_turn_rewards': [-0.5, 1.0]}]"
 
@@ -213,7 +220,7 @@ def test_facts_of_verl_are_always_there(make_layer):
 @pytest.mark.parametrize(("whole", "text"), [("policy", "a c"), ("response", "a<result>b</result> c")])
 def test_solution_str_is_what_the_policy_wrote_or_the_whole_response(make_layer, whole, text):
     layer = make_layer("return {'score': 1.0, 'seen': solution_str}", solution_str=whole)
-    (score,) = asyncio.run(layer.score_all([asked("a", 0, ("tool", "<result>b</result>"), " c")]))
+    (score,) = scores_of(layer, [asked("a", 0, ("tool", "<result>b</result>"), " c")])
     assert score.notes["seen"] == text
 
 

@@ -12,7 +12,6 @@ import pytest
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import judge as judge_module
-from core.rewards.barrier import Barrier
 from core.rewards.judge import JudgeLost
 from core.tracking.health import UnhealthyRun
 from tests.core.rewards.test_judge import NOBODY, shown
@@ -130,7 +129,7 @@ def test_an_engine_in_this_process_awaits_verdicts_where_they_decide_what_is_dra
         one = config(folder, "filtered", server.url, "reward_model.judge.canary_every=0", "data.gen_batch_size=2")
         run = RayPPOTrainer(one).init_workers()
         try:
-            assert isinstance(run.reward.ask_judge.__self__, Barrier) and run.workers.engine.before_step is not None
+            assert run.rollout.scoring.holds and run.workers.engine.before_step is not None
         finally:
             run.reward.close()
             run.workers.close()

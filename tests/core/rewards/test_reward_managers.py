@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from types import SimpleNamespace
 
 import pytest
 
 from core.config import examine
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig, RewardModuleConfig
-from core.engines import SampleRequest, SamplingParams
-from core.engines.hf import HFEngine
 from core.errors import InputError
-from core.rewards.barrier import Barrier
 from core.rewards.grading import Job
 from core.rewards.layer import RewardError, RewardLayer
-from core.rollout.collect import CollectLimits, CollectState, collect
 from core.tracking.loggers import ConsoleLogger
 from core.tracking.samples import print_examples
-from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
-from reward_scores.score import Score, ScoreStatus
-from tests.tiny import tiny_model, tiny_tokenizer
+from core.types import Prompt, Segment, Stop, Trajectory
+from reward_scores.score import ScoreStatus
 
 
 @pytest.fixture
@@ -105,7 +99,7 @@ def test_another_number_of_results_ends_the_run_whatever_on_error_is(make_layer,
     segments = (Segment("policy", bad),)
     answer = Trajectory([1], [5], [True], [0.0], segments, Stop.EOS, 0, 0)
     with pytest.raises(RewardError, match=f"(?s)one result an answer: {says}"):
-        asyncio.run(layer.score_all([(Prompt(0, "q", (1,), (), "b", "tests/x"), answer)] * 2))
+        asyncio.run(layer.score_group(Prompt(0, "q", (1,), (), "b", "tests/x"), [answer] * 2))
 
 
 def test_another_number_of_results_is_found_at_start(make_layer, write):
@@ -227,96 +221,6 @@ def test_a_registered_name_passes_the_configuration_with_its_module_alone(write)
     assert not report.problems and not report.unused
     unused = examine("grpo", [f"reward_model.module.path={where}"]).unused
     assert unused["reward_model.module.path"][1].startswith("reward_model.reward_manager=naive is a manager of")
-
-
-# --- the barrier ---
-
-
-class Slow:
-    """Verdicts that take a random number of the event loop's turns: some of them several steps of the engine."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-
-    async def run(self, job):
-        for _ in range(self.random.choice((1, 2, 4, 8))):
-            await asyncio.sleep(0)
-        if job.response == "raise":
-            raise KeyError("inner")
-        return Score(float(job.response))
-
-    def close(self):
-        pass
-
-
-def test_a_wave_is_handed_out_together_and_in_order():
-    waves = Barrier(Slow(0).run)
-
-    async def watch():
-        order = []
-
-        async def one(number):
-            result = await waves.run(Job("x", str(number), None, {}))
-            assert waves._open == 0  # the last one's verdict is there
-            order.append((number, result.value))
-
-        tasks = [asyncio.ensure_future(one(number)) for number in range(20)]
-        await asyncio.sleep(0)
-        tasks[3].cancel()
-        assert await waves.settled()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert not await waves.settled()
-        return order
-
-    assert asyncio.run(watch()) == [(number, float(number)) for number in range(20) if number != 3]
-
-
-def test_an_error_passes_through_a_wave():
-    waves = Barrier(Slow(0).run)
-
-    async def watch():
-        return await asyncio.gather(
-            *(waves.run(Job("x", text, None, {})) for text in ("1", "raise")), return_exceptions=True
-        )
-
-    one, error = asyncio.run(watch())
-    assert one.value == 1.0 and isinstance(error, KeyError)
-
-
-def decoded_together(seed: int, in_waves: bool, waits: bool = True) -> list[tuple[int, ...]]:
-    """Which samples (by seed) each step of the engine decoded, under verdicts that take their time."""
-    engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer(), adopt=True)
-    executor = Barrier(Slow(seed).run) if in_waves else Slow(seed)
-    engine.before_step = executor.settled if in_waves and waits else None
-    steps, step = [], engine.batch.step
-
-    def watched():
-        steps.append(tuple(row.request.seed for row in engine.batch.rows))
-        return step()
-
-    engine.batch.step = watched
-
-    async def roll(ordinal):
-        prompt = Prompt(ordinal, f"q{ordinal}", (1, 2, 3 + ordinal % 50), (), None, "x")
-
-        async def one(sample):
-            sampling = SamplingParams(max_tokens=2 + (ordinal * 7 + sample * 3) % 31, ignore_eos=True)
-            trajectory = await engine.sample(SampleRequest(prompt.token_ids, sampling, 10 * ordinal + sample))
-            return trajectory, await executor.run(Job("x", str(int(trajectory.response_ids[-1]) % 2), None, {}))
-
-        trajectories, scores = zip(*await asyncio.gather(*map(one, range(2))), strict=True)
-        return ScoredGroup(prompt, trajectories, scores)
-
-    def mixed(group):
-        return len({score.value for score in group.scores}) > 1
-
-    asyncio.run(collect(roll, mixed, CollectState(keep_rate=0.5), CollectLimits(6, 8, 1000)))
-    return steps
-
-
-def test_filtered_collecting_decodes_the_same_samples_together_however_long_verdicts_take():
-    first, *others = (decoded_together(seed, in_waves=True) for seed in range(4))
-    assert len(first) > 20 and all(first == other for other in others)
 
 
 # --- samples in full ---

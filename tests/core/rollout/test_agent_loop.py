@@ -17,7 +17,7 @@ from core.config import compose
 from core.data.draw_order import sampling_seed
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
+from core.rollout.agent_loop import AgentLoop, Barrier, Episode, Limits, make_agent_loop
 from core.types import Prompt, Stop
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import command, prepare
@@ -245,9 +245,9 @@ def test_a_tool_that_takes_too_long_is_a_timeout_and_counts_as_a_call():
     assert e.trajectory().tool_calls == 1
 
 
-def test_add_barrier_answers_come_together_in_the_order_of_the_calls():
-    calls, order = ToolCalls(), []
-    settled = calls.add_barrier()
+def test_behind_a_barrier_answers_come_together_in_the_order_of_the_calls():
+    calls, order = Barrier(), []
+    calls.holds = True
 
     async def ask(name: str, turns: int) -> None:
         async def job() -> str:
@@ -261,9 +261,9 @@ def test_add_barrier_answers_come_together_in_the_order_of_the_calls():
     async def main() -> None:
         tasks = [asyncio.ensure_future(ask(name, turns)) for name, turns in (("slow", 9), ("fast", 1), ("middle", 4))]
         await asyncio.sleep(0)
-        assert await settled()
+        assert await calls.settled()
         await asyncio.gather(*tasks)
-        assert not await settled()
+        assert not await calls.settled()
 
     asyncio.run(main())
     assert order[:3] == ["answered fast", "answered middle", "answered slow"]

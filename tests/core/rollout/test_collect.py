@@ -13,7 +13,6 @@ from core.rollout.collect import (
     Exhausted,
     StopRequested,
     collect,
-    collect_ahead,
     fresh_enough,
 )
 from core.types import Dropped, Prompt, ScoredGroup, Stop, Trajectory
@@ -196,63 +195,3 @@ def test_a_replay_begins_the_same_groups_in_the_same_order():
         run(rollouts, passes(0.3), wanted=6, in_flight=12)
         begun.append(rollouts.begun)
     assert begun[0] == begun[1]
-
-
-# --- a reward function of lists ---
-
-
-class Together(Rollouts):
-    """Groups whose scores come later, for a whole round at once; ``calls`` has the ordinals of each."""
-
-    def __init__(self, seed: int, **kwargs):
-        super().__init__(seed, **kwargs)
-        self.calls = []
-
-    async def score(self, groups):
-        self.calls.append([g.prompt.ordinal for g in groups])
-        assert not self.in_flight  # every answer of the call is there
-        await asyncio.sleep(0)
-        return groups
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    timing=st.integers(0, 10**6),
-    share=st.floats(0.15, 1.0),
-    wanted=st.integers(1, 9),
-    in_flight=st.integers(1, 30),
-    keep_rate=st.floats(0.01, 1.0),
-)
-def test_rounds_are_scored_whole_and_in_order_and_do_not_depend_on_timing(timing, share, wanted, in_flight, keep_rate):
-    keep, state, calls = passes(share), CollectState(next_ordinal=3, keep_rate=keep_rate), []
-    for seed in (timing, timing + 1):
-        rollouts = Together(seed)
-        result = run(rollouts, keep, state, wanted, in_flight, score_groups=rollouts.score)
-        assert ordinals(result) == [o for o in range(3, 3000) if keep(group(o))][:wanted]
-        assert sum(rollouts.calls, []) == list(range(3, 3 + len(rollouts.begun))) and not rollouts.aborted
-        assert rollouts.most_in_flight <= in_flight
-        calls.append(rollouts.calls)
-    assert calls[0] == calls[1]
-
-
-@pytest.mark.parametrize("in_flight", [2, 6, 50])
-def test_without_a_filter_a_step_is_one_call_however_few_are_in_flight(in_flight):
-    rollouts = Together(0)
-    run(rollouts, lambda g: True, wanted=6, in_flight=in_flight, score_groups=rollouts.score)
-    assert rollouts.calls == [list(range(6))]
-
-
-def test_what_is_answered_ahead_is_one_call_too():
-    first, ahead = Together(0), Together(1)
-    limits = CollectLimits(4, 3, 1000)
-
-    async def both():
-        collected = await collect(first, lambda g: True, CollectState(), limits, score_groups=first.score, ahead=True)
-        return await collect_ahead(ahead, lambda g: True, collected, limits, ahead.score)
-
-    state = asyncio.run(both())
-    assert first.calls == [[0, 1, 2, 3]] and ahead.calls == [[4, 5, 6, 7]]
-    assert list(state.carried) == [4, 5, 6, 7]
-    rest = Together(2)
-    result = run(rest, lambda g: True, state, wanted=4, score_groups=rest.score)
-    assert ordinals(result) == [4, 5, 6, 7] and not rest.calls

@@ -1,12 +1,18 @@
-"""What samples an answer: its seed is of its ordinal, its number and its turn."""
+"""What samples an answer, and what waits for scores: seeds, and the barrier that makes a run repeat to the bit."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 
-from core.rollout.agent_loop import ToolCalls
+from core.engines import SampleRequest, SamplingParams
+from core.engines.hf import HFEngine
+from core.rollout.agent_loop import Barrier
+from core.rollout.collect import CollectLimits, CollectState, collect
 from core.rollout.group_rollout import TrajectorySampler
-from core.types import Prompt
+from core.types import Prompt, ScoredGroup
+from reward_scores.score import Score
+from tests.tiny import tiny_model, tiny_tokenizer
 
 
 def test_a_question_that_is_drawn_again_samples_other_answers():
@@ -16,8 +22,99 @@ def test_a_question_that_is_drawn_again_samples_other_answers():
         async def sample(self, request):
             requests.append(request)
 
-    sampler = TrajectorySampler(Engine(), None, 1, None, ToolCalls())
+    sampler = TrajectorySampler(Engine(), None, 1, None, Barrier())
     for ordinal in (0, 1, 7):
         for index in (0, 1):
             asyncio.run(sampler.sample_turn(Prompt(ordinal, "same", (1, 2), (), "a", "test"), index, None))
     assert len({request.seed for request in requests}) == 6
+
+
+# --- the barrier ---
+
+
+class Slow:
+    """Scores that take a random number of the event loop's turns: some of them several steps of the engine."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    async def score(self, value):
+        for _ in range(self.random.choice((1, 2, 4, 8))):
+            await asyncio.sleep(0)
+        if value is None:
+            raise KeyError("inner")
+        return Score(float(value))
+
+
+def held():
+    barrier = Barrier()
+    barrier.holds = True
+    return barrier
+
+
+def test_results_are_handed_out_together_and_in_order():
+    barrier, slow = held(), Slow(0)
+
+    async def watch():
+        order = []
+
+        async def one(number):
+            result = await barrier.run(lambda: slow.score(number))
+            assert barrier._outstanding == 0  # the last one's score is there
+            order.append((number, result.value))
+
+        tasks = [asyncio.ensure_future(one(number)) for number in range(20)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        assert await barrier.settled()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not await barrier.settled()
+        return order
+
+    assert asyncio.run(watch()) == [(number, float(number)) for number in range(20) if number != 3]
+
+
+def test_an_error_passes_through_the_barrier():
+    barrier, slow = held(), Slow(0)
+
+    async def watch():
+        runs = (barrier.run(lambda value=value: slow.score(value)) for value in (1, None))
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    one, error = asyncio.run(watch())
+    assert one.value == 1.0 and isinstance(error, KeyError)
+
+
+def decoded_together(seed: int) -> list[tuple[int, ...]]:
+    """Which samples (by seed) each step of the engine decoded, under scores that take their time."""
+    engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer(), adopt=True)
+    barrier, slow, steps, step = held(), Slow(seed), [], engine.batch.step
+    engine.before_step = barrier.settled
+
+    def watched():
+        steps.append(tuple(row.request.seed for row in engine.batch.rows))
+        return step()
+
+    engine.batch.step = watched
+
+    async def roll(ordinal):
+        prompt = Prompt(ordinal, f"q{ordinal}", (1, 2, 3 + ordinal % 50), (), None, "x")
+
+        async def one(sample):
+            sampling = SamplingParams(max_tokens=2 + (ordinal * 7 + sample * 3) % 31, ignore_eos=True)
+            trajectory = await engine.sample(SampleRequest(prompt.token_ids, sampling, 10 * ordinal + sample))
+            return trajectory, await barrier.run(lambda: slow.score(int(trajectory.response_ids[-1]) % 2))
+
+        trajectories, scores = zip(*await asyncio.gather(*map(one, range(2))), strict=True)
+        return ScoredGroup(prompt, trajectories, scores)
+
+    def mixed(group):
+        return len({score.value for score in group.scores}) > 1
+
+    asyncio.run(collect(roll, mixed, CollectState(keep_rate=0.5), CollectLimits(6, 8, 1000)))
+    return steps
+
+
+def test_filtered_collecting_decodes_the_same_samples_together_however_long_scores_take():
+    first, *others = (decoded_together(seed) for seed in range(3))
+    assert len(first) > 20 and all(first == other for other in others)
