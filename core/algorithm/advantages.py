@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from core.algorithm.padded import is_padded, pads_estimator
-from core.algorithm.sequences import discounted_sums, masked_whiten, spread_over_tokens, sum_by_sequence
+from core.algorithm.sequences import (
+    count_by_sequence,
+    discounted_sums,
+    masked_whiten,
+    spread_over_tokens,
+    sum_by_sequence,
+)
 from core.config import registry
 from core.config.code_by_path import chosen
 
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from core.types import TrainBatch
 
 Estimator = Callable[["AdvantageInputs"], tuple[Tensor, Tensor]]
+OPTIONAL = ("in_group_stats", "values", "baseline", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +74,8 @@ class AdvantageInputs:
     @property
     def counted_B(self) -> Tensor:
         """Return the sequences that enter statistics, [B] bool."""
-        if self.in_group_stats is None:
-            return torch.ones_like(self.group, dtype=torch.bool)
-        return self.in_group_stats.bool()
+        everything = torch.ones_like(self.group, dtype=torch.bool)
+        return everything if self.in_group_stats is None else self.in_group_stats.bool()
 
     @cached_property
     def active_N(self) -> Tensor:
@@ -79,7 +85,7 @@ class AdvantageInputs:
     @cached_property
     def actions_B(self) -> Tensor:
         """Return how many active tokens each sequence has, [B] int64: the lengths of :meth:`actions`."""
-        return sum_by_sequence(self.active_N.double(), self.lengths).long()
+        return count_by_sequence(self.active_N, self.lengths)
 
     @property
     def rewards_B(self) -> Tensor:
@@ -109,16 +115,17 @@ class AdvantageInputs:
         """Return [N]: values of the active tokens at their places, 0 elsewhere."""
         return values_M.new_zeros(self.active_N.shape).masked_scatter(self.active_N, values_M)
 
-    def need(self, name: str, estimator: str) -> Tensor:
-        value = getattr(self, name)
-        if value is None:
-            raise ValueError(f"the {estimator} estimator needs {name!r}, which this batch does not have")
-        return value
-
     def spread(self, advantage_B: Tensor) -> Tensor:
         """Put a sequence's number on each of its active tokens, [B] -> [N] in the reward's dtype."""
         advantage_N = spread_over_tokens(advantage_B.to(self.reward.dtype), self.lengths)
         return torch.where(self.active_N, advantage_N, 0)
+
+    def need(self, name: str, estimator: str) -> Tensor:
+        """Return an optional field. Raises ValueError where the batch does not have it."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"the {estimator} estimator needs {name!r}, which this batch does not have")
+        return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,31 +146,36 @@ class GroupStats:
 
 
 def group_stats(inputs: AdvantageInputs, weight_B: Tensor | None = None) -> GroupStats:
-    """Compute group means by scatter-add; ``weight_B`` (>= 0, [B]) makes the mean a weighted one.
+    """Compare the rewards of each group; ``weight_B`` (>= 0, [B]) makes the mean of ``centred_B`` a weighted one."""
+    group_B = torch.unique(inputs.group, return_inverse=True)[1]
+    rewards_B, counts_B = inputs.rewards_B, inputs.counted_B.double()
+    counted_B = group_B.bincount(weights=counts_B)[group_B]
+    deviation_B = less_mean(rewards_B, group_B, counts_B) * counts_B
+    squares_B = group_B.bincount(weights=deviation_B.square())[group_B]
+    std_B = torch.where(counted_B > 1, (squares_B / (counted_B - 1).clamp(min=1)).sqrt(), 1.0)
+    centred_B = deviation_B
+    if weight_B is not None:
+        centred_B = less_mean(rewards_B, group_B, counts_B * weight_B.double()) * counts_B
+    centred_B = torch.where(group_B.bincount()[group_B] == 1, rewards_B, centred_B)
+    return GroupStats(group_B, centred_B, std_B, counted_B.clamp(min=1))
 
-    Rewards are first measured from the largest of their group: a group of equal rewards then deviates by
-    exactly 0 whatever the rounding of the sum, and nearly equal rewards keep their digits.
+
+def less_mean(values_M: Tensor, group_M: Tensor, weight_M: Tensor) -> Tensor:
+    """Subtract from each value the weighted mean of its group; of weights that are all 0, the plain mean.
+
+    Values are first measured from the largest of their group: equal ones then deviate by exactly 0 whatever the
+    rounding of the sum, and nearly equal ones keep their digits.
+
+    Shapes:
+        all tensors  [M], float64; group_M is int64
     """
-    labels, group = torch.unique(inputs.group, return_inverse=True)
-    size, counted = len(labels), inputs.counted_B
-    zeros = torch.zeros(size, dtype=torch.float64, device=group.device)
-    kept = counted.double()
-    weight = kept if weight_B is None else kept * weight_B.double()
-
-    rewards = inputs.rewards_B
-    largest = torch.full_like(zeros, -torch.inf).scatter_reduce(0, group[counted], rewards[counted], "amax")
-    shifted = torch.where(counted, rewards - largest[group], 0)
-    total = zeros.index_add(0, group, weight)
-    mean = zeros.index_add(0, group, weight * shifted) / total.where(total > 0, torch.ones_like(total))
-    centred = torch.where(counted, shifted - mean[group], 0)
-
-    rows = torch.bincount(group, minlength=size)
-    number = zeros.index_add(0, group, kept)
-    plain_mean = zeros.index_add(0, group, shifted) / number.clamp(min=1)
-    squares = zeros.index_add(0, group, torch.where(counted, shifted - plain_mean[group], 0).square())
-    std = torch.where(number > 1, (squares / (number - 1).clamp(min=1)).sqrt(), 1.0)
-    centred = torch.where(rows[group] == 1, rewards, centred)
-    return GroupStats(group, centred, std[group], number.clamp(min=1)[group])
+    zeros = values_M.new_zeros(int(group_M.max()) + 1 if len(group_M) else 0)
+    weight_M = weight_M.where(zeros.index_add(0, group_M, weight_M)[group_M] > 0, 1.0)
+    counts = weight_M > 0
+    largest = (zeros - torch.inf).scatter_reduce(0, group_M[counts], values_M[counts], "amax")
+    shifted = values_M - largest[group_M]
+    mean = zeros.index_add(0, group_M, weight_M * shifted) / zeros.index_add(0, group_M, weight_M)
+    return shifted - mean[group_M]
 
 
 def estimator(name: str) -> Estimator:
@@ -174,7 +186,6 @@ def estimator(name: str) -> Estimator:
 
 def inputs_of(batch: TrainBatch, config: AlgorithmConfig, token_rewards_N: Tensor | None = None) -> AdvantageInputs:
     """Return what an estimator reads of a batch; ``token_rewards_N`` is what tokens add to their sequences' rewards."""
-    optional = ("in_group_stats", "values", "baseline", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
     return AdvantageInputs(
         reward=batch.reward,
         lengths=batch.lengths,
@@ -184,7 +195,7 @@ def inputs_of(batch: TrainBatch, config: AlgorithmConfig, token_rewards_N: Tenso
         gamma=config.gamma,
         lam=config.lam,
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
-        **{name: getattr(batch, name) for name in optional},
+        **{name: getattr(batch, name) for name in OPTIONAL},
     )
 
 
@@ -206,8 +217,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     following[ends[inputs.actions_B > 0] - 1] = 0
     delta = inputs.action_rewards() + inputs.gamma * following - values
     advantages = discounted_sums(delta, inputs.actions_B, inputs.gamma * inputs.lam)
-    whitened = masked_whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
-    return inputs.at_actions(whitened), inputs.at_actions(advantages + values)
+    return inputs.at_actions(_whitened(advantages)), inputs.at_actions(advantages + values)
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -260,20 +270,19 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a group of one answer, which has no second best.
     """
-    stats, counted = group_stats(inputs), inputs.counted_B
-    if (torch.bincount(stats.group_B) == 1).any():
+    stats = group_stats(inputs)
+    size_P = stats.group_B.bincount()
+    if (size_P == 1).any():
         raise ValueError("grpo_passk compares a prompt's two best answers: actor_rollout_ref.rollout.n must be >= 2")
-    key = torch.where(counted, inputs.rewards_B, -torch.inf)
-    groups, rows = int(stats.group_B.max()) + 1, torch.arange(len(key), device=key.device)
-    lowest = torch.full((groups,), -torch.inf, dtype=key.dtype, device=key.device)
-    best = lowest.scatter_reduce(0, stats.group_B, key, "amax")[stats.group_B]
-    candidate = torch.where(key == best, rows, len(rows))
-    first = torch.full((groups,), len(rows), device=key.device).scatter_reduce(0, stats.group_B, candidate, "amin")
-    winner = counted & (rows == first[stats.group_B])
-    second = lowest.scatter_reduce(0, stats.group_B, torch.where(winner, -torch.inf, key), "amax")[stats.group_B]
-    lead = torch.where(winner & second.isfinite(), key - second, 0)
+    reward_B = torch.where(inputs.counted_B, inputs.rewards_B, -torch.inf)
+    ranked = reward_B.argsort(descending=True, stable=True)
+    ranked = ranked[stats.group_B[ranked].argsort(stable=True)]  # group by group, the best answer first
+    best_P = size_P.cumsum(0) - size_P
+    lead_P = reward_B[ranked[best_P]] - reward_B[ranked[best_P + 1]]
+    lead_B = torch.zeros_like(reward_B)
+    lead_B[ranked[best_P]] = torch.where(lead_P.isfinite(), lead_P, 0)
     scale = stats.std_B + inputs.epsilon if inputs.norm_adv_by_std_in_grpo else 1.0
-    advantages = inputs.spread(lead / scale)
+    advantages = inputs.spread(lead_B / scale)
     return advantages, advantages
 
 
@@ -282,8 +291,8 @@ def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     ``A_i = (R_i - mean_group) / mean_group``, and 0 where no answer of the group has a reward. With rewards 0 and 1 and
     n answers its expectation is the gradient of ``-sum_k (1 - p)^k / k`` over k below n, a truncated ``log p`` of the
-    success probability p; see the test of this. Source: the paper's estimator as peers describe it (TRL, prime-rl);
-    the equations' numbers were not read.
+    success probability p. Source: the paper's estimator as peers describe it (TRL, prime-rl); the equations' numbers
+    were not read.
 
     Raises:
         ValueError: a reward below 0, under which the mean is no success rate and its sign could turn the update round.
@@ -305,12 +314,9 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     ``B_k = sum_i W_ik G_ik / sum_i W_ik`` over the group's answers that have a k-th token of the policy, with
     ``W_ik = sum_{j <= k} w_ij^2 (1 - 2 pi_ij + sum_v pi_ijv^2)``: the squared norm of the gradient in the logits so far
     (the paper's Logit-Gradient Proxy), times the squared importance weights where the loss has some. Where only one
-    answer is that long B is 0. Source: the formula as verl's documentation has it; the rule for the longest answer
-    and k counting the policy's own tokens, over tools' text, are those of verl's code, not checked in the paper.
-
-    Shapes:
-        advantages  [N]  ``G - B``
-        returns     [N]  ``G``, the undiscounted reward to go
+    answer is that long B is 0. Advantages are ``G - B``, returns ``G``, the undiscounted reward to go. Source: the
+    formula as verl's documentation has it; the rule for the longest answer and k counting the policy's own tokens, over
+    tools' text, are those of verl's code, not checked in the paper.
 
     Raises:
         ValueError: no old log-probs or sums of squared probabilities.
@@ -323,36 +329,19 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         energy = energy * inputs.actions(inputs.rollout_is_weights).double().square()
     weight = discounted_sums(energy.flip(0), lengths.flip(0), 1.0).flip(0)  # from the first token to each
     returns = discounted_sums(inputs.action_rewards().double(), lengths, 1.0)
-    first = spread_over_tokens(lengths.cumsum(0) - lengths, lengths)
-    number = torch.arange(len(first), device=first.device) - first  # k
-    place = spread_over_tokens(stats.group_B, lengths) * (int(lengths.max()) + 1) + number  # (group, k) as one number
-    alone = (torch.bincount(stats.group_B)[stats.group_B] > 1) & (stats.counted_B == 1)  # the others were not scored
-    advantages = _above_baseline(returns, weight, place).masked_fill(spread_over_tokens(alone, lengths), 0)
+    number = torch.arange(len(old), device=old.device) - spread_over_tokens(lengths.cumsum(0) - lengths, lengths)  # k
+    place = spread_over_tokens(stats.group_B, lengths) * (int(lengths.max()) + 1) + number
+    place = torch.unique(place, return_inverse=True)[1]  # (group, k) as one number
+    several = (place.bincount() > 1)[place]
+    advantages = torch.where(several, less_mean(returns, place, weight), returns)
+    alone = (stats.group_B.bincount()[stats.group_B] > 1) & (stats.counted_B == 1)  # the others were not scored
+    advantages = advantages.masked_fill(spread_over_tokens(alone, lengths), 0)
     dtype = inputs.reward.dtype
     return inputs.at_actions(advantages.to(dtype)), inputs.at_actions(returns.to(dtype))
 
 
-def _above_baseline(values_M: Tensor, weight_M: Tensor, place_M: Tensor) -> Tensor:
-    """Subtract from each value the weighted mean of those of its place; nothing where it is the only one, [M] float64.
-
-    Measured from the largest of the place, as in :func:`group_stats`: of equal values the result is exactly 0.
-    """
-    places = torch.unique(place_M, return_inverse=True)[1]
-    zeros = values_M.new_zeros(int(places.max()) + 1 if len(places) else 0)
-    largest = (zeros - torch.inf).scatter_reduce(0, places, values_M, "amax")
-    shifted, total = values_M - largest[places], zeros.index_add(0, places, weight_M)
-    weight_M = weight_M.where(total[places] > 0, torch.ones_like(weight_M))  # no token has a gradient: the plain mean
-    mean = zeros.index_add(0, places, weight_M * shifted) / zeros.index_add(0, places, weight_M)
-    several = torch.bincount(places, minlength=len(zeros)) > 1
-    return torch.where(several[places], shifted - mean[places], values_M)
-
-
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Subtract the greedy answer's reward from the reward to go (arXiv:2310.10505).
-
-    Shapes:
-        advantages  [N]  returns less ``baseline``
-        returns     [N]  ``sum of r_s over response tokens s >= t``
+    """Subtract the greedy answer's reward from the undiscounted reward to go (arXiv:2310.10505).
 
     Raises:
         ValueError: no baseline.
@@ -366,16 +355,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     ``G_t = r_t + gamma G_{t+1}``, where "t+1" is the next token that the policy wrote.
 
-    Shapes:
-        advantages  [N]  whitened
-        returns     [N]  ``G``
-
     Raises:
         ValueError: fewer than two tokens to whiten.
     """
     returns = discounted_sums(inputs.action_rewards(), inputs.actions_B, inputs.gamma)
-    whitened = masked_whiten(returns, torch.ones_like(returns, dtype=torch.bool))
-    return inputs.at_actions(whitened), inputs.at_actions(returns)
+    return inputs.at_actions(_whitened(returns)), inputs.at_actions(returns)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -384,7 +368,9 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     Raises:
         ValueError: fewer than two tokens to whiten.
     """
-    mask = inputs.active_N
-    centred = inputs.spread(group_stats(inputs).centred_B)
-    advantages = masked_whiten(centred, mask).masked_fill(~mask, 0)
+    advantages = inputs.at_actions(_whitened(inputs.actions(inputs.spread(group_stats(inputs).centred_B))))
     return advantages, advantages
+
+
+def _whitened(values_M: Tensor) -> Tensor:
+    return masked_whiten(values_M, torch.ones_like(values_M, dtype=torch.bool))

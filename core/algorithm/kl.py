@@ -17,11 +17,9 @@ from core.config.registry import KL_KINDS
 if TYPE_CHECKING:
     from core.types import TrainBatch
 
-_ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
-    """Estimate KL(policy || reference) at each token.
+    """Estimate KL(policy || reference) at each token, [...] of [...]; with a mask 0 outside it, whatever is there.
 
     ================  =============================  ============================
     kind              value                          gradient in ``log_prob``
@@ -36,9 +34,6 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor |
     k3 is clamped to [-10, 10] (and d to +-20 before), as published: beyond d = -2.6 or so its gradient is 0. The
     "+" forms are straight-through: k2's gradient is the one whose expectation is that of the KL itself.
 
-    Shapes:
-        log_prob, ref_log_prob, mask, result  [...]  (with a mask, 0 outside it whatever the inputs hold)
-
     Raises:
         NotImplementedError: an unknown kind. The full KL over the vocabulary is not one: log-probs are kept for
             sampled tokens only.
@@ -48,34 +43,25 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor |
     difference = log_prob - ref_log_prob
     if mask is not None:
         difference = difference.masked_fill(~mask.bool(), 0)
-    name = kind.removesuffix("+")
-    value = _estimate(difference, _ALIASES.get(name, name))
-    if not kind.endswith("+"):
-        return value
-    surrogate = _estimate(difference, "mse")
-    return value.detach() + (surrogate - surrogate.detach())
-
-
-def _estimate(difference: Tensor, name: str) -> Tensor:
-    if name == "kl":
-        return difference
-    if name == "abs":
-        return difference.abs()
-    if name == "mse":
-        return 0.5 * difference.square()
-    bounded = difference.clamp(-20.0, 20.0)
-    return ((-bounded).exp() - 1 + bounded).clamp(-10.0, 10.0)
+    half_square, name = 0.5 * difference.square(), kind.removesuffix("+")
+    if name in ("kl", "k1"):
+        value = difference
+    elif name == "abs":
+        value = difference.abs()
+    elif name in ("mse", "k2"):
+        value = half_square
+    else:
+        bounded = difference.clamp(-20.0, 20.0)
+        value = ((-bounded).exp() - 1 + bounded).clamp(-10.0, 10.0)
+    return value.detach() + (half_square - half_square.detach()) if kind.endswith("+") else value
 
 
 def kl_rewards(batch: TrainBatch, controller: KLController, kind: str) -> tuple[Tensor, KLController, dict[str, float]]:
-    """Return what the KL penalty adds to each token's reward (arXiv:1909.08593, eq. 2): ``-coefficient * kl``.
+    """Return what the KL penalty adds to each token's reward, [N] (arXiv:1909.08593, eq. 2): ``-coefficient * kl``.
 
     Returns the next controller and the metrics too. ``actor/reward_kl_penalty`` is the mean over sequences of their
     token means, an empty one counts as 0, as published; ``actor/reward_kl_penalty_coeff`` is the coefficient that was
     used, the one before the update.
-
-    Shapes:
-        rewards  [N]
     """
     old, ref, mask = batch.require("old_log_probs"), batch.require("ref_log_prob"), batch.response_mask
     kl_N = kl_penalty(old.detach(), ref.detach(), kind, mask)

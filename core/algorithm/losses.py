@@ -70,6 +70,11 @@ class LossInputs:
         low, high = clip_bounds(self.config)
         return ratio_N.clamp(1 - low, 1 + high)
 
+    def surrogate(self, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``max(-A r, -A clip(r))`` (arXiv:1707.06347, eq. 7), [N], and where the clip decides it, [N] bool."""
+        plain, bounded = -self.advantages * ratio_N, -self.advantages * self.clipped(ratio_N)
+        return torch.maximum(plain, bounded), bounded > plain
+
     def mean_over_sequence(self, values_N: Tensor) -> Tensor:
         """Return [N]: the mean over the policy's tokens of a sequence, at each of its tokens."""
         return spread_over_tokens(mean_by_sequence(values_N, self.mask, self.lengths), self.lengths)
@@ -112,13 +117,12 @@ def vanilla(x: LossInputs) -> tuple[Tensor, Stats]:
     c = x.config.clip_ratio_c
     if c <= 1:
         raise ValueError(f"actor.clip_ratio_c={c}: the dual clip's bound on the ratio must be > 1")
-    ratio, negative = x.log_ratio.exp(), x.advantages < 0
-    plain, bounded = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
-    surrogate, floor = torch.maximum(plain, bounded), -x.advantages * c
+    surrogate, clips = x.surrogate(x.log_ratio.exp())
+    negative, floor = x.advantages < 0, -x.advantages * c
     loss = torch.where(negative, torch.minimum(surrogate, floor), surrogate)
     return loss, x.stats(
-        pg_clipfrac=bounded > plain,
-        pg_clipfrac_high=(bounded > plain) & ~negative,  # its part above 1
+        pg_clipfrac=clips,
+        pg_clipfrac_high=clips & ~negative,  # its part above 1
         pg_clipfrac_lower=(surrogate > floor) & negative,
         ppo_kl=-x.log_ratio,
     )
@@ -133,9 +137,8 @@ def gspo(x: LossInputs) -> tuple[Tensor, Stats]:
     log_ratio = x.log_prob - x.old_log_prob
     sequence = x.mean_over_sequence(log_ratio.detach())
     ratio = (x.log_prob - x.log_prob.detach() + sequence).clamp(max=10.0).exp()
-    plain, bounded = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
-    stats = x.stats(pg_clipfrac=bounded > plain, pg_clipfrac_lower=None, ppo_kl=-log_ratio)
-    return torch.maximum(plain, bounded), stats
+    loss, clips = x.surrogate(ratio)
+    return loss, x.stats(pg_clipfrac=clips, pg_clipfrac_lower=None, ppo_kl=-log_ratio)
 
 
 def geo_mean(x: LossInputs) -> tuple[Tensor, Stats]:
@@ -219,11 +222,10 @@ def _without(dropped_N: Tensor, x: LossInputs) -> tuple[Tensor, Stats]:
 
 # -- with selected tokens (arXiv:2505.22617) ---------------------------------------------------------
 #
-# The covariance of a token is ``(A - mean A) (log p - mean log p)``: a likely token with a high advantage, whose update
-# lowers the entropy most. Means, ranks and draws are over all tokens of an optimizer step that carry loss, by the old
-# log-probs, before the step is split. Published implementations take them over a micro-batch, so that what is selected
-# depends on memory settings. Source: the paper's definition as verl implements it; of the paper the abstract alone was
-# read.
+# The covariance of a token is ``(A - mean A) (log p - mean log p)``: where a likely token has a high advantage, its
+# update lowers the entropy most. It is taken over all tokens of an optimizer step that carry loss, by old log-probs.
+# Published implementations take it over a micro-batch, so that memory settings decide what is selected. Source: the
+# paper's definition as verl implements it; of the paper the abstract alone was read.
 
 
 def clip_cov(x: LossInputs) -> tuple[Tensor, Stats]:
@@ -231,11 +233,9 @@ def clip_cov(x: LossInputs) -> tuple[Tensor, Stats]:
 
     A selected token loses its gradient and keeps its place in the denominators.
     """
-    ratio = x.log_ratio.exp()
-    plain, bounded = -x.advantages * ratio, -x.advantages * x.clipped(ratio)
-    stats = {"pg_clipfrac": bounded > plain, "cov_selected": x.selected, "pg_clipfrac_lower": None}
-    loss = torch.maximum(plain, bounded).masked_fill(x.selected, 0)
-    return loss, x.stats(**stats, ppo_kl=-x.log_ratio)
+    loss, clips = x.surrogate(x.log_ratio.exp())
+    stats = x.stats(pg_clipfrac=clips, cov_selected=x.selected, pg_clipfrac_lower=None, ppo_kl=-x.log_ratio)
+    return loss.masked_fill(x.selected, 0), stats
 
 
 def kl_cov(x: LossInputs) -> tuple[Tensor, Stats]:
@@ -252,14 +252,6 @@ def kl_cov(x: LossInputs) -> tuple[Tensor, Stats]:
     return -x.advantages * x.log_ratio.exp() + penalty, stats
 
 
-def covariances(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor) -> Tensor:
-    """Return each token's covariance, [N] float64, 0 where it carries no loss. All inputs are [N]."""
-    mask = carries_N.bool()
-    count = mask.sum().clamp(min=1)
-    a, b = (value.double().masked_fill(~mask, 0) for value in (advantages_N, log_prob_N))
-    return ((a - a.sum() / count) * (b - b.sum() / count)).masked_fill(~mask, 0)
-
-
 def clip_cov_tokens(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor, config: PolicyLossConfig) -> Tensor:
     """Return tokens drawn at random from those whose covariance is between ``clip_cov_lb`` and ``clip_cov_ub``.
 
@@ -270,12 +262,12 @@ def clip_cov_tokens(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor,
         log_prob_N, advantages_N, carries_N  [N], all tokens of an optimizer step; carries_N is bool or 0/1
         result                               [N] bool
     """
-    covariance, tokens = covariances(log_prob_N, advantages_N, carries_N), int(carries_N.bool().sum())
-    inside = (covariance > config.clip_cov_lb) & (covariance < config.clip_cov_ub) & carries_N.bool()
-    candidates = inside.nonzero()[:, 0]
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(tokens))
-    selected = torch.zeros_like(inside)
-    selected[candidates[order[: max(int(config.clip_cov_ratio * tokens), 1)].to(candidates.device)]] = True
+    carries, covariance = carries_N.bool(), covariances(log_prob_N, advantages_N, carries_N.bool())
+    tokens = int(carries.sum())
+    candidates = (carries & (covariance > config.clip_cov_lb) & (covariance < config.clip_cov_ub)).nonzero()[:, 0]
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(tokens)).to(candidates.device)
+    selected = torch.zeros_like(carries)
+    selected[candidates[order[: max(int(config.clip_cov_ratio * tokens), 1)]]] = True
     return selected
 
 
@@ -284,13 +276,19 @@ def kl_cov_tokens(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor, c
 
     Of equal ones the first is taken. Shapes as :func:`clip_cov_tokens`.
     """
-    carries = carries_N.bool()
+    carries, tokens = carries_N.bool(), int(carries_N.bool().sum())
     covariance = covariances(log_prob_N, advantages_N, carries).masked_fill(~carries, -torch.inf)
-    tokens = int(carries.sum())
-    highest = covariance.argsort(descending=True, stable=True)[: min(max(int(config.kl_cov_ratio * tokens), 1), tokens)]
+    highest = covariance.argsort(descending=True, stable=True)
     selected = torch.zeros_like(carries)
-    selected[highest] = True
+    selected[highest[: min(max(int(config.kl_cov_ratio * tokens), 1), tokens)]] = True
     return selected
+
+
+def covariances(log_prob_N: Tensor, advantages_N: Tensor, mask_N: Tensor) -> Tensor:
+    """Return each token's covariance, [N] float64, 0 outside the mask."""
+    count = mask_N.sum().clamp(min=1)
+    a, b = (value.double().masked_fill(~mask_N, 0) for value in (advantages_N, log_prob_N))
+    return ((a - a.sum() / count) * (b - b.sum() / count)).masked_fill(~mask_N, 0)
 
 
 # -- the critic and the objective --------------------------------------------------------------------
@@ -333,32 +331,33 @@ def loss_weights(
 
     Shapes:
         loss_mask_N  [N]  bool or 0/1
-        lengths_B    [B]  int64  tokens of each sequence
         group_B      [B]  int64  sequences of one prompt share a number; prompt-mean-token-mean alone reads it
         result       [N]  float32; float64 for a float64 mask
 
     Raises:
         ValueError: an unknown mode, or prompt-mean-token-mean without ``group_B``.
     """
-    if mode not in registry.LOSS_AGG_MODES:
-        raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(registry.LOSS_AGG_MODES)}")
-    mask = loss_mask_N.bool()
-    counts = sum_by_sequence(mask.double(), lengths_B)
-    sequences, share = max(float((counts > 0).sum()), 1.0), torch.ones_like(counts)
+    mask, ones = loss_mask_N.bool(), torch.ones(len(lengths_B), dtype=torch.float64, device=lengths_B.device)
+    tokens_B = sum_by_sequence(mask.double(), lengths_B)
+    sequences = tokens_B.count_nonzero().clamp(min=1)
     if mode == "token-mean":
-        share = share / counts.sum().clamp(min=1)
+        share_B = ones / tokens_B.sum().clamp(min=1)
     elif mode == "seq-mean-token-mean":
-        share = share / counts.clamp(min=1) / sequences
+        share_B = ones / tokens_B.clamp(min=1) / sequences
+    elif mode == "seq-mean-token-sum":
+        share_B = ones / sequences
+    elif mode == "seq-mean-token-sum-norm":
+        share_B = ones / sequences / scale_factor
     elif mode == "prompt-mean-token-mean":
         if group_B is None:
             raise ValueError("actor.loss_agg_mode=prompt-mean-token-mean needs the group of each sequence")
-        group = torch.unique(group_B, return_inverse=True)[1]
-        of_prompt = torch.zeros_like(counts).index_add(0, group, counts)
-        share = share / of_prompt[group].clamp(min=1) / of_prompt.count_nonzero().clamp(min=1)
+        group_B = torch.unique(group_B, return_inverse=True)[1]
+        tokens_P = group_B.bincount(weights=tokens_B)
+        share_B = ones / tokens_P[group_B].clamp(min=1) / tokens_P.count_nonzero().clamp(min=1)
     else:
-        share = share / sequences / (scale_factor if mode.endswith("-norm") else 1.0)
+        raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(registry.LOSS_AGG_MODES)}")
     dtype = torch.float64 if loss_mask_N.dtype == torch.float64 else torch.float32
-    return torch.where(mask, spread_over_tokens(share.to(dtype), lengths_B), 0)
+    return torch.where(mask, spread_over_tokens(share_B.to(dtype), lengths_B), 0)
 
 
 class MetricSums:
@@ -367,8 +366,7 @@ class MetricSums:
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
         self.counts: dict[str, float] = defaultdict(float)
-        self.peaks: dict[str, float] = {}
-        self.troughs: dict[str, float] = {}
+        self.extremes: dict[str, float] = {}
 
     def tokens(self, stats: dict[str, Tensor], mask_N: Tensor) -> None:
         """Add the values of the tokens of the mask, one count a token."""
@@ -381,25 +379,20 @@ class MetricSums:
         self.sums[name] += value
         self.counts[name] += counts
 
-    def peak(self, name: str, value: float) -> None:
-        """Keep a maximum over everything, beside the means."""
-        self.peaks[name] = max(self.peaks.get(name, value), value)
-
-    def trough(self, name: str, value: float) -> None:
-        """Keep a minimum over everything."""
-        self.troughs[name] = min(self.troughs.get(name, value), value)
+    def extreme(self, name: str, value: float) -> None:
+        """Keep the smallest value of a name that ends in ``_min``, the largest of any other, beside the means."""
+        choose = min if name.endswith("_min") else max
+        self.extremes[name] = choose(self.extremes.get(name, value), value)
 
     def merge(self, other: MetricSums) -> None:
         """Add what another has seen."""
         for name, total in other.sums.items():
             self.sums[name] += total
             self.counts[name] += other.counts[name]
-        for name, value in other.peaks.items():
-            self.peak(name, value)
-        for name, value in other.troughs.items():
-            self.trough(name, value)
+        for name, value in other.extremes.items():
+            self.extreme(name, value)
 
     def result(self, prefix: str) -> dict[str, float]:
         """Return the means and extremes under ``prefix/``."""
         means = {name: total / max(self.counts[name], 1.0) for name, total in self.sums.items()}
-        return {f"{prefix}/{name}": value for name, value in {**means, **self.peaks, **self.troughs}.items()}
+        return {f"{prefix}/{name}": value for name, value in {**means, **self.extremes}.items()}

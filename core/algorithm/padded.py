@@ -16,25 +16,16 @@ from torch import Tensor
 from core.types import pad, token_places
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-OF_SEQUENCES = ("group", "in_group_stats", "baseline")
 OF_TOKENS = ("response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-NUMBERS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "epsilon")
+AS_THEY_ARE = ("group", "in_group_stats", "baseline", "gamma", "lam", "norm_adv_by_std_in_grpo", "epsilon")
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedAdvantageInputs:
     """What an estimator gets that is named by its path; it returns advantages and returns, [B, T] each.
 
-    Shapes:
-        token_level_rewards  [B, T] float  the score on the policy's last token, and what each token adds to it
-        response_mask        [B, T] bool   written by the policy
-        group                [B]    int64  sequences of one prompt share a number, any number
-        in_group_stats       [B]    bool   the sequence was scored; None: all were
-        values               [B, T] float  the critic's; None: there is none, as for the following
-        baseline             [B]    float  score of the greedy answer to the same prompt
-        old_log_probs        [B, T] float
-        sum_pi_squared       [B, T] float
-        rollout_is_weights   [B, T] float  importance weights of the loss
+    ``token_level_rewards`` has the score on the policy's last token, and what each token adds to it. The other fields
+    are those of ``AdvantageInputs``, with [B, T] where those have [N].
     """
 
     token_level_rewards: Tensor
@@ -54,9 +45,8 @@ class PaddedAdvantageInputs:
     @property
     def counted_B(self) -> Tensor:
         """Return the sequences that enter statistics, [B] bool."""
-        if self.in_group_stats is None:
-            return torch.ones_like(self.group, dtype=torch.bool)
-        return self.in_group_stats.bool()
+        everything = torch.ones_like(self.group, dtype=torch.bool)
+        return everything if self.in_group_stats is None else self.in_group_stats.bool()
 
     @property
     def rewards_B(self) -> Tensor:
@@ -79,14 +69,14 @@ def pads_estimator(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[
     """Return an estimator of ``AdvantageInputs`` that calls one of :class:`PaddedAdvantageInputs`."""
 
     def estimate(inputs: Any) -> tuple[Tensor, Tensor]:
-        fields = {name: getattr(inputs, name) for name in (*OF_SEQUENCES, *NUMBERS)}
-        for name in OF_TOKENS:
-            value = getattr(inputs, name)
-            fields[name] = None if value is None else pad(value, inputs.lengths)
-        rewards_N = inputs.at_actions(inputs.action_rewards())
-        result = function(PaddedAdvantageInputs(pad(rewards_N, inputs.lengths), **fields))
-        advantages_N, returns_N = (value_BT[token_places(inputs.lengths)] for value_BT in result)
-        return advantages_N, returns_N
+        fields = {name: getattr(inputs, name) for name in (*AS_THEY_ARE, *OF_TOKENS)}
+        fields["token_level_rewards"] = inputs.at_actions(inputs.action_rewards())
+        for name in ("token_level_rewards", *OF_TOKENS):
+            if fields[name] is not None:
+                fields[name] = pad(fields[name], inputs.lengths)
+        advantages_BT, returns_BT = function(PaddedAdvantageInputs(**fields))
+        mask_BT = token_places(inputs.lengths)
+        return advantages_BT[mask_BT], returns_BT[mask_BT]
 
     return estimate
 

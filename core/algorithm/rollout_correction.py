@@ -53,13 +53,7 @@ def log_ratio(log_prob_N: Tensor, rollout_log_prob_N: Tensor, mask_N: Tensor) ->
     return difference.masked_fill(~mask_N.bool(), 0)
 
 
-def without_unsampled_sequences(batch: TrainBatch) -> TrainBatch:
-    """Return the batch in which sequences of which the engine sampled no token carry no loss."""
-    if batch.sampled_mask is None or not bool(batch.sampled_mask.any()):
-        return batch
-    has_samples_B = count_by_sequence(batch.sampled_mask, batch.lengths) > 0
-    has_samples_N = spread_over_tokens(has_samples_B, batch.lengths)
-    return batch.adding(loss_mask=batch.loss_mask & has_samples_N)
+# -- how far they are apart --------------------------------------------------------------------------
 
 
 def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entropy_N: Tensor | None = None) -> None:
@@ -76,20 +70,14 @@ def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entro
         means.tokens({"entropy_gap": gap, "entropy_gap_square": gap.square()}, mask)
     d = log_ratio(log_prob_N, batch.rollout_log_probs, mask)
     bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    of_tokens = {
-        "kl": -d,
-        "k3_kl": bounded.exp() - d - 1,
-        "logp_diff_mean": d.abs(),
-        "chi2_token": (2 * bounded).exp() - 1,
-    }
-    means.tokens(of_tokens, mask)
-    means.peak("logp_diff_max", float(d.abs().max()) if d.numel() else 0.0)
-    sequences = count_by_sequence(mask, lengths) > 0
-    if not bool(sequences.any()):
+    k3, chi2 = bounded.exp() - d - 1, (2 * bounded).exp() - 1
+    means.tokens({"kl": -d, "k3_kl": k3, "logp_diff_mean": d.abs(), "chi2_token": chi2}, mask)
+    means.extreme("logp_diff_max", float(d.abs().max()) if d.numel() else 0.0)
+    filled = count_by_sequence(mask, lengths) > 0
+    if not bool(filled.any()):
         return
-    training, rollout = (
-        -mean_by_sequence(value.detach().double(), mask, lengths) for value in (log_prob_N, batch.rollout_log_probs)
-    )
+    training = -mean_by_sequence(log_prob_N.detach().double(), mask, lengths)
+    rollout = -mean_by_sequence(batch.rollout_log_probs.double(), mask, lengths)
     gap = training - rollout
     of_sequences = {
         "training_ppl": training.clamp(max=PERPLEXITY_BOUND).exp(),
@@ -101,9 +89,9 @@ def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entro
         "ppl_ratio": gap.clamp(max=PERPLEXITY_BOUND).exp(),
         "chi2_seq": (2 * sum_by_sequence(d, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1,
     }
-    means.tokens(of_sequences, sequences)
-    means.peak("log_ppl_diff_max", float(gap[sequences].max()))
-    means.trough("log_ppl_diff_min", float(gap[sequences].min()))
+    means.tokens(of_sequences, filled)
+    means.extreme("log_ppl_diff_max", float(gap[filled].max()))
+    means.extreme("log_ppl_diff_min", float(gap[filled].min()))
 
 
 def log_prob_metrics(batch: TrainBatch) -> dict[str, float]:
@@ -115,59 +103,15 @@ def log_prob_metrics(batch: TrainBatch) -> dict[str, float]:
     return {**means.result("actor"), **mismatch.result("rollout_corr")}
 
 
-def importance_weights(
-    log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str, bounds: Bounds
-) -> tuple[Tensor, Tensor]:
-    """Return the weights as applied, and as they were before the bounds.
-
-    ``token``: ``exp(d_t)``. ``sequence``: ``exp(sum_t d_t)`` for all its tokens. Exponents are clamped to +-20.
-    One bound truncates, ``min(w, upper)``; two of them mask, ``w`` where ``lower <= w <= upper`` and 0 elsewhere.
-
-    Shapes:
-        log_ratio_N   [N], 0 outside the mask
-        applied, raw  [N], 0 outside the mask
-    """
-    exponent = log_ratio_N
-    if level == "sequence":
-        exponent = spread_over_tokens(sum_by_sequence(log_ratio_N, lengths_B), lengths_B)
-    raw = exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().masked_fill(~mask_N, 0)
-    if bounds.lower is None:
-        return raw.clamp(max=bounds.upper), raw
-    return raw.masked_fill((raw < bounds.lower) | (raw > bounds.upper), 0), raw
+# -- what is done about it ---------------------------------------------------------------------------
 
 
-def normalising_factor(weights_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str) -> float:
-    """Return the mean weight, over tokens or over sequences; 1 where all weights are 0."""
-    of_tokens = level == "token"
-    mean = float((weights_N[mask_N] if of_tokens else _means_of_sequences(weights_N, mask_N, lengths_B)).mean())
-    return mean if mean > 1e-8 else 1.0
-
-
-def divergence(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, name: str) -> Tensor:
-    """Return a statistic of ``core.config.sections.correction.STATISTICS``, [N]; a sequence's is in all of its tokens.
-
-    ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
-    +-20; per token, or summed, averaged or maximised over the sequence.
-    """
-    d = log_ratio_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    over, _, estimate = name.rpartition("_")
-    value = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[estimate].masked_fill(~mask_N, 0)
-    if over == "seq_sum":
-        return spread_over_tokens(sum_by_sequence(value, lengths_B), lengths_B)
-    if over == "seq_mean":
-        return spread_over_tokens(mean_by_sequence(value, mask_N, lengths_B), lengths_B)
-    if over == "seq_max":  # k2 and k3 are at least 0
-        return spread_over_tokens(max_by_sequence(value, lengths_B), lengths_B)
-    return value
-
-
-def kept_tokens(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: tuple[Criterion, ...]) -> Tensor:
-    """Return the tokens of the mask that meet every criterion, [N] bool."""
-    mask_kept = mask_N.clone()
-    for criterion in rules:
-        value = divergence(log_ratio_N, mask_N, lengths_B, criterion.name)
-        mask_kept &= (value >= criterion.lower) & (value <= criterion.upper)
-    return mask_kept
+def without_unsampled_sequences(batch: TrainBatch) -> TrainBatch:
+    """Return the batch in which sequences of which the engine sampled no token carry no loss."""
+    if batch.sampled_mask is None or not bool(batch.sampled_mask.any()):
+        return batch
+    has_samples_B = count_by_sequence(batch.sampled_mask, batch.lengths) > 0
+    return batch.adding(loss_mask=batch.loss_mask & spread_over_tokens(has_samples_B, batch.lengths))
 
 
 def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
@@ -181,22 +125,22 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
     mask, lengths, metrics = sampled(batch), batch.lengths, {}
     if not bool(mask.any()) or (batch.sampled_mask is None and all(remedy is None for remedy in remedies)):
         return batch, metrics
-    others = batch.response_mask & ~mask
+    others, kept = batch.response_mask & ~mask, mask
     ratio = log_ratio(batch.require("old_log_probs"), batch.rollout_log_probs, mask)
     if config.rollout_is is not None:
         bounds = weight_bounds(config.rollout_is_threshold)
         applied, raw = importance_weights(ratio, mask, lengths, config.rollout_is, bounds)
-        metrics.update(weight_metrics(applied, raw, mask, lengths, config.rollout_is, bounds))
+        metrics |= weight_metrics(applied, raw, mask, lengths, config.rollout_is, bounds)
         if config.rollout_is_batch_normalize:
-            factor = normalising_factor(applied, mask, lengths, config.rollout_is)
-            metrics["rollout_is_batch_norm_factor"] = factor
+            factor = metrics["rollout_is_batch_norm_factor"] = normalising_factor(
+                applied, mask, lengths, config.rollout_is
+            )
             applied = applied / factor
         batch = batch.adding(rollout_is_weights=applied.masked_fill(others, 1.0).float())
-    kept = mask
     if config.rollout_rs is not None:
         rules = criteria(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
         kept = kept_tokens(ratio, mask, lengths, rules)
-        metrics.update(rejection_metrics(ratio, mask, lengths, rules))
+        metrics |= rejection_metrics(ratio, mask, lengths, rules)
     if config.rollout_token_veto_threshold is not None:
         # One token that the learner finds less likely than the engine by this factor drops its sequence.
         vetoed = count_by_sequence(ratio.exp() < config.rollout_token_veto_threshold, lengths) > 0
@@ -204,10 +148,63 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
         metrics["rollout_is_veto_fraction"] = float(vetoed.double().mean())
     kept = kept | (others & spread_over_tokens(count_by_sequence(kept, lengths) > 0, lengths))
     corrected = batch.adding(loss_mask=batch.loss_mask & kept)
-    return corrected, {f"rollout_corr/{k}": v for k, v in metrics.items()}
+    return corrected, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-# -- metrics, under verl's names --------------------------------------------------------------------------------------
+def importance_weights(
+    log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
+    """Return the weights as applied, and as they were before the bounds, [N] each and 0 outside the mask.
+
+    ``token``: ``exp(d_t)``. ``sequence``: ``exp(sum_t d_t)`` for all its tokens. Exponents are clamped to +-20.
+    One bound truncates, ``min(w, upper)``; two of them mask, ``w`` where ``lower <= w <= upper`` and 0 elsewhere.
+    """
+    exponent = log_ratio_N
+    if level == "sequence":
+        exponent = spread_over_tokens(sum_by_sequence(log_ratio_N, lengths_B), lengths_B)
+    raw = exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().masked_fill(~mask_N, 0)
+    if bounds.lower is None:
+        return raw.clamp(max=bounds.upper), raw
+    return raw.masked_fill((raw < bounds.lower) | (raw > bounds.upper), 0), raw
+
+
+def normalising_factor(weights_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str) -> float:
+    """Return the mean weight, over tokens or over sequences; 1 where all weights are 0."""
+    weights = weights_N[mask_N] if level == "token" else _means_of_sequences(weights_N, mask_N, lengths_B)
+    mean = float(weights.mean())
+    return mean if mean > 1e-8 else 1.0
+
+
+def divergence(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, name: str) -> Tensor:
+    """Return a statistic of ``core.config.sections.correction.STATISTICS``, [N]; a sequence's is in all of its tokens.
+
+    ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
+    +-20; per token, or summed, averaged or maximised over the sequence.
+    """
+    d = log_ratio_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    over, _, estimate = name.rpartition("_")
+    value = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[estimate].masked_fill(~mask_N, 0)
+    if over == "token":
+        return value
+    if over == "seq_sum":
+        of_sequence = sum_by_sequence(value, lengths_B)
+    elif over == "seq_mean":
+        of_sequence = mean_by_sequence(value, mask_N, lengths_B)
+    else:  # seq_max, of k2 and k3, which are at least 0
+        of_sequence = max_by_sequence(value, lengths_B)
+    return spread_over_tokens(of_sequence, lengths_B)
+
+
+def kept_tokens(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: tuple[Criterion, ...]) -> Tensor:
+    """Return the tokens of the mask that meet every criterion, [N] bool."""
+    kept = mask_N.clone()
+    for rule in rules:
+        value = divergence(log_ratio_N, mask_N, lengths_B, rule.name)
+        kept &= (value >= rule.lower) & (value <= rule.upper)
+    return kept
+
+
+# -- metrics, under verl's names ---------------------------------------------------------------------
 
 
 def weight_metrics(
@@ -218,17 +215,15 @@ def weight_metrics(
     ``eff_sample_size`` is Kish's, ``(mean w)^2 / mean w^2`` over tokens: 1 where all weights are equal, 0 where all
     are 0. Without a lower bound ``fraction_low`` counts what is below the upper one's reciprocal.
     """
-    lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
-    inside, by_sequence = Bounds(lower, bounds.upper), level == "sequence"
-    metrics = _distribution(applied_N, raw_N, mask_N, lengths_B, by_sequence, inside, ideal=1.0, floor=0.0)
-    tokens = applied_N[mask_N]
+    inside = Bounds(1 / bounds.upper if bounds.lower is None else bounds.lower, bounds.upper)
+    metrics = _distribution(applied_N, raw_N, mask_N, lengths_B, level == "sequence", inside, ideal=1.0, floor=0.0)
+    tokens, raw = applied_N[mask_N], raw_N[mask_N]
     square = float(tokens.square().mean())
     metrics["eff_sample_size"] = float(tokens.mean()) ** 2 / square if square else 0.0
     for name in ("fraction_high", "fraction_low"):
         metrics[f"ratio_{name}"] = metrics.pop(name)
     if bounds.lower is not None:
-        raw = raw_N[mask_N]
-        metrics["oob_ratio"] = float(((raw < lower) | (raw > bounds.upper)).double().mean())
+        metrics["oob_ratio"] = float(((raw < inside.lower) | (raw > inside.upper)).double().mean())
     return {f"rollout_is_{name}": value for name, value in metrics.items()}
 
 
@@ -236,24 +231,22 @@ def rejection_metrics(
     log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: tuple[Criterion, ...]
 ) -> dict[str, float]:
     """Return ``rollout_rs_*``: each criterion's statistic, and the shares of tokens and of sequences rejected."""
-    metrics = {}
+
+    def rejected(*rules: Criterion) -> dict[str, float]:
+        kept_N, filled_B = kept_tokens(log_ratio_N, mask_N, lengths_B, rules), count_by_sequence(mask_N, lengths_B) > 0
+        loses_B = count_by_sequence(mask_N & ~kept_N, lengths_B) > 0
+        return {
+            "masked_fraction": float((~kept_N[mask_N]).double().mean()),
+            "seq_masked_fraction": float(loses_B[filled_B].double().mean()),
+        }
+
+    metrics = rejected(*rules)
     for rule in rules:
         value, by_sequence = divergence(log_ratio_N, mask_N, lengths_B, rule.name), rule.name.startswith("seq")
         inside = Bounds(rule.lower, rule.upper)
-        of_rule = _distribution(value, value, mask_N, lengths_B, by_sequence, inside, ideal=0.0, floor=rule.lower)
-        of_rule |= _rejected(kept_tokens(log_ratio_N, mask_N, lengths_B, (rule,)), mask_N, lengths_B)
-        metrics |= {f"rollout_rs_{rule.name}_{name}": number for name, number in of_rule.items()}
-    together = _rejected(kept_tokens(log_ratio_N, mask_N, lengths_B, rules), mask_N, lengths_B)
-    return metrics | {f"rollout_rs_{name}": number for name, number in together.items()}
-
-
-def _rejected(kept_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> dict[str, float]:
-    """Return the share of tokens that were rejected, and of sequences that lost one."""
-    loses_B = count_by_sequence(mask_N & ~kept_N, lengths_B) > 0
-    return {
-        "masked_fraction": float((~kept_N[mask_N]).double().mean()),
-        "seq_masked_fraction": float(loses_B[count_by_sequence(mask_N, lengths_B) > 0].double().mean()),
-    }
+        found = _distribution(value, value, mask_N, lengths_B, by_sequence, inside, ideal=0.0, floor=rule.lower)
+        metrics |= {f"{rule.name}_{name}": number for name, number in {**found, **rejected(rule)}.items()}
+    return {f"rollout_rs_{name}": number for name, number in metrics.items()}
 
 
 def _distribution(
