@@ -5,9 +5,8 @@
     python -m recipes.grpo.main_grpo --help [word ...]      explains the keys, or those that the words occur in
 
 Arguments before a lone ``--`` are a run script's own: ``main_grpo data.train_files=... -- "$@"``. Those after it were
-typed and win, a typed preset too (:mod:`core.config.composition`). A path that a script brings along need not exist yet
-in a dry run, one that was typed does. Bad input ends in a line, no traceback. A run that lost a process is started
-again from its checkpoint.
+typed and win, a typed preset too. A path that a script brings along need not exist yet in a dry run, one that was typed
+does. Nothing here imports torch before the configuration is known to be good.
 """
 
 from __future__ import annotations
@@ -25,29 +24,21 @@ from typing import Any, NoReturn
 
 from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, to_yaml
 from core.config.defaults import resolve
-from core.config.paths import address_problem
 from core.config.problem import show
 from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, printable, write_failed
-from core.model_shapes import model_problems
-from core.plan import plan_lines
+from core.plan import model_problems, plan_lines
 from core.tracking import run_manifest
 from core.tracking.health import UnhealthyRun
 
 log = logging.getLogger("core")
 
 HELP = {"-h", "--help"}
-FINISHED = (
-    "the run in {folder} has finished with this configuration and data, and nothing is trained. Its report: {report}. "
-    "To train again, choose another trainer.experiment_name, or trainer.resume_mode=disable"
-)
 
 
 def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
-    """Run a recipe with the arguments of the command line.
+    """Run a recipe with the arguments of the command line. ``trainer`` is ``module:class``.
 
-    ``trainer`` is ``module:class``, imported only once the configuration is known to be good: a dry run needs
-    neither torch nor a model. Exits with 2 where the input is at fault, with 1 where a process was lost and
-    ``trainer.max_restarts`` allows no other try.
+    Exits with 2 where the input is at fault, with 1 where the run or the machine is.
     """
     try:
         hooks = recipes.hooks_of(trainer)
@@ -55,11 +46,16 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
         _refuse(error.problems)
     config = prepare(recipe, sys.argv[1:], hooks)
     if (folder := finished_folder(config)) is not None:
-        page = folder / "report.html"
-        report = page if page.exists() else f"python -m results.report {folder}"
-        print(FINISHED.format(folder=folder, report=report), flush=True)
-        return
-    work(trainer, config)
+        print(
+            f"the run in {folder} has finished with this configuration and data, and nothing is trained. Its report: "
+            f"python -m results.report {folder}. To train again, choose another trainer.experiment_name, or "
+            "trainer.resume_mode=disable"
+        )
+    else:
+        work(trainer, config)
+
+
+# -- checks ---------------------------------------------------------------------------------------
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
@@ -68,32 +64,39 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         sys.stdout.reconfigure(errors="backslashreplace")
     if HELP & {*argv}:
         _help(recipe, argv, hooks)
+    dry = is_dry_run()
     try:
         composed = examine(recipe, argv, hooks)
+        problems = all_problems(composed, _typed_keys(recipe, argv) if dry else None)
     except InputError as error:  # a rule of a recipe of the user's
-        _refuse(error.problems)
-    dry = is_dry_run()
-    if problems := all_problems(composed, _typed_keys(recipe, argv) if dry else None):
+        problems = error.problems
+    if problems:
         _refuse(problems)
     if dry:
         print(_report(recipe, composed))
         raise SystemExit(0)
-    _notes(composed)
-    print(f"writes to {paths.run_folder(composed.config)}", flush=True)
+    for title, lines in _notes(composed).items():
+        for line in lines:
+            print(f"{title}: {line}", file=sys.stderr)
     return composed.config
-
-
-def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
-    """Return the problems of a configuration and with what it names; in a dry run with the ``typed`` paths only."""
-    problems = [*composed.problems, *_outside(composed, typed)]
-    if not composed.problems:
-        problems += model_problems(composed.config)
-    return problems or _before_start(composed.config)
 
 
 def is_dry_run() -> bool:
     """Return whether DRY_RUN in the environment asks to check and to start nothing."""
     return os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
+
+
+def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
+    """Return the problems of a configuration and with what it names; in a dry run with the ``typed`` paths only."""
+    config = composed.config
+    refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)  # these keys hold their defaults
+    absent = [line for line in map(str, paths.missing(config, typed)) if not line.startswith(refused)]
+    problems = [*composed.problems, *absent]
+    if typed is None:
+        problems += _missing_here(config)
+    if not composed.problems:
+        problems += model_problems(config)
+    return problems or _problems_of_files(config)
 
 
 def _typed_keys(recipe: str, argv: Sequence[str]) -> frozenset[str]:
@@ -102,35 +105,7 @@ def _typed_keys(recipe: str, argv: Sequence[str]) -> frozenset[str]:
     return frozenset(composition.read(composition.split(argv)[1], recipe).given)
 
 
-def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
-    """Return the problems with what lies outside the configuration: in a dry run, with the ``typed`` paths only."""
-    refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)  # these keys hold their defaults
-    absent = map(str, paths.missing(composed.config, typed))
-    lines = [line for line in absent if not line.startswith(refused)]
-    if typed is None:
-        lines += [*_missing_for_run(composed.config), *_without_cluster(composed.config)]
-    return lines
-
-
-def _before_start(config: Config) -> list[str]:
-    """Return the problems with users' files and with those that episodes read."""
-    files = ((key, Path(path).expanduser()) for key, path in paths.named(config) if path.endswith(".py"))
-    lines = [
-        f"{key}={path}: {line}" for key, path in files if path.is_file() for line in code_by_path.verl_imports(path)
-    ]
-    if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
-        from core.rollout.template_check import problems_before_start
-
-        lines += problems_before_start(config)
-    return lines
-
-
-def _without_cluster(config: Config) -> list[str]:
-    problem = address_problem(config)
-    return [str(problem)] if problem else []
-
-
-def _missing_for_run(config: Config) -> list[str]:
+def _missing_here(config: Config) -> list[str]:
     """Return what this machine lacks for a run of the configuration, a line each: key, value, rule, fix."""
     lines, trainer, name = [], config.trainer, config.actor_rollout_ref.rollout.name
     engine = registry.ENGINES[name]
@@ -147,6 +122,18 @@ def _missing_for_run(config: Config) -> list[str]:
         if not torch.cuda.is_available():
             rule = f"PyTorch {torch.__version__} finds no GPU on this machine"
             lines.append(f"trainer.device=cuda: {rule}; use cpu, or check nvidia-smi and that this PyTorch has CUDA")
+    no_cluster = paths.address_problem(config)
+    return [*lines, str(no_cluster)] if no_cluster else lines
+
+
+def _problems_of_files(config: Config) -> list[str]:
+    """Return the problems with users' programs and with what episodes read."""
+    files = [(key, path) for key, path in paths.named(config) if path.endswith(".py") and os.path.isfile(path)]
+    lines = [f"{key}={path}: {line}" for key, path in files for line in code_by_path.verl_imports(Path(path))]
+    if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
+        from core.rollout.template_check import problems_before_start
+
+        lines += problems_before_start(config)
     return lines
 
 
@@ -155,45 +142,39 @@ def _refuse(problems: Sequence[str]) -> NoReturn:
     raise SystemExit(2)
 
 
-def _notes(composed: Composed) -> None:
-    """Print warnings, keys of other versions and unused keys, before anything runs."""
-    for line in composed.warnings:
-        print(f"warning: {line}", file=sys.stderr)
-    for line in _read(composed):
-        print(f"read as: {line}", file=sys.stderr)
-    for line in _unused(composed):
-        print(f"no effect: {line}", file=sys.stderr)
+# -- what is printed ------------------------------------------------------------------------------
 
 
-def _read(composed: Composed) -> list[str]:
-    """Return keys and values of other versions with the settings that they were read as."""
-    return [
+def _notes(composed: Composed) -> dict[str, list[str]]:
+    """Return warnings, keys of other versions with what they were read as, and keys without effect."""
+    read = [
         f"{key}={show(value, key)}: {', '.join(f'{name}={show(item, name)}' for name, item in settings.items())}"
         for key, (value, settings) in composed.read.items()
     ]
-
-
-def _unused(composed: Composed) -> list[str]:
-    return [f"{key}={show(value, key)}: {reason}" for key, (value, reason) in composed.unused.items()]
+    unused = [f"{key}={show(value, key)}: {reason}" for key, (value, reason) in composed.unused.items()]
+    return {"warning": list(composed.warnings), "read as": read, "no effect": unused}
 
 
 def _report(recipe: str, composed: Composed) -> str:
+    """Return what a dry run prints."""
+    config = composed.config
+    defaults = resolve(recipes.schema_of(recipe)(), recipe)
     changed = [
         f"{key}={show(new, key)} (default {show(old, key)})"
-        for key, (old, new) in diff(resolve(recipes.schema_of(recipe)(), recipe), composed.config).items()
+        for key, (old, new) in diff(defaults, config).items()
         if key not in composed.without_effect
     ]
-    cluster = [f"cluster: {line}" for line in _without_cluster(composed.config)]
-    blocks = (
-        ("differs from the defaults", changed),
-        ("read as", _read(composed)),
-        ("has no effect in this configuration", _unused(composed)),
-        ("warnings", list(composed.warnings)),
-        ("checked at start", [*paths.checked_at_start(composed.config), *cluster]),
-        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan_lines(composed.config)),
-    )
+    notes, no_cluster = _notes(composed), paths.address_problem(config)
+    blocks = {
+        "differs from the defaults": changed,
+        "read as": notes["read as"],
+        "has no effect in this configuration": notes["no effect"],
+        "warnings": notes["warning"],
+        "checked at start": [*paths.checked_at_start(config), *([f"cluster: {no_cluster}"] if no_cluster else [])],
+        f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(config),
+    }
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
-    for title, entries in blocks:
+    for title, entries in blocks.items():
         if entries:
             lines += [f"{title}:", *(f"  {entry}" for entry in entries)]
     return "\n".join(lines)
@@ -201,10 +182,10 @@ def _report(recipe: str, composed: Composed) -> str:
 
 def _help(recipe: str, arguments: Sequence[str], hooks: Collection[str]) -> NoReturn:
     """Print the help and end: with 1 where a search found nothing. Words after ``--help`` are searched for."""
-    at = next(number for number, text in enumerate(arguments) if text in HELP)
-    words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in {*HELP, "--"}]
     from core.config import help as explained
 
+    at = next(number for number, text in enumerate(arguments) if text in HELP)
+    words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in {*HELP, "--"}]
     text, known = explained.shown(recipe, arguments[:at], words, hooks)
     print(text, file=sys.stdout if known else sys.stderr)
     raise SystemExit(0 if known else 1)
@@ -214,10 +195,7 @@ def _help(recipe: str, arguments: Sequence[str], hooks: Collection[str]) -> NoRe
 
 
 def finished_folder(config: Config) -> Path | None:
-    """Return the run's folder where a run of the same configuration has ended in it, with or without checkpoints.
-
-    Under ``trainer.resume_mode=disable`` a run trains again, and one that only validates always does.
-    """
+    """Return the run's folder where a run of the same configuration and data has ended in it, else None."""
     folder, trainer = paths.run_folder(config), config.trainer
     if trainer.val_only or trainer.resume_mode != "auto":
         return None
@@ -231,7 +209,7 @@ def finished_folder(config: Config) -> Path | None:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Lines of a log may quote a model's text, whose control characters reach no terminal."""
+    """Lines of a log may quote a model's text, whose control characters must not reach a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -272,20 +250,11 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
 
 def _end(error: Exception, run_dir: Path) -> NoReturn:
     """End the process with a line: with 2 where the input is at fault, 1 where the run or the machine is."""
-    message = str(error)
-    if isinstance(error, OutOfMemory):  # not restarted: it would end in the same way
-        trace = run_dir / "out_of_memory.txt"
-        try:
-            trace.parent.mkdir(parents=True, exist_ok=True)
-            trace.write_text(traceback.format_exc(), encoding="utf-8")
-            message += f"; the traceback is in {trace}"
-        except OSError:
-            message += f"; {traceback.format_exc()}"
-    elif isinstance(error, OSError):
-        if error.errno not in FULL:
-            raise error
+    if isinstance(error, OSError) and error.errno not in FULL:
+        raise error
+    if isinstance(error, OSError | OutOfMemory):
         traceback.print_exc()
-        message = str(write_failed(error, error.filename or run_dir, "a file"))
-    print(printable(message), file=sys.stderr)
-    of_input = isinstance(error, InputError) and not isinstance(error, WriteFailed)  # a full disk is no fault of it
-    raise SystemExit(2 if of_input else 1) from error
+    if isinstance(error, OSError):
+        error = write_failed(error, error.filename or run_dir, "a file")
+    print(printable(str(error)), file=sys.stderr)
+    raise SystemExit(2 if isinstance(error, InputError) and not isinstance(error, WriteFailed) else 1) from error

@@ -3,45 +3,205 @@
     python -m core.plan dapo preset=paper actor_rollout_ref.model.path=Qwen/Qwen2.5-32B trainer.nnodes=16 --gpu H100
     DRY_RUN=1 bash recipes/dapo/run_qwen2.5_32b.sh                         prints the same below the configuration
 
-An estimate from the model's shape and the configuration; torch is not imported. With P parameters, R learner ranks that
-share them, c bytes a number in the passes (2 in bf16, 4 in fp32):
+An estimate from the model's shape and the configuration, without torch. With P parameters, R learner ranks that share
+them, c bytes a number in the passes (2 in bf16, 4 in fp32):
 
-    learner, resident   12 P / R          float32 weights and two Adam moments
-                        (4 P + 8 A) / R   with LoRA of A parameters
-    reference           4 P / R           float32 weights; none with LoRA, whose base it is
-    gathered weights    c (2 block + ends)    one layer and the next, and the ends
+    learner, resident   12 P / R            float32 weights and two Adam moments
+                        (4 P + 8 A) / R     with LoRA of A parameters
+    reference           4 P / R             float32 weights; none with LoRA, whose base it is
+    gathered weights    c (2 layers + ends)   one layer and the next, embedding and head
     update              gradients and activations at their highest moment (update_bytes)
     log-probs           activations of one layer, or the head's chunks, whichever is more (log_prob_bytes)
     engine              c P / tp + KV cache
 
-Where t ranks share each layer (``tensor_model_parallel_size``), a rank has a narrower model: heads and MLP are divided
-by t, the stream between layers is not, the ends are only between passes, and R / t ranks share what it has. A run in
-one process is planned as one rank. ``python -m tests.scale.world`` counts what the learner allocates on fake ranks
-beside these figures; on an H200 eight layers of a 32B model took within 2 % of them (results/gpu).
+A run in one process is planned as one rank. A reward model is not planned, and ranks that share layers
+(``tensor_model_parallel_size`` of a learner) need less than is planned. ``python -m tests.scale.world`` counts what the
+learner allocates on fake ranks; on an H200 eight layers of a 32B model took within 2 % of the plan (results/gpu).
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from core.config import compose, recipes, registry
 from core.config.limits import FULL_PRECISION
 from core.config.paths import is_local
+from core.config.problem import Problem
 from core.config.schema import Config
-from core.config.sections.actor import ActorConfig, Sharing
-from core.config.sections.critic import CriticConfig
 from core.errors import MEMORY_KEYS, InputError
 from core.learner.logit_memory import CPU_LOGITS, head_logits
-from core.model_shapes import GPUS, Shape, model_problems, shape_of
 
+SOURCE = Path(__file__).with_name("model_shapes.yaml")
+TABLE = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
+GPUS = {name: memory * 2**30 for name, memory in TABLE["gpus"].items()}  # usable bytes
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
 GENERATE, LOG_PROBS, UPDATE, CRITIC_UPDATE = PHASES = ("generate", "log-probs", "update", "critic update")
+MEMORY_KEY = dict(zip(PHASES, ("gen", "old_log_prob", "update_actor", "update_critic"), strict=True))
 DEFAULT_GPU = "H100"
 SMALL = 1e8  # parameters; a dry run plans no model with fewer
+
+
+# --- models ---
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder with grouped-query attention, a gated MLP and RMS norms (the Llama and Qwen2 families)."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocab: int
+    tied: bool
+    bias: bool
+    head_dim: int = 0  # 0: hidden / heads
+    tower: int = 0  # parameters of the part that reads pictures; its activations are not planned
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def block(self) -> int:
+        """Count the parameters of one layer."""
+        attention = 2 * self.hidden * self.q_size + 2 * self.hidden * self.kv_size
+        bias = (self.q_size + 2 * self.kv_size) if self.bias else 0
+        return attention + bias + 3 * self.hidden * self.mlp + 2 * self.hidden
+
+    @property
+    def ends(self) -> int:
+        """Count the parameters outside the layers: embedding, head, last norm."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block + self.ends + self.tower
+
+    @property
+    def critic_parameters(self) -> int:
+        """Count the parameters of the same body with one number a token instead of the vocabulary (and a bias)."""
+        return self.layers * self.block + self.vocab * self.hidden + 2 * self.hidden + 1
+
+    def adapters(self, rank: int) -> int:
+        """Count the parameters of LoRA on every linear layer: two factors each."""
+        attention = 2 * (self.hidden + self.q_size) + 2 * (self.hidden + self.kv_size)
+        return self.layers * rank * (attention + 3 * (self.hidden + self.mlp))
+
+    def kv_bytes(self, width: int) -> int:
+        """Return the bytes of key and value cache a token at ``width`` bytes a number."""
+        return 2 * self.layers * self.kv_size * width
+
+
+MODELS = {name + suffix: Shape(**s) for name, s in TABLE["models"].items() for suffix in TABLE["suffixes"]}
+SIZES = {
+    **{"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"},
+    **{"kv_heads": "num_key_value_heads", "mlp": "intermediate_size", "vocab": "vocab_size", "head_dim": "head_dim"},
+}
+
+
+def read_config(path: str) -> dict[str, Any] | None:
+    """Return the ``config.json`` of a model's folder; None where there is none, as for a hub id. Raises InputError."""
+    try:
+        file = Path(path).expanduser() / "config.json"
+        if not file.is_file():
+            return None
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{path}/config.json: cannot be read ({error}); it must hold a model's settings") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{file}: holds no mapping; it must hold a model's settings")
+    return config
+
+
+def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
+    """Return the shape of a hub id in the table, or of a folder's ``config.json``. Raises InputError for others."""
+    found = read_config(path)
+    if found is None:
+        if path in MODELS:
+            return MODELS[path]
+        near = difflib.get_close_matches(path, MODELS, n=1)
+        hint = f"nearest in {SOURCE.name}: {near[0]}" if near else f"{SOURCE.name} holds those that are known"
+        raise InputError(f"the shape of {path} is not known offline; {hint}")
+    if "vision_config" in found:
+        raise InputError(f"{path}/config.json: the size of its vision tower is not known")
+    config = {"head_dim": 0, "num_key_value_heads": found.get("num_attention_heads"), **found, **(override or {})}
+    sizes = {field: config.get(name) or 0 for field, name in SIZES.items()}
+    wrong = [SIZES[field] for field, size in sizes.items() if type(size) is not int or size < (field != "head_dim")]
+    if wrong:
+        raise InputError(
+            f"{path}/config.json: {', '.join(wrong)} must be whole numbers above 0, as of a Llama or Qwen2"
+        )
+    bias = config.get("attention_bias", config.get("model_type", "").startswith("qwen2"))
+    return Shape(**sizes, tied=config.get("tie_word_embeddings", True), bias=bias)
+
+
+def model_problems(config: Config) -> list[str]:
+    """Return a line for each problem between the configuration and the architecture of its models."""
+    from core.vision import modality
+
+    roles, critic = config.actor_rollout_ref, config.critic
+    parts = {"actor_rollout_ref.actor": roles.actor, "actor_rollout_ref.ref": roles.ref}
+    problems = list(modality.problems(config, reads_pictures(roles.model.path)))
+    with suppress(InputError):  # a model that is unknown or damaged: loading it reports that
+        problems += _architecture(config, "actor_rollout_ref.model.path", roles.model, parts)
+    if critic.enable:
+        with suppress(InputError):
+            problems += _architecture(config, "critic.model.path", critic.model, {"critic": critic})
+    return [str(problem) for problem in problems]
+
+
+def reads_pictures(path: str) -> bool | None:
+    """Return whether the model reads pictures; None where nothing is known of it."""
+    with suppress(InputError):
+        if (config := read_config(path)) is not None:
+            return config.get("model_type") in registry.PICTURE_MODELS
+    return MODELS[path].tower > 0 if path in MODELS else None
+
+
+def _architecture(config: Config, key: str, model: Any, parts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield why a model cannot be trained, or how it cannot be split. ``parts`` are the sections of its ranks."""
+    found = read_config(model.path) or {}
+    other = [name for name in found.get("architectures") or () if name.endswith("ForConditionalGeneration")]
+    if (other or "vision_config" in found) and not reads_pictures(model.path):
+        fix = f"give a model of text alone, or of {', '.join(registry.PICTURE_MODELS)}"
+        yield Problem(key, model.path, "a vision-language or encoder-decoder model, which is not supported", fix)
+        return
+    shape, rollout = shape_of(model.path, model.override_config), config.actor_rollout_ref.rollout
+    heads, kv_heads, tensor = shape.heads, shape.kv_heads, "tensor_model_parallel_size"
+    split = []  # key, ranks, the number that they must divide, and what it is
+    if "critic" not in parts and config.needs_engine and tensor in registry.ENGINES[rollout.name].reads:
+        ranks = rollout.tensor_model_parallel_size
+        common = heads if ranks % kv_heads == 0 else gcd(heads, kv_heads)  # heads of keys may be repeated
+        what = f"{heads} attention heads and {kv_heads} key-value heads"
+        split.append((f"actor_rollout_ref.rollout.{tensor}", ranks, common, what))
+    for name, part in parts.items() if config.trainer.backend == "ray" else ():
+        layers, common = part.layer_ranks, gcd(heads, kv_heads, shape.mlp)
+        what = f"{heads} attention heads, {kv_heads} key-value heads and MLP size {shape.mlp}"
+        split.append((f"{name}.{tensor}", layers, common, what))
+        what = f"{heads} attention heads" + (f" of which each of {layers} ranks has a part" if layers > 1 else "")
+        ranks = part.ulysses_sequence_parallel_size
+        split.append((f"{name}.ulysses_sequence_parallel_size", ranks, heads // gcd(heads, layers), what))
+    for split_key, ranks, number, what in split:
+        if number % ranks:
+            fitting = ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
+            yield Problem(split_key, ranks, f"must divide the {what} of {model.path}", f"use one of {fitting}")
 
 
 # --- formulas ---
@@ -52,22 +212,23 @@ def width(dtype: str) -> int:
     return 4 if dtype in FULL_PRECISION else 2
 
 
-def pass_tokens(config: Config, part: ActorConfig | CriticConfig) -> int:
-    """Return the tokens in one pass of an update on one rank."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    share = -(-longest // part.ulysses_sequence_parallel_size)
-    if part.use_dynamic_bsz:
-        return max(share, part.ppo_max_token_len_per_gpu)
-    return share * (part.ppo_micro_batch_size_per_gpu or 1)
+def _tokens(config: Config, ranks: int, packed: bool, budget: int, sequences: int | None) -> int:
+    """Return the tokens of a rank's pass: a budget, or a number of sequences that ``ranks`` share."""
+    share = -(-(config.data.max_prompt_length + config.data.max_response_length) // ranks)
+    return max(share, budget) if packed else share * (sequences or 1)
+
+
+def pass_tokens(config: Config, part: Any) -> int:
+    """Return the tokens in one pass of an update on one rank. ``part`` is the actor or the critic."""
+    limits = part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu, part.ppo_micro_batch_size_per_gpu
+    return _tokens(config, part.ulysses_sequence_parallel_size, *limits)
 
 
 def log_prob_tokens(config: Config) -> int:
     """Return the tokens in one log-prob pass of the policy on one rank."""
-    longest, rollout = config.data.max_prompt_length + config.data.max_response_length, config.actor_rollout_ref.rollout
-    share = -(-longest // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
-    if rollout.log_prob_use_dynamic_bsz:
-        return max(share, rollout.log_prob_max_token_len_per_gpu)
-    return share * (rollout.log_prob_micro_batch_size_per_gpu or 1)
+    roles, part = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    limits = part.log_prob_max_token_len_per_gpu, part.log_prob_micro_batch_size_per_gpu
+    return _tokens(config, roles.actor.ulysses_sequence_parallel_size, part.log_prob_use_dynamic_bsz, *limits)
 
 
 def block_bytes(shape: Shape, width: int) -> int:
@@ -79,18 +240,13 @@ def block_bytes(shape: Shape, width: int) -> int:
 def head_bytes(shape: Shape, tokens: int, width: int, trains: bool = True, logits: int = CPU_LOGITS) -> float:
     """Return the chunked head's bytes: logits (about three tensors of a chunk in float32), its weight's gradient in
     float32, hidden states and their gradient."""
-    chunk = 3 * 4 * min(logits, tokens * shape.vocab)
     weight = 4.0 * shape.vocab * shape.hidden if trains else 0.0
-    return chunk + weight + 2.0 * tokens * shape.hidden * width
+    return 3 * 4 * min(logits, tokens * shape.vocab) + weight + 2.0 * tokens * shape.hidden * width
 
 
 def gathered_bytes(shape: Shape, width: int) -> float:
-    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the ends.
-
-    Ranks that share the ends have their part of them, and the head whole where it is at work.
-    """
-    head = shape.vocab * shape.hidden if shape.sharers > 1 else 0
-    return width * (2.0 * shape.block + shape.ends + head)
+    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the ends."""
+    return width * (2.0 * shape.block + shape.ends)
 
 
 def log_prob_bytes(shape: Shape, tokens: int, width: int, adapters: int = 0, logits: int = CPU_LOGITS) -> float:
@@ -109,8 +265,8 @@ def update_bytes(
     ranks: int,
     adapters: int = 0,
     logits: int = CPU_LOGITS,
-) -> tuple[float, str]:
-    """Return gradients and activations at their highest beside the gathered weights, and when that is.
+) -> float:
+    """Return gradients and activations at their highest beside the gathered weights.
 
     They do not all exist at once. In the head nothing of the layers has a gradient yet; in the first layer, the last to
     be passed backward, the activations of the others are gone. A layer's gradient is reduced in float32 while the layer
@@ -121,18 +277,15 @@ def update_bytes(
     activations = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
     gradients = 4.0 * (adapters or shape.parameters - shape.ends) / ranks  # of the layers
     reduced = 4.0 * (adapters / shape.layers if adapters else shape.block)
-    whole = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
-    head = whole / shape.sharers
+    head = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
     ends = 0.0 if adapters else (width + 4.0) * shape.ends
-    cast = whole if width < 4 else 0.0  # the head sums its gradient in float32 first
-    moments = {
-        "in the head": activations + head_bytes(shape, tokens, width, not adapters, logits) + cast,
-        "in the last layer": head + reduced + activations + tokens * (backward + (block if checkpointing else 0)),
-        "in the first layer": head + reduced + gradients + tokens * (backward + block),
-        "at the end": gradients + ends - gathered_bytes(shape, width),
-    }
-    moment = max(moments, key=moments.__getitem__)
-    return moments[moment], moment
+    cast = head if width < 4 else 0.0  # the head sums its gradient in float32 first
+    return max(
+        activations + head_bytes(shape, tokens, width, not adapters, logits) + cast,  # in the head
+        head + reduced + activations + tokens * (backward + (block if checkpointing else 0)),  # in the last layer
+        head + reduced + gradients + tokens * (backward + block),  # in the first layer
+        gradients + ends - gathered_bytes(shape, width),  # at the end
+    )
 
 
 # --- the plan ---
@@ -154,7 +307,7 @@ class Plan:
 
     def __init__(self, config: Config, gpu: str = DEFAULT_GPU):
         if gpu not in GPUS:
-            raise InputError(f"--gpu={gpu}: not in model_shapes.yaml, which holds {', '.join(GPUS)}")
+            raise InputError(f"--gpu={gpu}: not in {SOURCE.name}, which holds {', '.join(GPUS)}")
         roles, trainer = config.actor_rollout_ref, config.trainer
         self.config, self.gpu, self.memory = config, gpu, GPUS[gpu]
         self.shape = shape_of(roles.model.path, roles.model.override_config)
@@ -163,140 +316,81 @@ class Plan:
         size = roles.actor.fsdp_config.fsdp_size
         self.ranks = size if 0 < size < self.gpus else self.gpus  # learner ranks that share one copy of the state
         self.longest = config.data.max_prompt_length + config.data.max_response_length  # tokens of a sequence
-        # Whether an engine reserves a share of the memory of one GPU or several, as vLLM does.
-        self.engine_reserves = "gpu_memory_utilization" in registry.ENGINES[roles.rollout.name].reads
-        self.engine_gpus = roles.rollout.tensor_model_parallel_size if self.engine_reserves else 1
-        self.engines = max(1, self.gpus // self.engine_gpus) if self.engine_reserves else 1  # side by side
         states = list(self._states())
         engine, self.kv_sequences = self._engine(states)  # the sequences of full length that an engine's cache holds
-        self.reward_bytes = self._reward_model() if config.reward_model.loads_model else 0.0
-        beside = [Part("reward", "weights and activations", self.reward_bytes)] if not self.sharded else []
-        self.parts = [*states, *self._passes(), *engine, *(part for part in beside if part.bytes)]
+        self.parts = [*states, *self._passes(), *engine]
         self.host_bytes = sum(part.bytes for part in states if part.phases != PHASES)  # a rank
         self.phase_bytes = {one: sum(part.bytes for part in self.parts if one in part.phases) for one in PHASES}
-        usable = USABLE * self.memory
-        self.over = [phase for phase, taken in self.phase_bytes.items() if taken > usable]
-        self.fits = not self.over and self.reward_bytes <= usable and self.kv_sequences > 0
+        self.over = [phase for phase, taken in self.phase_bytes.items() if taken > USABLE * self.memory]
+        self.fits = not self.over and self.kv_sequences > 0
         trained = self.shape.adapters(roles.model.lora_rank) or self.shape.parameters
         self.checkpoint_bytes = 12.0 * (trained + (self.shape.critic_parameters if config.critic.enable else 0))
 
-    @property
-    def checkpoints(self) -> int | None:
-        """Count the checkpoints that the run keeps. None: all of them, of an open number."""
-        trainer = self.config.trainer
-        if trainer.save_freq < 1:
-            return 0
-        if trainer.total_training_steps is None:
-            return trainer.max_actor_ckpt_to_keep
-        saves = -(-trainer.total_training_steps // trainer.save_freq)
-        return min(saves, trainer.max_actor_ckpt_to_keep or saves)
-
     def _states(self) -> Iterator[Part]:
         """Yield weights and optimizers of policy, reference and critic, and when they are on the GPU."""
-        roles, critic = self.config.actor_rollout_ref, self.config.critic
-        rank = roles.model.lora_rank
-        models = [("policy", roles.actor, roles.actor.fsdp_config, (UPDATE,))]
+        roles, critic, rank = (
+            self.config.actor_rollout_ref,
+            self.config.critic,
+            self.config.actor_rollout_ref.model.lora_rank,
+        )
+        models = [("policy", roles.actor.fsdp_config, (UPDATE,))]
         if (roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward) and not rank:
-            models.append(("reference", roles.ref, roles.ref.fsdp_config, ()))
+            models.append(("reference", roles.ref.fsdp_config, ()))
         if critic.enable:
-            models.append(("critic", critic, critic.model.fsdp_config, (CRITIC_UPDATE,)))
-        for role, part, fsdp, updates in models:
-            shape, ranks = self._on_rank(part)
-            adapted = rank and role == "policy"
-            number = shape.critic_parameters if role == "critic" else shape.parameters
-            of = f"x {number / 1e9:.3g}e9 / {ranks})"
-            at_work = (LOG_PROBS, *updates) if self.sharded and fsdp.param_offload else PHASES
+            models.append(("critic", critic.model.fsdp_config, (CRITIC_UPDATE,)))
+        for role, fsdp, updates in models:
+            number = self.shape.critic_parameters if role == "critic" else self.shape.parameters
+            trained = self.shape.adapters(rank) if rank and role == "policy" else number
             away = self.sharded and fsdp.offload_policy
-            yield Part(role, f"weights (4 B {of}", 4.0 * number / ranks, () if away else at_work, state=True)
+            phases = (LOG_PROBS, *updates) if self.sharded and fsdp.param_offload else PHASES
+            what = f"weights (4 B x {number / 1e9:.3g}e9 / {self.ranks})"
+            yield Part(role, what, 4.0 * number / self.ranks, () if away else phases, state=True)
             if updates:
-                at_work = updates if self.sharded and fsdp.optimizer_offload else PHASES
-                moments = 8.0 * (shape.adapters(rank) if adapted else number) / ranks
-                what = f"optimizer ({'8 B of adapters' if adapted else '8 B'} {of}"
-                yield Part(role, what, moments, () if away else at_work, state=True)
-
-    def _on_rank(self, part: Sharing) -> tuple[Shape, int]:
-        """Return the model as a rank has it, and the ranks that share its state."""
-        if not self.sharded or part.layer_ranks == 1:
-            return self.shape, self.ranks
-        return self.shape.split(part.layer_ranks), self.ranks // part.layer_ranks
+                phases = updates if self.sharded and fsdp.optimizer_offload else PHASES
+                what = f"optimizer (8 B x {trained / 1e9:.3g}e9 / {self.ranks})"
+                yield Part(role, what, 8.0 * trained / self.ranks, () if away else phases, state=True)
 
     def _passes(self) -> Iterator[Part]:
         """Yield what log-probs and updates need for a while, the policy's and the critic's."""
         config, roles, logits = self.config, self.config.actor_rollout_ref, head_logits(self.memory)
-        learners = [("policy", UPDATE, roles.actor, roles.model, roles.actor.fsdp_config)]
+        learners = [("policy", UPDATE, roles.actor, roles.model, roles.actor.fsdp_config, self.shape)]
         if config.critic.enable:
-            critic = config.critic
-            learners.append(("critic", CRITIC_UPDATE, critic, critic.model, critic.model.fsdp_config))
-        for role, phase, part, model, fsdp in learners:
-            (shape, ranks), size, at_work = self._on_rank(part), width(fsdp.dtype), "weights of the layers at work"
-            gathered = gathered_bytes(shape, size) if self.sharded or size == 2 else 0.0
+            part, headed = config.critic, replace(self.shape, vocab=1)  # a value head has one output
+            learners.append(("critic", CRITIC_UPDATE, part, part.model, part.model.fsdp_config, headed))
+        for role, phase, part, model, fsdp, shape in learners:
+            size = width(fsdp.dtype)
+            gathered = gathered_bytes(self.shape, size) if self.sharded or size == 2 else 0.0
             adapters = shape.adapters(model.lora_rank) if role == "policy" else 0
             if role == "policy" and self.sharded and config.generates:  # else no pass takes log-probs
                 tokens = log_prob_tokens(config)
                 highest = log_prob_bytes(shape, tokens, size, adapters, logits)
-                yield Part(role, at_work, gathered, (LOG_PROBS,))
+                yield Part(role, "weights of the layers at work", gathered, (LOG_PROBS,))
                 yield Part(role, f"activations of {tokens} tokens", highest, (LOG_PROBS,))
             tokens, checkpointing = pass_tokens(config, part), model.enable_gradient_checkpointing
-            headed = shape if role == "policy" else replace(shape, vocab=1)  # a value head has one output
-            options = {"checkpointing": checkpointing, "ranks": ranks, "adapters": adapters, "logits": logits}
-            highest, moment = update_bytes(headed, tokens, size, **options)
-            stored = "layer inputs" if checkpointing else "all layers"
-            yield Part(role, at_work, gathered, (phase,))
-            what = f"gradients, activations of {tokens} tokens ({stored} kept), highest {moment}"
-            yield Part(role, what, highest, (phase,))
-
-    def _reward_model(self) -> float:
-        """Return what a rank of the reward model takes of its GPU; 0 for a shape that is not known offline."""
-        reward, model = self.config.reward_model, self.config.reward_model.model
-        try:
-            shape, size = shape_of(model.path), width(model.fsdp_config.dtype)
-        except InputError:
-            return 0.0
-        ranks = model.fsdp_config.fsdp_size if model.fsdp_config.fsdp_size > 0 else reward.ranks
-        tokens = reward.forward_max_token_len_per_gpu
-        if not reward.use_dynamic_bsz:
-            tokens = reward.micro_batch_size_per_gpu * reward.max_length
-        gathered = gathered_bytes(shape, size) if reward.ranks > 1 else 0.0
-        weights = size * shape.critic_parameters / (ranks if reward.ranks > 1 else 1)
-        return weights + gathered + log_prob_bytes(replace(shape, vocab=1), tokens, size)
+            options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters, "logits": logits}
+            yield Part(role, "weights of the layers at work", gathered, (phase,))
+            kept = "layer inputs" if checkpointing else "all layers"
+            what = f"gradients, activations of {tokens} tokens ({kept} kept)"
+            yield Part(role, what, update_bytes(shape, tokens, size, **options), (phase,))
 
     def _engine(self, states: Sequence[Part]) -> tuple[list[Part], int]:
         """List the engine's parts, and count the sequences of full length that its cache holds."""
         if not self.config.needs_engine:
             return [], 1
         rollout = self.config.actor_rollout_ref.rollout
-        size = width(rollout.dtype)
-        weights = size * self.shape.parameters / self.engine_gpus
-        phases = (GENERATE,) if self.engine_reserves and rollout.free_cache_engine else PHASES
-        parts = [Part("engine", f"weights ({size} B / {self.engine_gpus})", weights, phases)]
-        if self.engine_reserves:
+        reserves = (
+            "gpu_memory_utilization" in registry.ENGINES[rollout.name].reads
+        )  # a share of the memory, as vLLM does
+        gpus, size = rollout.tensor_model_parallel_size if reserves else 1, width(rollout.dtype)
+        weights = size * self.shape.parameters / gpus
+        phases = (GENERATE,) if reserves and rollout.free_cache_engine else PHASES
+        parts = [Part("engine", f"weights ({size} B / {gpus})", weights, phases)]
+        if reserves:
             room = rollout.gpu_memory_utilization * self.memory - weights
             parts.append(Part("engine", "KV cache (the rest of gpu_memory_utilization)", max(0.0, room), phases))
         else:
             room = USABLE * self.memory - weights - sum(part.bytes for part in states if part.phases == PHASES)
-        return parts, max(0, int(room // (self.shape.kv_bytes(size) / self.engine_gpus * self.longest)))
-
-
-# --- the text ---
-
-
-def advice(plan: Plan) -> Iterator[str]:
-    """Yield the settings to change where it does not fit; memory settings cannot change the result."""
-    if plan.kv_sequences == 0 and (plan.engine_reserves or not plan.over):
-        yield (
-            "the engine's cache holds no sequence of full length: raise tensor_model_parallel_size or "
-            "gpu_memory_utilization, with an engine that has them"
-        )
-    state = sum(part.bytes for part in plan.parts if part.state and part.phases)
-    if plan.over and state > 0.4 * plan.memory:
-        offload = "actor_rollout_ref.actor.fsdp_config.offload_policy=True, or " if plan.sharded else ""
-        ranks = int(state * plan.ranks / (0.4 * plan.memory)) + 1
-        yield f"state takes {_gib(state)}: {offload}{ranks} ranks with trainer.backend=ray would share it"
-    if sum(part.bytes for part in plan.parts if part.phases == PHASES) <= USABLE * plan.memory:
-        names = {GENERATE: "gen", LOG_PROBS: "old_log_prob", UPDATE: "update_actor", CRITIC_UPDATE: "update_critic"}
-        yield from (f"{phase}: lower {MEMORY_KEYS[names[phase]]}" for phase in plan.over)
-    if plan.reward_bytes > USABLE * plan.memory:
-        yield f"the reward model: lower {MEMORY_KEYS['reward_model']}, or share it: reward_model.enable_resource_pool"
+        return parts, max(0, int(room // (self.shape.kv_bytes(size) / gpus * self.longest)))
 
 
 def _gib(value: float) -> str:
@@ -305,44 +399,31 @@ def _gib(value: float) -> str:
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yield the plan as text, what matters most first."""
-    config, verdict = plan.config, "fits on" if plan.fits else "DOES NOT FIT on"
-    peak = max(plan.phase_bytes.values())
+    peak, verdict = max(plan.phase_bytes.values()), "fits on" if plan.fits else "DOES NOT FIT on"
     yield f"The run {verdict} {plan.gpus} x {plan.gpu}: it needs {_gib(peak)} of a GPU's {_gib(plan.memory)}."
-    yield from (f"  - {line}" for line in advice(plan))
-    engines = f"engines that generate side by side: {plan.engines}" if config.needs_engine else "there is no engine"
-    layers = config.actor_rollout_ref.actor.layer_ranks if plan.sharded else 1
-    shared = f", {layers} of them each layer" if layers > 1 else ""
-    size = f"The model has {plan.shape.parameters / 1e9:.3g}e9 parameters."
-    yield f"{size} Learner ranks that share its state: {plan.ranks}{shared}; {engines}."
+    for phase in plan.over:
+        yield f"  - {phase}: lower {MEMORY_KEYS[MEMORY_KEY[phase]]}, offload state, or share it among more GPUs"
+    if plan.kv_sequences == 0:
+        keys = "actor_rollout_ref.rollout.tensor_model_parallel_size or gpu_memory_utilization"
+        yield f"  - the engine's cache holds no sequence of full length: raise {keys}"
+    yield f"The model has {plan.shape.parameters / 1e9:.3g}e9 parameters. Learner ranks that share them: {plan.ranks}."
     yield "Memory of one GPU, with the phase in which it is taken:"
     for part in [part for part in plan.parts if part.phases]:
         phases = "always" if part.phases == PHASES else ", ".join(part.phases)
         yield f"  {part.role:<10}{phases:<19}{_gib(part.bytes):>11}  {part.what}"
-    for phase, taken in plan.phase_bytes.items():
-        if any(part.phases != PHASES and phase in part.phases for part in plan.parts):
-            yield f"Memory in the phase {phase}: {_gib(taken)}, {taken / plan.memory:.0%} of the GPU's."
-    if config.reward_model.loads_model:
-        where = f"{config.reward_model.ranks} x {plan.gpu} more" if plan.sharded else "part of the GPU"
-        each = _gib(plan.reward_bytes) if plan.reward_bytes else "not estimated (its shape is not known offline)"
-        yield f"The reward model takes {where}; memory of each: {each}."
     if plan.host_bytes:
         yield f"Offloaded state takes {_gib(plan.host_bytes)} of host memory a rank."
-    if config.needs_engine:
+    if plan.config.needs_engine:
         yield f"KV cache per engine: {plan.kv_sequences:,} sequences of full length, {plan.longest:,} tokens each."
-    kept = "all of them are kept" if plan.checkpoints is None else f"the run keeps {plan.checkpoints or 'none'}"
-    total = f", {_gib(plan.checkpoints * plan.checkpoint_bytes)} in all" if plan.checkpoints else ""
-    yield f"A checkpoint takes {_gib(plan.checkpoint_bytes)} of disk; {kept}{total}."
+    yield f"A checkpoint takes {_gib(plan.checkpoint_bytes)} of disk."
 
 
 def plan_lines(config: Config) -> list[str]:
     """Return what a dry run prints of the plan: its lines, or one that gives the reason why there is none."""
-    model = config.actor_rollout_ref.model
-    if config.trainer.val_only:
-        return ["none: a plan is of training, and trainer.val_only trains nothing"]
-    if config.trainer.device == "cpu":
+    model = config.actor_rollout_ref.model.path
+    absent = is_local(model) and not (Path(model).expanduser() / "config.json").exists()
+    if config.trainer.val_only or config.trainer.device == "cpu" or absent:  # an earlier command may make the model
         return []
-    if is_local(model.path) and not (Path(model.path).expanduser() / "config.json").exists():
-        return []  # a model that an earlier command of the same script makes
     try:
         plan = Plan(config)
     except InputError as error:
@@ -353,10 +434,9 @@ def plan_lines(config: Config) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
     parser = argparse.ArgumentParser("python -m core.plan", description="Estimate memory and disk of a run.")
-    add = parser.add_argument
-    add("recipe", help="The recipe whose configuration is planned, as in grpo.")
-    add("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run takes them.")
-    add("--gpu", default=DEFAULT_GPU, help=f"The kind of GPU (default %(default)s): one of {', '.join(GPUS)}.")
+    parser.add_argument("recipe", help="The recipe whose configuration is planned, as in grpo.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run's.")
+    parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"The kind of GPU: one of {', '.join(GPUS)}.")
     args = parser.parse_intermixed_args(arguments)
     try:
         overrides = [each for each in args.overrides if each != "--"]

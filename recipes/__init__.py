@@ -5,6 +5,6 @@ A folder ``recipes/`` without ``__init__.py`` elsewhere on Python's path adds it
 
 from pkgutil import extend_path
 
-import core  # noqa: F401  (a missing package is reported in one line: core/requirements_check.py)
+import core  # noqa: F401  (a missing package is reported in one line)
 
 __path__ = extend_path(__path__, __name__)

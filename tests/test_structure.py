@@ -38,10 +38,10 @@ LAYERS = (
     ("cluster", "rollout", "trace"),
     ("engines", "rewards"),
     ("learner", "tracking"),
-    ("algorithm", "checkpoint", "data", "model_shapes"),
+    ("algorithm", "checkpoint", "data"),
     ("vision",),
     ("config",),
-    ("types", "errors", "files", "answer_cache", "requirements_check", "__init__"),
+    ("types", "errors", "files", "answer_cache", "__init__"),
 )
 # Commands at the top of core that belong to an extension.
 COMMANDS = ("plan", "evaluate")

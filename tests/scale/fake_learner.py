@@ -27,7 +27,7 @@ from core.config.recipes import trainer_of
 from core.learner import attention, learner, log_probs, packing
 from core.learner.batching import mini_batches
 from core.learner.logit_memory import GPU_LOGITS
-from core.model_shapes import Shape
+from core.plan import Shape
 from core.types import TrainBatch
 from results.reporting.run_scripts import Script
 from tests.padded import batch_of_padded

@@ -28,8 +28,7 @@ import torch
 from core.cluster.learner_rank import LearnerRank
 from core.config.schema import Config
 from core.learner.models import compute_dtype
-from core.model_shapes import Shape
-from core.plan import LOG_PROBS, UPDATE, Plan, log_prob_tokens, pass_tokens, width
+from core.plan import LOG_PROBS, UPDATE, Plan, Shape, log_prob_tokens, pass_tokens, width
 from core.tracking.run_manifest import git_state, hardware
 from results.reporting.run_scripts import Script, read_script
 from tests.scale.fake_learner import APART, config_of, fake_rank, first_step, full_batch
@@ -37,9 +36,6 @@ from tests.scale.meter import GPU, HOST
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("recipes/dapo/run_qwen2.5_32b.sh", "recipes/grpo/run_qwen2.5_7b_gsm8k.sh")
-ACTOR = "actor_rollout_ref.actor"
-# The first script once more, with four ranks for each layer and two of such groups for each sequence.
-SHARED = (f"{ACTOR}.tensor_model_parallel_size=4", f"{ACTOR}.ulysses_sequence_parallel_size=2")
 LAYERS = (3, 4)  # two lack the gathering of the next layer beside the reduction of the last
 BOUND = 0.10
 GIB = 2**30
@@ -128,13 +124,10 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
     """Yield (name, calls, bytes) of a phase's collectives by their formulas.
 
     Weights are gathered in each pass forward, and backward again; gradients are reduced in float32. Attention exchanges
-    queries, keys, values and its result, forward, recomputed, and backward. Ranks that share a layer sum what attention
-    and MLP return, and backward the gradient of what each of five matrices reads; the second sum is not recomputed,
-    because nothing needs it. Two more are of the gradients' norm.
+    queries, keys, values and its result, forward, recomputed, and backward.
     """
     actor = plan.config.actor_rollout_ref.actor
-    layer_size, shape = actor.tensor_model_parallel_size, plan.shape.split(actor.tensor_model_parallel_size)
-    size, together = width(actor.fsdp_config.dtype), actor.ulysses_sequence_parallel_size
+    shape, size, together = plan.shape, width(actor.fsdp_config.dtype), actor.ulysses_sequence_parallel_size
     checkpointing = plan.config.actor_rollout_ref.model.enable_gradient_checkpointing
     units = shape.layers + 1  # embedding, last norm and head are one
     for phase, gathers, exchanges in ((LOG_PROBS, 1, 1), (UPDATE, 2, 2 + checkpointing)):
@@ -142,22 +135,14 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
         if phase == UPDATE:
             yield f"{phase}, reduce-scatter", units, 4.0 * shape.parameters
         tokens = log_prob_tokens(plan.config) if phase == LOG_PROBS else _update_tokens(plan)
-        if layer_size > 1:
-            calls = shape.layers * (2 if phase == LOG_PROBS else 7 + checkpointing)
-            yield f"{phase}, all-reduce", calls + 2 * (phase == UPDATE), calls * size * tokens * shape.hidden
         if together > 1:
             kv_size = shape.kv_size * max(1, together // shape.kv_heads)
             exchanged = 2 * (shape.q_size + kv_size) * size * tokens
             calls = 4 * exchanges * shape.layers
             yield f"{phase}, all-to-all", calls, exchanges * shape.layers * exchanged
     weights = (9 + 3 * shape.bias) * shape.layers + 3 - shape.tied  # seven matrices, two norms, biases of three
-    gathered = float(plan.shape.parameters)
-    if layer_size > 1:  # in two steps: what is split by rows over the shards first, by columns over the layer's ranks
-        weights += (7 + 3 * shape.bias) * shape.layers + 2 - shape.tied
-        columns = shape.layers * shape.hidden * (shape.q_size + shape.mlp)
-        rows = shape.layers * (shape.block - 2 * shape.hidden) - columns
-        gathered += rows + (columns + shape.ends - shape.hidden) * layer_size**2 / plan.ranks
-    yield f"{SYNC}, gather of a weight", weights, width(plan.config.actor_rollout_ref.rollout.dtype) * gathered
+    gathered = width(plan.config.actor_rollout_ref.rollout.dtype) * float(shape.parameters)
+    yield f"{SYNC}, gather of a weight", weights, gathered
 
 
 def forward_flops(shape: Shape, sequence: float) -> float:
@@ -170,7 +155,6 @@ def forward_flops(shape: Shape, sequence: float) -> float:
 def lines(plan: Plan, counted: Count) -> list[Line]:
     """Return every figure beside the plan's, or beside its formula where the plan has none."""
     shape, roles = plan.shape, plan.config.actor_rollout_ref
-    layer_size = roles.actor.tensor_model_parallel_size
     policys = [part for part in plan.parts if part.role == "policy"]
     by_plan = dict(zip(("weights", "optimizer"), (part.bytes for part in policys if part.state), strict=True))
     for phase in (LOG_PROBS, UPDATE):
@@ -188,7 +172,7 @@ def lines(plan: Plan, counted: Count) -> list[Line]:
     )
     tokens = {LOG_PROBS: log_prob_tokens(plan.config), UPDATE: _update_tokens(plan)}
     for phase, passes in ((LOG_PROBS, 1), (UPDATE, 3 + roles.model.enable_gradient_checkpointing)):
-        work = passes * tokens[phase] * forward_flops(shape.split(layer_size), plan.longest)
+        work = passes * tokens[phase] * forward_flops(shape, plan.longest)
         out.append(Line(f"{phase}, FLOPs of a pass", "TFLOP", counted.flops[phase] / 1e12, work / 1e12))
     return out
 
@@ -255,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write results/benchmarks/world.md and world.json")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys, for a script that is named")
     args = parser.parse_intermixed_args(arguments)
-    wanted = [*((ROOT / one, ()) for one in SCRIPTS), (ROOT / SCRIPTS[0], SHARED)]
+    wanted = [(ROOT / one, ()) for one in SCRIPTS]
     start, tables, found = time.perf_counter(), [], {}
     for path, typed in [(path, args.overrides) for path in args.script or ()] or wanted:
         script = read_script(path, typed)
