@@ -1,10 +1,12 @@
-"""Decide whether two written answers are the same, for the ``robust`` variants of the mathematics scorers.
+r"""Decide whether two written answers are the same, for the ``robust`` variants of the mathematics scorers.
 
 Answers are compared as texts, as numbers and formulas by value, and part by part as tuples, sets, matrices, equations,
 inequalities and unions of intervals. Equality by algebra, which may not end, is :mod:`reward_scores.symbolic`.
 
-A percent sign is a factor of 1/100: 50% is 0.5. Where one of the two answers has it and the other is a number above 1
-in size, it is also a unit that may be missing: 50% is 50, but 0.5% is not 0.5.
+* A unit may be missing on one side; two units that differ are not equal.
+* A percent sign is a factor of 1/100: 50% is 0.5. Where the other answer is a number above 1 in size, it is also a unit
+  that may be missing: 50% is 50, but 0.5% is not 0.5.
+* What stands for the answer in front of ``=`` may be missing on one side (``m+n=42``); ``x^2=42`` is not 42.
 """
 
 from __future__ import annotations
@@ -13,32 +15,28 @@ import re
 from collections.abc import Callable, Sequence
 
 from reward_scores.expressions import number, ratio, same_value
-from reward_scores.latex import EXACT, NotLatex, to_text
-from reward_scores.typography import to_latex
+from reward_scores.latex import NotLatex, formulas
+from reward_scores.normal_form import (
+    MAX_CHARS,
+    choice,
+    normal,
+    number_of_base,
+    plain_words,
+    split_modulus,
+    split_unit,
+)
 
-MAX_CHARS = 2000  # longer answers are compared as they stand
 MAX_DEPTH = 5  # of tuples within tuples
 MAX_UNORDERED = 20  # elements of a set that are matched in any order
 _OPEN, _CLOSE = "([{", ")]}"
-_LAYOUT = re.compile(
-    r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\{,\}(?=\d{3})|[$`~]"
-    r"|(?<![\w)}\]])\*\*|\*\*(?![\w(\\{.+-])|\\\\$"
-)
-_UNIT = re.compile(
-    r"(?<=[\d}])\s*(?:\\(?:text|mbox|mathrm|textrm)\{[^{}\d]*\}(?:\^\{?[23]\}?)?|\^\{?\\circ\}?|\\degree)\s*$"
-)
-_PERCENT = re.compile(r"\s*(?:\\?%|\\(?:text|mbox|mathrm|textrm)\{\s*(?:per ?cent|\\?%)\s*\}|(?<=\d) per ?cent\b)")
-_WORDS = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|operatorname)\{([^{}]*)\}")
 _MATRIX = re.compile(r"[(\[]?\\begin\{([pbvBV]?(?:small)?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}[)\]]?")
 # What stands for the answer in front of "=": x, x_1, \theta, area, f(x), f^{-1}(x), \angle ABC, \text{Area}, (x,y)
 _LABEL = re.compile(
-    r"(?:\\angle\s*)?(?:\\?[a-zA-Z]\w{0,6}(?:_\{\w+\})?'*(?:\^\{-1\})?(?:\s?\([a-zA-Z]\))?"
+    r"(?:\\angle\s*)?(?:(?!\\(?:[dt]?frac|sqrt|pi|infty))\\?[a-zA-Z]\w{0,6}(?:_\{\w+\})?'*(?:\^\{-1\})?(?:\s?\([a-zA-Z]\))?"
     r"|\\(?:text|mathrm|mbox)\{[^{}]*\}|\([a-zA-Z](?:, ?[a-zA-Z])+\))"
 )
-_CALL = re.compile(r"[a-zA-Z]\w?'*(?:\^\{-1\})?\s?\([a-zA-Z]\)")
-_MEMBER = re.compile(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?")  # x \in (1,2) is (1,2)
-_DESCRIBED = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|\\vert|\||:) ?(.*)\\\}")  # { x : x < 3 } is x < 3
-_RELATION = re.compile(r"\\([lg])(eq?|eqslant|t)(?![a-zA-Z])|(<=|>=|[<>=])")
+_CALL = re.compile(r"[a-zA-Z]\w?'*(?:\^\{-1\})?\s?\([\w =<>]+\)")
+_RELATION = re.compile(r"\\([lg])(eq?|eqslant|t)(?![a-zA-Z])|(\\equiv(?![a-zA-Z])|<=|>=|[<>=])")
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 _OR = re.compile(r"\\(?:cup|lor)(?![a-zA-Z])|\\(?:text|mbox|mathrm)\{\s*(?:or|and)\s*\}|(?<= )(?:or|and)(?= )")
 
@@ -49,53 +47,29 @@ _SETS = {"": "", "{": "", "union": "union", "and": "and"}  # kinds that may equa
 def equivalent(one: str, other: str) -> bool:
     """Return whether two answers are equal as text, numbers, formulas, or part by part.
 
-    Ignores layout, currency, units behind a number, separators of thousands, and ``x =`` in front of one of the two.
-    What is nothing after that equals nothing.
+    What is nothing but layout equals nothing.
     """
     one, other = normal(one), normal(other)
-    if not one or not other or max(len(one), len(other)) > MAX_CHARS:
-        return one == other != ""
-    return _same(one, other, 0)
+    if not re.search(r"\w", one) or not re.search(r"\w", other) or max(len(one), len(other)) > MAX_CHARS:
+        return one == other and bool(re.search(r"\w", one))
+    if choice(one, alone=True) or choice(other, alone=True):
+        return one == other or choice(one) == choice(other)
+    (one, modulus), (other, modulus_too) = split_modulus(one), split_modulus(other)
+    if modulus and modulus_too and modulus != modulus_too:
+        return False
+    return _same(number_of_base(one), number_of_base(other), 0)
 
 
 def cleaned(answer: str) -> str:
-    """Return the answer without layout, currency, units and words that do not change its value, nor ``x =``."""
+    """Return the answer without layout, unit and words that do not change its value, nor ``x =``."""
     text = normal(answer)
-    label, equals, value = text.partition("=")
-    is_label = equals and "=" not in value and _LABEL.fullmatch(label.strip())
-    return value.strip() if is_label and len(text) <= MAX_CHARS else text
-
-
-def normal(answer: str) -> str:
-    """Return the answer in one spelling, without layout, currency, units and words that do not change its value."""
-    if len(answer) > MAX_CHARS:
-        return answer.strip()
-    text = to_latex(answer).replace("\\$", "").replace("\\\\%", "\\%")
-    text = _LAYOUT.sub(lambda found: " " if found[0] in ("\\ ", "\\,", "\\;", "\\:", "~") else "", text).strip()
-    text = re.sub(r"(\.\d+)\s*\.{3}", r"\1\\ldots", text)  # 0.333... is not 0.333
-    while text.endswith(".") and text.rstrip(".").rstrip():
-        text = text[:-1].rstrip()
-    text = _PERCENT.sub(r"\\%", text)
-    if not re.search(r"\\(?:sin|cos|tan)", text):  # an angle's degrees are no unit to drop
-        text = _UNIT.sub("", text)
-    text = re.sub(r"([\^_])\{([^\W_])\}(?!\w)", r"\1\2", text)
-    text = re.sub(r"(?<![\w)}\]])\+\s*(?=\\infty)", "", text)
-    text = re.sub(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", lambda found: found[0].replace(" ", ""), text)
-    text = _MEMBER.sub("", text)
-    if (described := _DESCRIBED.fullmatch(text)) is not None:
-        text = described[1]
-    return " ".join(text.split())
-
-
-def is_decided_here(one: str, other: str) -> bool:
-    """Return whether no library may decide otherwise, because it does not know what one of the two holds.
-
-    That is a percent sign, digits that go on, inequalities joined by "and", an equation against a value, and a set
-    against a tuple.
-    """
-    kinds = {(_parts(side) or ("",))[0] for side in (one, other)}
-    unknown = any("%" in side or "\\ldots" in side for side in (one, other)) or "and" in kinds
-    return unknown or ("{" in kinds and not kinds.isdisjoint("([")) or _is_equation(one) != _is_equation(other)
+    if len(text) > MAX_CHARS:
+        return text
+    value, unit = split_unit(split_modulus(text)[0])
+    sides, operators = _relation(value)
+    if operators == ["="] and _is_label(sides[0], sides[1]):
+        value = sides[1]
+    return value + ("\\%" if unit == "%" else "")
 
 
 def _same(one: str, other: str, depth: int) -> bool:
@@ -108,13 +82,28 @@ def _same(one: str, other: str, depth: int) -> bool:
         operators = _operators(one), _operators(other)
         if any(operators):
             return _same_relations((one, first, operators[0]), (other, second, operators[1]), depth)
+    if first is not None and second is not None:
+        return _same_parts(first, second, depth + 1)
     if first is not None or second is not None:
-        return first is not None and second is not None and _same_parts(first, second, depth + 1)
-    if one.endswith("\\%") or other.endswith("\\%"):
-        return _same_percent(one, other, depth + 1)
-    if _plain_words(one).casefold() == _plain_words(other).casefold():
+        parts, bare = (first, other) if second is None else (second, one)
+        return parts[0] == "{" and len(parts[1]) == 1 and _same(parts[1][0], bare, depth + 1)
+    (value, unit), (value_too, unit_too) = split_unit(one), split_unit(other)
+    if unit and unit_too:
+        return unit == unit_too and _same_values(value, value_too)
+    if "%" in (unit, unit_too):
+        return _same_percent(value, value_too) if unit else _same_percent(value_too, value)
+    return _same_values(value, value_too)
+
+
+def _same_values(one: str, other: str) -> bool:
+    words, words_too = (
+        re.sub(r"(?<=[a-zA-Z])_(?:\{(\d+)\}|(?=\d))", r"\1", plain_words(side)) for side in (one, other)
+    )
+    if _squeezed(words) == _squeezed(words_too):  # H_2O is H2O
         return True
-    return _by_value(same_value, one, other) is True
+    if len(words) > 2 and _squeezed(words).casefold() == _squeezed(words_too).casefold():
+        return True
+    return _by_value(same_value, one, other) is True or _same_ratio(one, other)
 
 
 def _squeezed(text: str) -> str:
@@ -122,17 +111,12 @@ def _squeezed(text: str) -> str:
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
-def _plain_words(text: str) -> str:
-    """Return the text without marks of words and spaces; H_2O is H2O."""
-    return re.sub(r"(?<=[a-zA-Z])_(?:\{(\d+)\}|(?=\d))", r"\1", _squeezed(_WORDS.sub(r"\1", text)))
-
-
 def _by_value(compare: Callable[[str, str], object], one: str, other: str) -> object:
     """Compare two formulas by a function of :mod:`reward_scores.expressions`; None where one is no formula."""
     if "\\text" in one or "\\text" in other:  # words are no formula
         return None
     try:
-        return compare(*(to_text(_without_separators(mixed(side)), EXACT) for side in (one, other)))
+        return compare(*formulas(_without_separators(mixed(one)), _without_separators(mixed(other))))
     except NotLatex:
         return None
 
@@ -146,15 +130,22 @@ def mixed(text: str) -> str:
     return re.sub(r"(?<![\d.^])(\d+)\s*(\\[dt]?frac\{\d+\}\{\d+\}|\\[dt]?frac\d\d|(?<= )\d+/\d+)", r"(\1+\2)", text)
 
 
-def _same_percent(one: str, other: str, depth: int) -> bool:
-    """Compare two answers of which one ends with a percent sign, or both."""
-    if one.endswith("\\%") and other.endswith("\\%"):
-        return _same(one[:-2], other[:-2], depth)
-    share, bare = (one[:-2], other) if one.endswith("\\%") else (other[:-2], one)
+def _same_percent(share: str, bare: str) -> bool:
+    """Compare a number of percent with a number that has no sign."""
     if _by_value(same_value, f"\\frac{{{mixed(share)}}}{{100}}", bare) is True:
         return True
     size = _by_value(lambda value, _: number(value), bare, "")
-    return size is not None and abs(size) > 1 and _same(share, bare, depth)
+    return size is not None and abs(size) > 1 and _same_values(share, bare)
+
+
+def _same_ratio(one: str, other: str) -> bool:
+    """Compare 1:2:3 with 2:4:6; 12:00 is a time and is compared as text."""
+    sides = one.split(":"), other.split(":")
+    if len(sides[0]) != len(sides[1]) or len(sides[0]) < 2 or any(re.fullmatch(r"\d+:\d\d", x) for x in (one, other)):
+        return False
+    (first, *rest), (first_too, *rest_too) = sides
+    pairs = zip(rest, rest_too, strict=True)
+    return all(_by_value(same_value, f"({a})({first_too})", f"({b})({first})") is True for a, b in pairs)
 
 
 # --- parts: tuples, sets, lists, intervals, matrices, unions ---
@@ -167,8 +158,9 @@ def _parts(text: str) -> Parts | None:
         return _matrix(matrix[1], matrix[2])
     found = _split(text, _OR)
     if found is not None and len(found) > 1:
-        ranges = all(_operators(each) not in ("", "=") or each[:1] in "([" for each in found)
-        return (("and" if "and" in text else "union") if ranges else "", found, "")
+        if all(_operators(each) not in ("", "=") or each[:1] in "([" for each in found):
+            return ("and" if "and" in text else "union", found, "")
+        return ("", [item for each in found for item in _split(each) or [each]], "")
     if text[:1] in _OPEN and text[-1:] in _CLOSE and text[:1]:
         elements = _split(text[1:-1])
         if elements is not None:
@@ -182,11 +174,12 @@ def _parts(text: str) -> Parts | None:
 
 
 def _matrix(kind: str, body: str) -> Parts:
-    """Return a matrix row by row. Its kind of brackets counts only where it makes a determinant or norm of it."""
+    """Return a matrix row by row, and a column as a tuple. A determinant or a norm is another thing."""
     rows = [row.split("&") for row in re.split(r"\\\\", body.strip().removesuffix("\\\\"))]
-    shape = ",".join(str(len(row)) for row in rows)
-    name = kind[0] if kind[0] in "vV" else "matrix"
-    return f"{name} {shape}", [cell.strip() for row in rows for cell in row], ""
+    cells, name = [cell.strip() for row in rows for cell in row], kind[0] if kind[0] in "vV" else "matrix"
+    if name == "matrix" and len(rows) > 1 and all(len(row) == 1 for row in rows):
+        return "(", cells, ")"
+    return f"{name} {','.join(str(len(row)) for row in rows)}", cells, ""
 
 
 def _split(text: str, separator: re.Pattern[str] = re.compile(",")) -> list[str] | None:
@@ -211,6 +204,8 @@ def _same_parts(one: Parts, other: Parts, depth: int) -> bool:
         same_kind = _SETS[opened] == _SETS.get(opened_too)
     else:
         same_kind = (opened, closed) == (opened_too, closed_too)
+    first = list(dict.fromkeys(map(_squeezed, first))) if opened == "{" else first  # a set holds an element once
+    second = list(dict.fromkeys(map(_squeezed, second))) if opened_too == "{" else second
     if not same_kind or len(first) != len(second):
         return False
     if not unordered or len(first) > MAX_UNORDERED:
@@ -229,11 +224,16 @@ def _same_parts(one: Parts, other: Parts, depth: int) -> bool:
 
 def _relation(text: str) -> tuple[list[str], list[str]]:
     """Return the sides and operators (``=``, ``<``, ``<=``, ...) of an equation, inequality or chain of them."""
-    found = list(_RELATION.finditer(text))
     sides = _split(text, _RELATION)
-    if not found or sides is None or len(sides) != len(found) + 1:
+    if sides is None or len(sides) == 1:
         return [text], []
-    return sides, [each[3] or ("<" if each[1] == "l" else ">") + ("" if each[2] == "t" else "=") for each in found]
+    found = [each for each in _RELATION.finditer(text) if _depth(text[: each.start()]) == 0]
+    signs = [each[3] or ("<" if each[1] == "l" else ">") + ("" if each[2] == "t" else "=") for each in found]
+    return sides, ["=" if sign == "\\equiv" else sign for sign in signs]
+
+
+def _depth(text: str) -> int:
+    return sum((char in _OPEN) - (char in _CLOSE) for char in text)
 
 
 def _operators(text: str) -> str:
@@ -242,8 +242,20 @@ def _operators(text: str) -> str:
     return "" if not operators else "=" if operators == {"="} else "<"
 
 
-def _is_equation(text: str) -> bool:
-    return _operators(text) == "="
+def _is_label(text: str, value: str) -> bool:
+    r"""Return whether the left side only names what the right side gives: ``m+n=42``, ``AB^2=42``, ``f(2)=42``.
+
+    ``x^2=42``, ``2x=42`` and ``x+1=42`` are equations to solve. What names more than one letter does so for a number.
+    """
+    if _LABEL.fullmatch(text):
+        return True
+    if re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", value)):
+        return False
+    text = re.sub(r"\\(?:frac|dfrac|cdot|angle|triangle|overline|text|mathrm)", "", text)
+    named = re.sub(r"[\^_](?:\w|\{\w+\})", "", text)
+    several = len(set(re.findall(r"[a-zA-Z](?:_\w)?", text))) > 1 and re.search(r"[a-zA-Z].*[a-zA-Z]", named)
+    several = several or "\\sum" in text
+    return bool(_CALL.fullmatch(text)) or bool(several and not re.search(r"\d", named))
 
 
 def _same_relations(one: tuple[str, Parts | None, str], other: tuple[str, Parts | None, str], depth: int) -> bool:
@@ -254,7 +266,8 @@ def _same_relations(one: tuple[str, Parts | None, str], other: tuple[str, Parts 
     if "=" in (kind, kind_too):
         sides, bare = (_relation(text)[0], text_too) if kind else (_relation(text_too)[0], text)
         sides = sides[::-1] if _LABEL.fullmatch(sides[-1]) else sides
-        values = sides[1:] if _LABEL.fullmatch(sides[0]) else sides
+        values = sides[1:] if _is_label(sides[0], sides[-1]) else sides
+        values = values[1:] if len(values) > 1 and _LABEL.fullmatch(values[0]) else values  # x = y = 42
         alike = all(_same(value, values[-1], depth + 1) for value in values[:-1])
         return not (kind and kind_too) and alike and _same(values[-1], bare, depth + 1)
     if kind and kind_too:
@@ -269,11 +282,12 @@ def _same_equations(one: list[str], other: list[str], depth: int) -> bool:
     first, second = one[0], other[0]
     labels = all(_LABEL.fullmatch(side) for side in (first, second))
     named = labels and (_squeezed(first) == _squeezed(second) or any(map(_CALL.fullmatch, (first, second))))
-    if named and len(one) == len(other) == 2:
-        return _same(one[1], other[1], depth + 1)
-    if len(one) != 2 or len(other) != 2:
-        return len(one) == len(other) and all(_same(a, b, depth + 1) for a, b in zip(one, other, strict=True))
-    return _by_value(ratio, _difference(one), _difference(other)) is not None
+    if len(one) == len(other) == 2:
+        numbers = depth == 0 and labels and not re.search(r"[a-zA-Z]", one[1] + other[1])  # k=5 and n=5 give 5
+        if named or numbers:
+            return _same(one[1], other[1], depth + 1)
+        return _by_value(ratio, _difference(one), _difference(other)) is not None
+    return len(one) == len(other) and all(_same(a, b, depth + 1) for a, b in zip(one, other, strict=True))
 
 
 def _same_inequalities(one: tuple[list[str], list[str]], other: tuple[list[str], list[str]], depth: int) -> bool:

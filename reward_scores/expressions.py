@@ -22,6 +22,7 @@ MAX_BITS = 4096  # of an exact power
 TOLERANCE = 1e-12  # relative, where a root or a transcendental number makes a number inexact
 POINT_TOLERANCE = 1e-9  # relative, at a point: formulas written differently round differently
 _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)|([^\W\d_]+)|(\*\*|[-+*/^()!]))")
+MAX_DECIMALS = 10**6  # a longer decimal fraction is not taken for a root or a transcendental number
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "sqrt": cmath.sqrt,
     "ln": cmath.log,
@@ -31,7 +32,22 @@ _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "cos": cmath.cos,
     "tan": cmath.tan,
 }
+# What only :func:`same_value` and its neighbours read; a published reader takes these for products of letters or words
+_MORE_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
+    **_FUNCTIONS,
+    "cot": lambda value: 1 / cmath.tan(value),
+    "sec": lambda value: 1 / cmath.cos(value),
+    "csc": lambda value: 1 / cmath.sin(value),
+    "sinh": cmath.sinh,
+    "cosh": cmath.cosh,
+    "tanh": cmath.tanh,
+    "arcsin": cmath.asin,
+    "arccos": cmath.acos,
+    "arctan": cmath.atan,
+    "abs": abs,
+}
 _CONSTANTS = {"pi": math.pi}
+_MATH_LETTERS = {"e": math.e, "i": 1j}  # in formulas that were written in LaTeX
 _POINTS = (complex(0.7391, 0.4142), complex(-1.3203, 0.2718), complex(-0.5772, -1.6449))
 
 
@@ -65,7 +81,7 @@ def ratio(one: str, other: str) -> complex | None:
 def number(text: str) -> Value | None:
     """Return the value of a formula without names; None for anything else."""
     try:
-        return read(tokens(text), Values({}))
+        return read(tokens(text, latex=True), Values({}), latex=True)
     except (NotAnExpression, ArithmeticError, ValueError, KeyError):
         return None
 
@@ -75,10 +91,12 @@ def _values(one: str, other: str) -> tuple[list[tuple[Value, Value]], float]:
 
     Formulas of sums, products and whole powers are computed exactly at fractions: a term of 1e-20 counts.
     """
-    sides = [tokens(one), tokens(other)]
-    letters = sorted({text for side in sides for text in side if len(text) == 1 and text.isalpha()})
+    sides = [tokens(one, latex=True), tokens(other, latex=True)]
+    letters = sorted({text for side in sides for text in side if len(text) == 1 and text.isalpha()} - {*_MATH_LETTERS})
     if not letters:
         return [_at(sides, {})], TOLERANCE
+    if any("!" in side for side in sides):  # a factorial has values at whole numbers only
+        return [_at(sides, _whole_numbers(letters, point)) for point in range(len(_POINTS))], POINT_TOLERANCE
     try:
         exact = [_at(sides, _fractions(letters, point)) for point in range(len(_POINTS))]
         if all(isinstance(value, Fraction) for pair in exact for value in pair):
@@ -89,8 +107,13 @@ def _values(one: str, other: str) -> tuple[list[tuple[Value, Value]], float]:
 
 
 def _at(sides: Sequence[Sequence[str]], letters: Mapping[str, Value]) -> tuple[Value, Value]:
-    one, other = (read(side, Values(letters)) for side in sides)
+    one, other = (read(side, Values(letters), latex=True) for side in sides)
     return one, other
+
+
+def _whole_numbers(letters: Sequence[str], point: int) -> dict[str, Value]:
+    """Return whole numbers that grow with the alphabet, so that ``n-k`` is one too."""
+    return {name: Fraction((3 + point) * (at + 1) + at) for at, name in enumerate(letters)}
 
 
 def _fractions(letters: Sequence[str], point: int) -> dict[str, Value]:
@@ -108,12 +131,19 @@ def _environment(letters: list[str], point: int) -> dict[str, complex]:
 def _agree(one: Value, other: Value, tolerance: float) -> bool:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
+    for value in (one, other):
+        if tolerance and isinstance(value, Fraction) and value.denominator > MAX_DECIMALS:
+            return False  # 3.14159265358979 is not pi
     one, other = complex(one), complex(other)
     return cmath.isfinite(one) and cmath.isclose(one, other, rel_tol=tolerance)
 
 
-def tokens(text: str) -> list[str]:
-    """Return numbers, names and operators; a name of no function or constant is a product of at most two letters."""
+def tokens(text: str, latex: bool = False) -> list[str]:
+    """Return numbers, names and operators; a name of no function or constant is a product of at most two letters.
+
+    ``latex`` knows more functions, as :func:`read` does.
+    """
+    functions = _MORE_FUNCTIONS if latex else _FUNCTIONS
     if len(text) > MAX_CHARS:
         raise NotAnExpression(f"longer than {MAX_CHARS} characters")
     text, at, found_tokens = text.strip(), 0, []
@@ -123,7 +153,7 @@ def tokens(text: str) -> list[str]:
             raise NotAnExpression(f"{text[at]!r} is no part of a formula")
         at = found.end()
         number, name, operator = found.groups()
-        known = name in _FUNCTIONS or name in _CONSTANTS
+        known = name in functions or name in _CONSTANTS
         if known and text[at : at + 1].isdigit():
             raise NotAnExpression(f"{name!r} runs into a number")
         if name and not known:
@@ -147,9 +177,13 @@ class Algebra(Protocol):
     def factorial(self, value: Any) -> Any: ...
 
 
-def read(found: Sequence[str], algebra: Algebra) -> Any:
-    """Build the object of a formula's tokens. Raises NotAnExpression, and what the algebra raises."""
-    reader = _Reader(found, algebra)
+def read(found: Sequence[str], algebra: Algebra, latex: bool = False) -> Any:
+    r"""Build the object of a formula's tokens. Raises NotAnExpression, and what the algebra raises.
+
+    ``latex`` reads functions as LaTeX writes them (``\ln e^2``, ``\sin 2x``, ``\sin^2 x``) and refuses ``a/bc``,
+    which people write for two values.
+    """
+    reader = _Reader(found, algebra, latex)
     value = reader.sum(0)
     if reader.at < len(found):
         raise NotAnExpression(f"{found[reader.at]!r} is out of place")
@@ -163,8 +197,9 @@ def _is_number(token: str) -> bool:
 class _Reader:
     """A recursive descent over ``sum > product > sign > power > factorial > atom``; adjacent factors are multiplied."""
 
-    def __init__(self, found: Sequence[str], algebra: Algebra):
-        self.tokens, self.algebra, self.at = found, algebra, 0
+    def __init__(self, found: Sequence[str], algebra: Algebra, latex: bool):
+        self.tokens, self.algebra, self.latex, self.at = found, algebra, latex, 0
+        self.functions = _MORE_FUNCTIONS if latex else _FUNCTIONS
 
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
@@ -188,7 +223,10 @@ class _Reader:
             operator = self.take() if self.peek() in ("*", "/") else ""
             if not operator and _is_number(self.peek()) and _is_number(self.tokens[self.at - 1]):
                 raise NotAnExpression("two numbers side by side")  # 1 000 and 2 1/2 are no products
+            bare = self.peek().isalpha() and self.peek() not in self.functions
             factor = self.sign(depth)
+            if self.latex and operator == "/" and bare and (self.peek().isalpha() or self.peek() == "("):
+                raise NotAnExpression("a/bc may be a/(bc) or (a/b)c")
             value = value / factor if operator == "/" else value * factor
         return value
 
@@ -229,20 +267,37 @@ class _Reader:
             if self.take() != ")":
                 raise NotAnExpression("a parenthesis is not closed")
             return value
-        if token in _FUNCTIONS:
-            return self.algebra.call(token, self.atom(depth + 1)) if depth < MAX_DEPTH else self.sum(MAX_DEPTH + 1)
+        if token in self.functions:
+            if depth >= MAX_DEPTH:
+                raise NotAnExpression(f"more than {MAX_DEPTH} levels")
+            return self.call_latex(token, depth + 1) if self.latex else self.algebra.call(token, self.atom(depth + 1))
         if token.isalpha():
             return self.algebra.name(token)
         if _is_number(token):
             return self.algebra.number(token)
         raise NotAnExpression(f"{token or 'the end'!r} is out of place")
 
+    def call_latex(self, function: str, depth: int) -> Any:
+        """Read the exponent and the argument of a function: a parenthesis, or factors up to the next operator."""
+        exponent = None
+        if self.peek() == "^":
+            self.take()
+            exponent = self.atom(depth)
+        if self.peek() == "(" or function == "sqrt":
+            argument = self.atom(depth)
+        else:
+            argument = self.sign(depth)
+            while _is_number(self.peek()) or (self.peek().isalpha() and self.peek() not in self.functions):
+                argument = argument * self.power(depth)
+        value = self.algebra.call(function, argument)
+        return value if exponent is None else self.algebra.power(value, exponent)
+
 
 class Values:
     """The algebra of numbers: exact where there is no root, and refused where too large to compute."""
 
     def __init__(self, letters: Mapping[str, Value]):
-        self.letters = {**_CONSTANTS, **letters}
+        self.letters = {**_CONSTANTS, **_MATH_LETTERS, **letters}
 
     def number(self, token: str) -> Fraction:
         _, _, exponent = token.lower().partition("e")
@@ -258,7 +313,7 @@ class Values:
             above, below = math.isqrt(value.numerator), math.isqrt(value.denominator)
             if above * above == value.numerator and below * below == value.denominator:
                 return Fraction(above, below)
-        return _FUNCTIONS[function](complex(value))
+        return _MORE_FUNCTIONS[function](value if function == "abs" else complex(value))
 
     def power(self, base: Value, exponent: Value) -> Value:
         if isinstance(exponent, Fraction) and exponent.denominator == 1:

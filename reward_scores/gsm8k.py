@@ -36,6 +36,7 @@ _WRITTEN = re.compile(
 )
 _SEPARATED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:['_][0-9]{3})+(?![0-9])")
 _UNIT_POWER = re.compile(r"(?<=[a-zA-Z])[\^_](?:\{[^{}]*\}|-?[0-9]+)")
+_SUM = re.compile(r"[^\n=]*\d[^\n=]*=\s*([^\n=]*\d[^\n=]*)(?:\n|$)")  # #### 7 - 2 = 5
 _PROSE_DASH = re.compile(r"(?<=\S)\s*[\u2012-\u2015]\s+")
 
 
@@ -86,7 +87,10 @@ def extract(response: str, method: str) -> str | None:
 
 def _extract_robust(response: str) -> str | None:
     _, mark, tail = response.rpartition("####")
-    numbers = _WRITTEN.findall(_plain(tail[:REACH] if mark else tail[-REACH:]))
+    tail = tail[:REACH] if mark else tail[-REACH:]
+    if mark and (equation := _SUM.match(tail)):
+        tail = equation[1]
+    numbers = _WRITTEN.findall(_plain(tail))
     if not numbers:
         return None
     found = numbers[0 if mark else -1]

@@ -16,6 +16,9 @@ _NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu n
 upsilon phi chi psi omega"""
 GREEK = {name: ord("\u03b1") + at for at, name in enumerate(_NAMES.split())}
 _FUNCTIONS = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan ln log exp min max gcd"
+_ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\{?\\circ\}?")  # degrees in an argument of sin, cos, tan
+_SUBSCRIPT = re.compile(r"\\?([a-zA-Z]+)'*_(\{[^{}]*\}|\w)")
+_PRIME = re.compile(r"[a-zA-Z]'+")
 _SYMBOLS = {
     **{name: chr(code) for name, code in GREEK.items()},
     "pi": "pi",
@@ -86,6 +89,30 @@ def to_text(latex: str, style: Style) -> str:
     return _group(_TOKEN.findall(latex)[::-1], style, 0).strip()
 
 
+def formulas(*sides: str) -> list[str]:
+    r"""Return formulas as text that :mod:`reward_scores.expressions` reads, with one letter for ``x_1`` in all of them.
+
+    Raises NotLatex as :func:`to_text` does.
+    """
+    names: dict[str, str] = {}
+    return [to_text(_for_values(side, names), EXACT) for side in sides]
+
+
+def _for_values(text: str, names: dict[str, str]) -> str:
+    """Rewrite what the reader of formulas does not know: bases of logarithms, inverse functions, degrees, indices."""
+    text = re.sub(r"\\log ?_(\{[^{}]*\}|\w)", r"\\frac{1}{\\ln(\1)}\\ln ", text)
+    text = re.sub(r"\\(sin|cos|tan) ?\^\{?-1\}?", r"\\arc\1", text)
+    if re.search(r"\\(?:sin|cos|tan)", text):
+        text = _ANGLE.sub(r"(\1\\pi/180)", text)
+    text = re.sub(r"\|([^|]+)\|", r" abs(\1)", text)
+    text = _SUBSCRIPT.sub(lambda found: _letter(found[0], names), text)
+    return _PRIME.sub(lambda found: _letter(found[0], names), text)
+
+
+def _letter(name: str, names: dict[str, str]) -> str:
+    return f" {names.setdefault(re.sub('[{} ]', '', name), chr(0x4E00 + len(names)))} "
+
+
 def _group(tokens: list[str], style: Style, depth: int) -> str:
     """Consume tokens (the next one is the last of the list) up to the brace that closes the group."""
     if depth > MAX_DEPTH:
@@ -112,6 +139,9 @@ def _piece(tokens: list[str], style: Style, depth: int) -> str:
     name = token[1:].strip() or token[1:]
     if name in ("frac", "dfrac", "tfrac"):
         return style.fraction.format(_argument(tokens, style, depth), _argument(tokens, style, depth))
+    if name in ("binom", "dbinom", "tbinom") and not style.unknown_commands:
+        above, below = _argument(tokens, style, depth), _argument(tokens, style, depth)
+        return f"(({above})!/(({below})!(({above})-({below}))!))"
     if name == "sqrt":
         index = _option(tokens)
         return style.root.format(index, _argument(tokens, style, depth))

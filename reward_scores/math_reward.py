@@ -18,6 +18,9 @@ from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
 MAX_BOXES = 20  # from the end, that are looked at for a closed one
 METHODS = {"published": None, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
+_BOXED = re.compile(r"(?:\\b|\x08)oxed\s*(\{|(?<=\s)[^\s${}]+)")  # \x08 is what a text's \b becomes by mistake
+_FRAMED = re.compile(r"\\(?:fbox|framebox)\s*(\{)")
+_JOINED = re.compile(r"\s*\$?\s*(?:,|and|or|, and)\s*\$?\s*")
 EXAMPLES = (
     (r"So the graph has $\boxed{2}$ vertical asymptotes.", "2", 1.0),
     (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1.0),
@@ -59,14 +62,26 @@ def last_box(text: str) -> str | None:
 
 
 def last_closed_box(text: str) -> str | None:
-    """Return the content of the last closed ``\\boxed{...}`` or ``\\fbox{...}``, or the line after ``\\boxed ``."""
-    for found in list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|(?<=\s)[^\s${}]+)", text))[: -MAX_BOXES - 1 : -1]:
-        if found[1] != "{":
-            return found[1]
-        end = closing_brace(text, found.start(1))
-        if end is not None:
-            return text[found.end() : end]
-    return None
+    r"""Return the content of the last closed ``\boxed{...}`` that is not empty, or the word after ``\boxed ``.
+
+    ``\fbox`` and ``\framebox`` count where there is no ``\boxed``. Boxes that only a comma or a word like "and" joins
+    are one list.
+    """
+    return _last_of(_BOXED, text) or _last_of(_FRAMED, text)
+
+
+def _last_of(opening: re.Pattern[str], text: str) -> str | None:
+    found, start = None, 0
+    for box in list(opening.finditer(text))[: -MAX_BOXES - 1 : -1]:
+        end = closing_brace(text, box.start(1)) if box[1] == "{" else box.end(1) - 1
+        content = (text[box.end() : end] if box[1] == "{" else box[1]) if end is not None else ""
+        if found is not None:
+            if end is None or not content.strip() or not _JOINED.fullmatch(text[end + 1 : start]):
+                return found
+            found, start = f"{content}, {found}", box.start()
+        elif content.strip():
+            found, start = content, box.start()
+    return found
 
 
 def unbox(box: str | None) -> str | None:

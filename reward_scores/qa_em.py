@@ -1,8 +1,12 @@
 """Open questions with short answers in ``<answer>``: exact match, substring match, or word overlap.
 
+``robust`` is ``em`` without the limit, and reads letters with and without accents, typographic quotes and dashes, and
+invisible characters as the plain ones; it keeps what tells answers apart: 1.5 is not 15, C# is not C, and a last "A" is
+no article.
+
 ``em`` and ``subem`` are verl's ``search_r1_like_qa_em``, on the response alone; with ``min_answers=2`` and
 ``max_tags=None`` they are Search-R1's ``qa_em``, which reads prompt and response and relies on the example in the
-prompt (on the response alone that is ``max_tags=None``). ``f1`` is SQuAD's. ``robust`` is ``em`` without the limit.
+prompt (on the response alone that is ``max_tags=None``). ``f1`` is SQuAD's.
 
 A gold answer that normalises to nothing (``A+``, ``#``) is compared as it is written, in lower case, so that an empty
 answer is never right. There the published functions differ: to them every answer of articles and punctuation is right,
@@ -14,6 +18,7 @@ from __future__ import annotations
 import functools
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +26,7 @@ from typing import Any
 from reward_scores.score import MISSING, Score, as_text, graded, no_answer, plain
 from reward_scores.tags import between, opened_tag
 
+MAX_CHARS = 1000  # longer answers are normalised as published
 METHODS = ("em", "subem", "f1", "robust")
 EXAMPLES = (
     ("<think>the capital</think> <answer>Paris</answer>", {"target": ["Paris", "Paris, France"]}, 1.0),
@@ -30,6 +36,20 @@ EXAMPLES = (
 )
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_TYPOGRAPHIC = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u201b\u2032\u02bc\u00b4`", "'"),
+        **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033", '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
+        **{"\u0130": "I", "\u0131": "i", "\u00f8": "o", "\u00d8": "O", "\u0142": "l", "\u0141": "L"},
+    }
+)
+# Punctuation that stays is away, as private characters, while the rest is dropped
+_AWAY = str.maketrans("./:#+-", "\ue001\ue002\ue003\ue004\ue005\ue006")
+_BACK = {code: sign for sign, code in zip("./:#+-", _AWAY.values(), strict=True)}
+_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen twenty"""
+_NUMBERS = {word: at for at, word in enumerate(_WORDS.split())}
 
 
 def score(
@@ -55,7 +75,11 @@ def score(
     if answer is None:
         return no_answer()
     said, golds = normalize_answer(answer), targets(ground_truth)
-    right = any(is_gold(said, answer, gold) for gold in golds)
+    if method == "robust":
+        said = plain_answer(answer)
+        right = any(said == plain_answer(gold) != "" or answer.strip() == gold.strip() != "" for gold in golds)
+    else:
+        right = any(is_gold(said, answer, gold) for gold in golds)
     if method == "f1":
         best = 1.0 if right else max((_overlap(said, _normal_gold(gold)) for gold in golds), default=0.0)
         return graded(right, said, best * correct_score, f1=best)
@@ -96,6 +120,25 @@ def normalize_answer(text: str) -> str:
     """Return lower case without ASCII punctuation and articles, with single spaces (SQuAD, in this order)."""
     text = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def plain_answer(text: str) -> str:
+    """Return an answer in lower case without accents, articles and the punctuation that does not change it."""
+    if len(text) > MAX_CHARS:
+        return normalize_answer(text)
+    text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC)).casefold()
+    text = "".join(char for char in text if unicodedata.category(char) not in ("Mn", "Cf"))  # accents, invisible
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|(?<=[a-z])\.(?=[a-z](?![a-z]))|'", "", text)  # 1,000, U.S., O'Neill
+    text = re.sub(
+        r"(?<=\d)[./:](?=\d)|(?<=\w)[#+]+(?!\w)|(?<![\w ])-(?=\d)|^-(?=\d)", _kept, text.replace("&", " and ")
+    )
+    text = re.sub(rf"[{re.escape(string.punctuation)}\u00ab\u00bb]", " ", text)
+    text = re.sub(r"\b(?:a|an|the) (?=(?:\w+ )*?(?!(?:a|an|the)\b)\w)", "", " ".join(text.split()))
+    return " ".join(str(_NUMBERS.get(word, word)) for word in text.translate(_BACK).split())
+
+
+def _kept(found: re.Match[str]) -> str:
+    return found[0].translate(_AWAY)
 
 
 @functools.lru_cache(maxsize=65536)  # a group of answers asks for the same golds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from results.rewards import scorers
 from reward_scores import gsm8k, math_dapo, math_reward
 from reward_scores.equivalence import equivalent
 from reward_scores.expressions import ratio, same_value
@@ -34,10 +35,9 @@ CHARACTERS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "latex"), CHARACTERS)
-def test_a_character_keeps_its_value(text, latex):
+def test_a_character_keeps_its_value():
     roots = "2\\sqrt{3} \\sqrt{x+1} \\sqrt[3]{8} \\sqrt{\\sqrt{16}} \\sqrt{\\frac{1}{2}}"
-    assert to_latex(text) == (roots if latex is None else latex)
+    assert [text for text, latex in CHARACTERS if to_latex(text) != (latex or roots)] == []
 
 
 SAME = [
@@ -122,7 +122,7 @@ DIFFERENT = [
     ("2x-y+1=0", "0"),
     ("x+2=7", "7"),
     ("2+3=6", "6"),
-    ("x=5", "y=5"),
+    ("x=5, y=6", "x=6, y=5"),
     ("x<3", "(-\\infty,3]"),
     ("x<3", "x>3"),
     ("x<3", "y<3"),
@@ -134,21 +134,25 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("equal", [equivalent, math_verify_equal])
-@pytest.mark.parametrize(("one", "other"), SAME)
-def test_the_same_in_another_spelling(one, other, equal):
-    assert equal(one, other) and equal(other, one)
+def test_the_same_in_another_spelling():
+    assert [pair for pair in SAME if not (equivalent(*pair) and equivalent(*pair[::-1]))] == []
 
 
-@pytest.mark.parametrize("equal", [equivalent, math_verify_equal])
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_not_the_same(one, other, equal):
-    assert not equal(one, other) and not equal(other, one)
+def test_not_the_same():
+    assert [pair for pair in DIFFERENT if equivalent(*pair) or equivalent(*pair[::-1])] == []
 
 
-def test_math_verify_still_rounds_to_a_decimal_fraction():
+@pytest.mark.parametrize("reader", scorers.READERS)
+def test_the_robust_readers_on_the_published_pairs(reader):
+    wrong = list(scorers.mistakes(reader, scorers.READERS[reader]["robust"]))
+    size = sum(row["reader"] == reader for row in scorers.pairs())
+    assert [row for row, said in wrong if said] == []  # a right one that is wrong trains a policy to write it
+    assert len(wrong) <= 0.02 * size, wrong
+
+
+def test_math_verify_is_the_library_as_it_comes():
     assert math_verify_equal("0.333333", "\\frac{1}{3}") and not equivalent("0.333333", "\\frac{1}{3}")
-    assert not math_verify_equal("0.000000333333", "\\frac{1}{2000000}")
+    assert math_verify_equal("\\{1,2\\}", "2,1") and not math_verify_equal("", "") and not math_verify_equal("2", "3")
 
 
 def test_formulas_of_names_are_compared_exactly_where_they_can_be():
@@ -178,6 +182,8 @@ def test_formulas_of_names_are_compared_exactly_where_they_can_be():
         ("#### 50%", "50", True),
         ("#### 50%", "0.5", True),
         ("#### 0.5%", "0.5", False),
+        ("#### 7 - 2 = 5", "5", True),
+        ("#### 7 - 2 = 5", "7", False),
     ],
 )
 def test_gsm8k_robust_keeps_the_value(response, gold, right):
@@ -185,7 +191,6 @@ def test_gsm8k_robust_keeps_the_value(response, gold, right):
 
 
 def test_the_scorers_compare_so():
-    for method in ("robust", "math_verify"):
-        assert math_reward.score("\\boxed{5\u00b2}", "52", {}, method).acc == 0.0
-        assert math_dapo.score("Answer: 2\u00bd", "2.5", {}, method).acc == 1.0
+    assert math_reward.score("\\boxed{5\u00b2}", "52", {}, "robust").acc == 0.0
+    assert math_dapo.score("Answer: 2\u00bd", "2.5", {}, "robust").acc == 1.0
     assert math_reward.score("\\boxed{x=5}", "5", {}, "robust").pred == "5"  # what maj@k votes on

@@ -242,9 +242,11 @@ def test_qa_tags_without_end_cost_three_quarters():
 
 def test_math_robust_takes_the_last_closed_box():
     assert math_reward.score("\\boxed{42} and \\boxed{7", "42", {}, "robust").acc == 1.0
-    assert math_reward.score("\\boxed{7} and \\fbox{42}", "42", {}, "robust").acc == 1.0
-    assert math_reward.score("\\boxed 5 and \\boxed{42}", "42", {}, "robust").acc == 1.0
+    assert math_reward.score("\\boxed{42}, not \\fbox{7}", "42", {}, "robust").acc == 1.0
+    assert math_reward.score("\\boxed 5, no: \\boxed{42}", "42", {}, "robust").acc == 1.0
+    assert math_reward.score("\\boxed{42} \\boxed{}", "42", {}, "robust").acc == 1.0
     assert math_reward.score("\\boxed{42} and \\boxed{7}", "42", {}, "robust").acc == 0.0
+    assert math_reward.score("\\boxed{42} and \\boxed{7}", "7, 42", {}, "robust").acc == 1.0
     assert math_reward.score("\\boxed 42 apples", "42", {}, "robust").acc == 1.0
 
 

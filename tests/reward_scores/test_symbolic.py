@@ -70,7 +70,6 @@ def test_no_text_is_evaluated_as_code(monkeypatch):
 
 SAME = [
     ("1,000", "1000"),
-    ("34\\%", "34"),
     ("\\$5.50", "5.5"),
     ("5\\text{ cm}", "5"),
     ("\\frac{3}{6}", "0.5"),
@@ -127,11 +126,9 @@ def test_what_calls_a_library_declares_it():
     for scorer in SCORERS.values():
         source, methods = scorer.name, getattr(inspect.getmodule(scorer.score), "METHODS", ())
         for method in methods if "\\boxed" in str(scorer.examples) else ():
-            # What equivalence.py knows by itself does not reach math-verify
-            answer, gold = ("\\sin^2 x+\\cos^2 x", "1") if method == "math_verify" else ("b+a", "a+b")
-            response = f"<think>t</think>\\boxed{{{answer}}}"
+            response, gold = "<think>t</think>\\boxed{b+a}", "a+b"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(symbolic, "_verify", refuse)
+                patch.setattr(symbolic, "_math_verify", refuse)
                 patch.setattr(symbolic, "read", refuse)
                 try:
                     scorer(response, gold, {}, method=method)
