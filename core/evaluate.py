@@ -112,12 +112,11 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
         raise InputError("preset: the settings of --run are the run's own; set single keys, or use --model")
     checkpoint, settings = None, {PATH: model or own}
     if run is not None:
-        from core.checkpoint.store import fetched
         from core.export import find_checkpoint
 
-        checkpoint = find_checkpoint(fetched(run, "--run").expanduser())
+        checkpoint = find_checkpoint(run, "--run")
         # Of the run's process, not of the model; the tokenizer that trained lies beside the weights
-        own_paths = {PATH: str(checkpoint.path("actor").resolve()), f"{MODEL}tokenizer_path": None}
+        own_paths = {PATH: str((checkpoint.folder / "actor").resolve()), f"{MODEL}tokenizer_path": None}
         settings = {**(checkpoint.provenance.config if checkpoint.provenance else {}), **own_paths}
         settings["trainer.resume_mode"] = "disable"
     composed = examine(recipe, overrides, hooks, settings)

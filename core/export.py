@@ -12,25 +12,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.checkpoint.store import Checkpoint, CheckpointStore, fetched, verify
+from core.checkpoint.store import Checkpoint, CheckpointStore, checkpoint_at
 from core.errors import InputError
-from core.files import inside, written_here
+from core.files import written_here
 from core.learner.hf_export import ADAPTERS, export_hf
 
 TRAINING_STATE = (".pt", ".distcp", ".metadata")  # endings of files that resume a run and are not exported
 
 
-def find_checkpoint(source: Path) -> Checkpoint:
-    """Return the checkpoint in ``source``, or the newest complete one of the run folder ``source``.
+def find_checkpoint(source: str | Path, key: str = "source") -> Checkpoint:
+    """Return the checkpoint at a path or URL, or the newest complete one of a run folder; changes nothing there.
 
-    Changes nothing there. Raises InputError where there is none, or all are damaged.
+    Raises InputError where there is none, or all are damaged.
     """
-    if (source / "actor").is_dir():
-        return verify(source)
-    found = CheckpointStore(source).latest()
-    if found is None:
-        raise InputError(f"{source}: neither a checkpoint (global_step_N) nor a run folder with checkpoints")
-    return found
+    newest = CheckpointStore(Path(source).expanduser()).latest()
+    return newest or checkpoint_at(source, key)
 
 
 def export(
@@ -47,22 +43,21 @@ def export(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not an empty folder: give the export a new one")
-    found = find_checkpoint(fetched(source, "source"))
+    found = find_checkpoint(source)
     unfinished = out.with_name(f".tmp-{out.name}")  # renamed at the end: a folder of the final name is complete
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        if dtype is None and not (found.path("actor") / ADAPTERS).exists():
+        if dtype is None and not (found.folder / "actor" / ADAPTERS).exists():
             for name in found.files:
                 if name.startswith("actor/") and not name.endswith(TRAINING_STATE):
-                    target = inside(unfinished, name.removeprefix("actor/"), found.folder)
+                    target = unfinished / name.removeprefix("actor/")
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(found.folder / name, target)
         else:
             _convert(found, unfinished, dtype, base, trust_remote_code)
         unfinished.replace(out)
-    except BaseException:
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     return found
 
 
@@ -75,7 +70,7 @@ def _convert(found: Checkpoint, out: Path, dtype: str | None, base: str | None, 
     from core.learner.models import auto_class, quiet
     from core.vision.modality import modality_of
 
-    actor = found.path("actor")
+    actor = found.folder / "actor"
     wanted = getattr(torch, dtype or "float32", None)
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise InputError(f"--dtype={dtype}: not a floating-point type of torch, such as bfloat16 or float32")

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from core.algorithm.kl import KLController
 from core.checkpoint import run_state
 from core.checkpoint.provenance import Change, ModelFingerprint, Provenance, check_resume
 from core.checkpoint.remote_copy import RemoteCopy
-from core.checkpoint.store import BackgroundWriter, Checkpoint, CheckpointStore, resolve_resume
+from core.checkpoint.store import Checkpoint, CheckpointStore, resolve_resume
 from core.cluster.workers import Workers
 from core.config import convert, defaults
 from core.config.paths import run_folder
@@ -85,7 +84,7 @@ class Run:
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
         url = config.trainer.default_local_dir
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
-        self.writer = BackgroundWriter(self.store, self.remote and self.remote.send)
+        self.saved_step: int | None = None
         self.workers: Workers | None = None
         self.models: Mapping[str, ModelFingerprint] = {}
         self.contents: Mapping[str, list[str]] = {}
@@ -93,10 +92,6 @@ class Run:
         self.tracker: Tracker | None = None
         self.saving_s = 0.0  # of checkpoints since the last line of metrics
         self.line_ended = time.perf_counter()
-
-    @property
-    def saved_step(self) -> int | None:
-        return self.writer.saved_step
 
     # -- starting --------------------------------------------------------------------------------
 
@@ -134,7 +129,7 @@ class Run:
             )
         checkpoint = resolve_resume(trainer, self.store)
         if checkpoint is not None and checkpoint.provenance is not None:
-            self.models = planned_fingerprints(self.config, critic=critic, known=checkpoint.provenance.bases)
+            self.models = planned_fingerprints(self.config, critic=critic)
         if checkpoint is not None:
             self._check(checkpoint)
             if not trainer.val_only:
@@ -155,10 +150,7 @@ class Run:
     def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
         """Take the models into the run and return the state to go on from, as if the run had never stopped."""
         self.workers = workers
-        known = {name: model.base for name, model in self.models.items() if model.base is not None}
-        if checkpoint is not None:
-            known = {**checkpoint.provenance.bases, **known}
-        self.models = workers.fingerprints(known)  # once: a checkpoint records what was loaded
+        self.models = workers.fingerprints()  # once: a checkpoint records what was loaded
         if checkpoint is None:
             return self.state
         self._check(checkpoint)
@@ -167,11 +159,11 @@ class Run:
             log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder, self.prompt_of)
-        self.step = self.writer.saved_step = saved.step
+        self.step = self.saved_step = saved.step
         self.health = Health.of_state(saved.values["health"])
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)
         self.state = LoopState(self.state.kl_controller.with_state(saved.values["kl_controller"]), collect)
-        run_state.set_rng_state(run_state.load_tensors(checkpoint.path("rng.pt")))
+        run_state.set_rng_state(run_state.load_tensors(checkpoint.folder / "rng.pt"))
         log.info("resumed after step %d from %s", self.step, checkpoint.folder)
         return self.state
 
@@ -200,7 +192,6 @@ class Run:
             with memory_phase("update_weights"), self.stop, asyncio.Runner() as runner:
                 try:
                     yield runner
-                    self.writer.finish()
                     status = "finished"
                 except StopRequested:
                     self._save_and_say()
@@ -240,7 +231,6 @@ class Run:
     def _close(self, status: str) -> None:
         for name, count in self.repeats.counts.items():
             log.warning("trainer.health.%s.bound was crossed in %d more steps, not warned of again", name, count)
-        self.writer.close()
         self.tracker.close(status)
         if self.remote is not None and not self.config.trainer.val_only:
             try:
@@ -271,7 +261,6 @@ class Run:
         The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
         """
         self.step, self.state = metrics.step, state
-        self.writer.look()
         violations = self._check_health(metrics)
         if self.saving_s:
             metrics.add({"timing_s/save_checkpoint": self.saving_s})
@@ -281,7 +270,13 @@ class Run:
         self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
         if self.is_due(self.config.trainer.save_freq, self.step, state):
-            self.save()
+            try:
+                self.save()
+            except WriteFailed as error:
+                if self.finished():
+                    raise
+                # A run of days may find room before its next save
+                log.warning("%s. Training goes on, and the next checkpoint is another try", error)
         self._stop_if_unhealthy(violations, batch)
 
     def outcome(self) -> str:
@@ -293,36 +288,13 @@ class Run:
     # -- saving and giving up --------------------------------------------------------------------
 
     def save(self) -> None:
-        """Begin a checkpoint of the last complete step, unless there is one, once the one before is complete.
+        """Write a checkpoint of the last complete step, unless there is one, and send it to the run folder's URL.
 
-        The state is copied to host memory; a thread writes it while training goes on. A run that is killed before it
-        is complete resumes from the one before.
+        A run that is killed before it is complete resumes from the one before. Raises WriteFailed.
         """
-        if self.step in (0, self.saved_step, self.writer.begun_step):
+        if self.step in (0, self.saved_step):
             return
-        start = time.perf_counter()
-        self.writer.begin(self.step, self.provenance(), self._copied)
-        self.saving_s += time.perf_counter() - start
-
-    def _save_and_say(self) -> None:
-        """Save what a requested stop leaves, and print how to continue. Raises WriteFailed."""
-        cause = f" ({self.stop.cause})" if self.stop.cause else ""
-        try:
-            self.save()
-            self.writer.finish()
-        except WriteFailed as error:
-            self.tracker.note("stopped_because", str(error))
-            raise
-        how = "the same command continues"
-        if self.step and self.config.trainer.resume_mode != "auto":
-            how += " with trainer.resume_mode=auto"
-        log.warning("stopped after step %d of %d%s; %s", self.step, self.total_steps, cause, how)
-
-    def _copied(self) -> Callable[[Path], Mapping[str, str]]:
-        """Copy the state of the run and return what writes it into a folder."""
-        with memory_phase("save_checkpoint"):
-            snapshot = self.workers.snapshot()
-        rng, collect = run_state.rng_state(), self.state.collect
+        start, collect = time.perf_counter(), self.state.collect
         state = run_state.DriverState(
             step=self.step,
             next_ordinal=collect.next_ordinal,
@@ -333,14 +305,28 @@ class Run:
                 "kl_controller": self.state.kl_controller.state_dict(),
             },
         )
-
-        def fill(folder: Path) -> Mapping[str, str]:
-            hashes = snapshot.write(folder)
+        hashes: dict[str, str] = {}
+        with memory_phase("save_checkpoint"), self.store.writing(self.step, self.provenance(), hashes) as folder:
+            hashes.update(self.workers.save(folder))
             state.save(folder)
-            run_state.save_tensors(folder / "rng.pt", rng)
-            return hashes
+            run_state.save_tensors(folder / "rng.pt", run_state.rng_state())
+        self.saved_step = self.step
+        if self.remote is not None:
+            self.remote.send(self.step)
+        self.saving_s += time.perf_counter() - start
 
-        return fill
+    def _save_and_say(self) -> None:
+        """Save what a requested stop leaves, and print how to continue. Raises WriteFailed."""
+        cause = f" ({self.stop.cause})" if self.stop.cause else ""
+        try:
+            self.save()
+        except WriteFailed as error:
+            self.tracker.note("stopped_because", str(error))
+            raise
+        how = "the same command continues"
+        if self.step and self.config.trainer.resume_mode != "auto":
+            how += " with trainer.resume_mode=auto"
+        log.warning("stopped after step %d of %d%s; %s", self.step, self.total_steps, cause, how)
 
     def _check_health(self, metrics: StepMetrics) -> list[BoundViolation]:
         """Compare the step with ``trainer.health`` and warn of every bound that it crossed."""
@@ -379,7 +365,6 @@ class Run:
         saved = f"saved in {self.store.folder(self.step)}"
         try:
             self.save()
-            self.writer.finish()
         except WriteFailed as error:  # must not hide why the run stops
             saved = f"not saved ({error})"
         if any(violation.check == "nonfinite" for violation in stopping):

@@ -11,9 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -24,32 +22,59 @@ from core.config.checked import schema_for
 from core.config.problem import brief, show
 from core.config.section import BOOKKEEPING, FILES, IDENTITY
 from core.errors import InputError
-from core.files import local_path
+from core.files import file_sha256, local_path
 
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "ray")
 FORMATS = ("model*.safetensors", "pytorch_model*.bin")  # of weights, in the order in which transformers looks for them
-BLOCK = 1 << 24  # bytes
-THREADS = 8  # that hash; each has a block in memory
 SEED = "trainer.seed"  # has a refusal of its own, which no flag lifts
 MODELS = {"actor_rollout_ref.model.path": "actor", "critic.model.path": "critic"}
-
-# ---------------------------------------------------------------- models and the weights that they started from
 
 
 @dataclass(frozen=True)
 class Base:
-    """The weights that a model started from: where they were, their SHA-256, and how to know them unread.
-
-    ``stamp`` is a hash of the files' names, sizes and times of change (of a hub's, of the commit): as long as path and
-    stamp match, no file is read.
-    """
+    """The weights that a model started from: where they were, and their SHA-256."""
 
     path: str
     sha256: str
-    stamp: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.path} (SHA-256 {self.sha256[:12]})"
+
+
+def base_of(path: str) -> Base:
+    """Return the SHA-256 of the weights in a Hugging Face folder (or of a hub id's or URL's, as this machine has them).
+
+    Of safetensors every tensor counts by name, type, shape and bytes, so a copy that is cut into other files is the
+    same base; of other formats the files do. Raises FileNotFoundError.
+    """
+    folder = Path(local_path(path, "model"))
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=list(FORMATS), local_files_only=True))
+    files = next((files for pattern in FORMATS if (files := sorted(folder.glob(pattern)))), None)
+    if files is None:
+        raise FileNotFoundError(f"{path}: no weights ({', '.join(FORMATS)}) there")
+    lines = [line for file in files for line in _tensors(file, file.stat().st_size, file.stat().st_mtime_ns)]
+    return Base(path, hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest())
+
+
+@functools.cache
+def _tensors(file: Path, size: int, changed: int) -> list[str]:
+    """Return a line a tensor of a safetensors file, else one in all; ``size`` and ``changed`` are keys of the cache."""
+    if file.suffix != ".safetensors":
+        return [f"{file.name} {file_sha256(file)}"]
+    with open(file, "rb") as stream:  # eight bytes of length, a header in JSON, the tensors
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(start - 8))
+        header.pop("__metadata__", None)
+        lines = []
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
+            stream.seek(start + begin)
+            digest = hashlib.sha256(stream.read(end - begin)).hexdigest()
+            lines.append(f"{name} {tensor['dtype']} {tensor['shape']} {digest}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -66,12 +91,6 @@ class ModelFingerprint:
         shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
         return cls(type(module).__name__, shapes, base)
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ModelFingerprint:
-        base = value.get("base")
-        shapes = {key: tuple(shape) for key, shape in value["shapes"].items()}
-        return cls(value["architecture"], shapes, Base(**base) if base else None)
-
     @property
     def has_adapters(self) -> bool:
         return any(".lora_" in name for name in self.shapes)
@@ -86,68 +105,6 @@ class ModelFingerprint:
             if there != here:
                 differences.append(f"{name} is {there} there, {here} here")
         return differences
-
-
-def base_of(path: str, known: Base | None = None) -> Base:
-    """Return the SHA-256 of the weights in a Hugging Face folder (or of a hub id's or URL's, as this machine has them).
-
-    Of safetensors every tensor counts by name, type, shape and bytes, so a copy that is cut into other files is the
-    same base; of other formats the files do. Several threads read the files, once a process, and nothing is read where
-    ``known`` has the same path and stamp. Raises FileNotFoundError.
-    """
-    folder, commit = Path(local_path(path, "model")), None
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(path, allow_patterns=list(FORMATS), local_files_only=True))
-        commit = folder.name
-    files = next((files for pattern in FORMATS if (files := sorted(folder.glob(pattern)))), None)
-    if files is None:
-        raise FileNotFoundError(f"{path}: no weights ({', '.join(FORMATS)}) there")
-    stats = [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    named = [(file.name, size, commit or changed) for file, size, changed in stats]
-    stamp = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
-    if known is not None and (known.path, known.stamp) == (path, stamp):
-        return known
-    entries = [entry for stat in stats for entry in _entries(*stat)]
-    return Base(path, hashlib.sha256("\n".join(sorted(entries)).encode()).hexdigest(), stamp)
-
-
-@functools.cache
-def _entries(file: Path, size: int, changed: int) -> tuple[str, ...]:
-    """Return a line a tensor of a safetensors file, else one in all; ``size`` and ``changed`` are keys of the cache.
-
-    A safetensors file holds eight bytes of length, a header in JSON, and the tensors.
-    """
-    with open(file, "rb") as stream:
-        if file.suffix != ".safetensors":
-            return (f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}",)
-        start = 8 + int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(start - 8))
-        header.pop("__metadata__", None)
-
-        def line(name: str) -> str:
-            tensor = header[name]
-            begin, end = (start + offset for offset in tensor["data_offsets"])
-            return f"{name} {tensor['dtype']} {tensor['shape']} {_digest(stream.fileno(), begin, end, file)}"
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            return tuple(pool.map(line, header))
-
-
-def _digest(number: int, begin: int, end: int, file: Path) -> str:
-    """Return the SHA-256 of a range of an open file."""
-    digest = hashlib.sha256()
-    while begin < end:
-        block = os.pread(number, min(end - begin, BLOCK), begin)
-        if not block:
-            raise FileNotFoundError(f"{file} is cut short: fetch the model again")
-        digest.update(block)
-        begin += len(block)
-    return digest.hexdigest()
-
-
-# ---------------------------------------------------------------- a run, and another that goes on from it
 
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
@@ -171,15 +128,19 @@ class Provenance:
     contents: Mapping[str, list[str]] = field(default_factory=dict)  # key -> SHA-256 of the files that it names
     versions: Mapping[str, str] = field(default_factory=package_versions)
 
-    @property
-    def bases(self) -> dict[str, Base]:
-        """The base of each model, where it is known."""
-        return {name: model.base for name, model in self.models.items() if model.base is not None}
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Provenance:
-        models = {name: ModelFingerprint.from_json(model) for name, model in value["models"].items()}
+        models = {}
+        for name, model in value["models"].items():
+            shapes = {key: tuple(shape) for key, shape in model["shapes"].items()}
+            base = Base(**model["base"]) if model["base"] else None
+            models[name] = ModelFingerprint(model["architecture"], shapes, base)
         return cls(**{**value, "models": models})
+
+    def hashes(self) -> dict[str, list[str]]:
+        """Return key -> SHA-256 of the files that it names, models included, as far as they are known."""
+        bases = {key: self.models[name].base for key, name in MODELS.items() if name in self.models}
+        return {**self.contents, **{key: [base.sha256] for key, base in bases.items() if base is not None}}
 
 
 @dataclass(frozen=True)
@@ -207,47 +168,43 @@ def check_resume(folder: Path, saved: Provenance | None, run: Provenance, *, all
             functions of it: prompts would be trained twice, others never), or, without ``allow``, base, data or
             objective are other ones.
     """
+    fix = "or choose another trainer.experiment_name"
     if saved is None:
         raise InputError(f"{folder}: the manifest does not say which run it is of, so it cannot be resumed")
-    for name in sorted(saved.models.keys() | run.models.keys()):
-        if name in saved.models and name in run.models:
-            _check_model(folder, name, saved.models[name], run.models[name])
-            continue
-        holds, needs = ("holds a", "has none") if name in saved.models else ("holds no", "has one")
-        raise InputError(
-            f"{folder} {holds} {name}, but this run {needs} (algorithm.adv_estimator decides whether there is a "
-            "critic). Resume with the configuration of the run, or choose another trainer.experiment_name"
-        )
+    if saved.models.keys() != run.models.keys():
+        there, here = (", ".join(sorted(one.models)) for one in (saved, run))
+        rule = f"algorithm.adv_estimator decides whether a run has a critic: this one has {here}"
+        raise InputError(f"{folder} holds {there}; {rule}. Resume with the configuration of the run, {fix}")
+    for name, model in saved.models.items():
+        _check_model(folder, name, model, run.models[name], fix)
     if saved.seed != run.seed:
+        rule = "a resumed run must keep its seed, which decides the order of the data"
         raise InputError(
-            f"{SEED}={run.seed}, but {folder} was written with seed {saved.seed}: a resumed run must keep its seed, "
-            f"which decides the order of the data. Set {SEED}={saved.seed}, or choose another trainer.experiment_name"
+            f"{SEED}={run.seed}: {folder} has seed {saved.seed}, and {rule}; set it to {saved.seed}, {fix}"
         )
     changed = sorted([*_settings(saved, run), *_surroundings(saved, run)], key=lambda change: not change.refused)
     if refused := [change for change in changed if change.refused and not allow]:
         rule = (
             f"{folder} is of a run with these other settings, and a resumed run must keep its base, its data, what it "
-            "trains and how it is measured. Take the changes back, or choose another trainer.experiment_name; "
-            "trainer.resume_with_changes=True goes on with them and records them"
+            f"trains and how it is measured. Take the changes back, {fix}; trainer.resume_with_changes=True goes on "
+            "with them and records them"
         )
         raise InputError([*map(str, refused), rule])
     return changed
 
 
-def _check_model(folder: Path, name: str, there: ModelFingerprint, here: ModelFingerprint) -> None:
+def _check_model(folder: Path, name: str, there: ModelFingerprint, here: ModelFingerprint, fix: str) -> None:
+    key = next(key for key, model in MODELS.items() if model == name)
     if differences := there.differences(here):
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise InputError(
             f"{folder} is a checkpoint of another model ({name}): {'; '.join(differences[:3])}{more}. A resumed run "
-            "must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the run started "
-            "from, or choose another trainer.experiment_name"
+            f"must keep its model: set {key} to the one the run started from, {fix}"
         )
     if here.has_adapters and there.base and here.base and there.base.sha256 != here.base.sha256:
-        key = next(key for key, model in MODELS.items() if model == name)
         raise InputError(
             f"{key}={here.base}: {folder} holds adapters of another base, {there.base} as it was then; adapters fit "
-            "the weights that they were trained on alone. Give the run that base, wherever it is now, or choose "
-            "another trainer.experiment_name"
+            f"the weights that they were trained on alone. Give the run that base, wherever it is now, {fix}"
         )
 
 
@@ -255,32 +212,19 @@ def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
     """Yield every key whose other value counts, by its role; of a file the content counts where its hash is known."""
     schema = schema_for(run.config)
     there, here = (recorded_settings.completed(each.config, schema) for each in (saved, run))
-    keys = there.keys() | here.keys() | saved.contents.keys() | run.contents.keys()
-    if "critic" not in {*saved.models, *run.models}:  # its keys follow the policy's, and nothing reads them
-        keys = {key for key in keys if not key.startswith("critic.")}
-    for key in sorted({*keys} - {SEED}):
+    sums_there, sums_here = saved.hashes(), run.hashes()
+    keys = there.keys() | here.keys() | sums_there.keys() | sums_here.keys()
+    for key in sorted(keys - {SEED}):
         role, pair = recorded_settings.role_of(key), [there.get(key), here.get(key)]
-        hashes = [_hashes(key, saved), _hashes(key, run)]
-        known = None not in hashes  # where one is not recorded the names have to do
-        if known and (hashes[0] != hashes[1] or role == FILES):  # a file may have moved
-            same = hashes[0] == hashes[1]
-        else:
-            same = pair[0] == pair[1]
-        if not same and role != BOOKKEEPING:
-            shown = [_named(*one) for one in zip(pair, hashes, strict=True)] if known else pair
-            yield Change(key, *shown, refused=role in (IDENTITY, FILES))
-
-
-def _hashes(key: str, of: Provenance) -> list[str] | None:
-    """Return the hashes of what a key names, or None where they are not recorded."""
-    if key not in MODELS:
-        return of.contents.get(key)
-    base = of.bases.get(MODELS[key])
-    return [base.sha256] if base is not None else None
-
-
-def _named(value: Any, hashes: list[str]) -> str:
-    return f"{brief(show(value))} (SHA-256 {', '.join(one[:12] for one in hashes)})"
+        sums = [sums_there.get(key), sums_here.get(key)]
+        unread = key.startswith("critic.") and "critic" not in run.models  # those keys follow the policy's
+        same = pair[0] == pair[1]
+        if None not in sums:  # a file may have moved
+            same = sums[0] == sums[1] and (same or role == FILES)
+            named = (", ".join(one[:12] for one in of_key) for of_key in sums)
+            pair = [f"{brief(show(value))} (SHA-256 {text})" for value, text in zip(pair, named, strict=True)]
+        if not (same or unread or role == BOOKKEEPING):
+            yield Change(key, *pair, refused=role in (IDENTITY, FILES))
 
 
 def _surroundings(saved: Provenance, run: Provenance) -> Iterator[Change]:

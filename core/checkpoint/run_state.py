@@ -10,6 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ import numpy as np
 from core.data.draw_order import derive_seed
 from core.errors import InputError
 from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
-from reward_scores.score import Score, ScoreStatus, plain
+from reward_scores.score import Score, ScoreStatus
 
 DRIVER = "driver.pt"
-
-# ---------------------------------------------------------------- tensors
+CLASS = "class of core"  # key of a dict that stands for an object of one of CLASSES
+CLASSES = {one.__name__: one for one in (ScoredGroup, Dropped, Trajectory, Segment, Stop, Score, ScoreStatus)}
 
 
 def save_tensors(path: Path, state: Any) -> None:
@@ -54,17 +55,16 @@ def load_tensors(path: Path) -> Any:
 def _check_loadable(value: Any, where: str) -> None:
     import torch
 
-    if isinstance(value, torch.Tensor) or value is None or type(value) in (bool, int, float, str):
-        return
-    if type(value) not in (dict, list, tuple):
+    if type(value) in (dict, list, tuple):
+        for key, item in value.items() if type(value) is dict else enumerate(value):
+            if type(key) not in (int, str):
+                raise InputError(f"{where}: key {key!r} is a {type(key).__name__}; only int and str can be stored")
+            _check_loadable(item, f"{where}[{key!r}]")
+    elif not isinstance(value, torch.Tensor) and type(value) not in (bool, int, float, str, type(None)):
         raise InputError(
             f"{where} is a {type(value).__module__}.{type(value).__name__}: only tensors, numbers, strings, None and "
             "dicts, lists and tuples of them can be stored"
         )
-    for key, item in value.items() if type(value) is dict else enumerate(value):
-        if type(key) not in (int, str):
-            raise InputError(f"{where}: key {key!r} is a {type(key).__name__}; only int and str can be stored")
-        _check_loadable(item, f"{where}[{key!r}]")
 
 
 def seed_generators(seed: int) -> None:
@@ -102,9 +102,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(device_state, device)
 
 
-# ---------------------------------------------------------------- the driver
-
-
 @dataclass(frozen=True)
 class DriverState:
     """State of the driver, enough to go on after ``step`` complete steps.
@@ -121,61 +118,44 @@ class DriverState:
     def save(self, folder: Path) -> None:
         """Write ``driver.pt``. Raises InputError where a value is of a type that cannot be stored; names it."""
         fields = {"step": self.step, "next_ordinal": self.next_ordinal, "values": dict(self.values)}
-        carried = {ordinal: _as_fields(one) for ordinal, one in self.carried.items()}
-        save_tensors(folder / DRIVER, {**fields, "carried": carried})
+        save_tensors(folder / DRIVER, {**fields, "carried": _plain(dict(self.carried))})
 
     @classmethod
     def load(cls, folder: Path, prompt_of: Callable[[int], Prompt] | None = None) -> DriverState:
         """Read ``driver.pt``. ``prompt_of`` returns the prompt of an ordinal, which the run's seed decides."""
         fields = load_tensors(folder / DRIVER)
-        carried = {ordinal: _from_fields(one, ordinal, prompt_of) for ordinal, one in fields["carried"].items()}
+        carried = {ordinal: _object(one) for ordinal, one in fields["carried"].items()}
+        for ordinal, one in carried.items():
+            if isinstance(one, ScoredGroup):
+                carried[ordinal] = dataclasses.replace(one, prompt=prompt_of(ordinal))
         return cls(fields["step"], fields["next_ordinal"], carried, fields["values"])
 
 
-def _as_fields(one: ScoredGroup | Dropped) -> dict[str, Any]:
-    """Return what a checkpoint holds of a carried group: all but its prompt."""
-    if isinstance(one, Dropped):
-        return dataclasses.asdict(one)
-    return {
-        "trajectories": [_trajectory_fields(trajectory) for trajectory in one.trajectories],
-        "scores": [_score_fields(score) for score in one.scores],
-        "baseline": None if one.baseline is None else _score_fields(one.baseline),
-    }
-
-
-def _from_fields(fields: dict[str, Any], ordinal: int, prompt_of: Callable[[int], Prompt]) -> ScoredGroup | Dropped:
-    if "trajectories" not in fields:
-        return Dropped(**fields)
-    baseline = fields["baseline"]
-    return ScoredGroup(
-        prompt_of(ordinal),
-        tuple(map(_trajectory, fields["trajectories"])),
-        tuple(map(_score, fields["scores"])),
-        None if baseline is None else _score(baseline),
-    )
-
-
-def _trajectory_fields(trajectory: Trajectory) -> dict[str, Any]:
+def _plain(value: Any) -> Any:
+    """Return groups as dicts, tuples and tensors. Prompts are left out: the run draws them again by their ordinals."""
     import torch
 
-    fields = {item.name: getattr(trajectory, item.name) for item in dataclasses.fields(trajectory)}
-    arrays = {name: torch.from_numpy(value.copy()) for name, value in fields.items() if isinstance(value, np.ndarray)}
-    segments = [(segment.role, segment.text) for segment in trajectory.segments]
-    others = {"segments": segments, "stop": trajectory.stop.value, "tool_scores": dict(trajectory.tool_scores)}
-    return {**fields, **arrays, **others}
+    if isinstance(value, Prompt):
+        return None
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, np.generic):  # a user's function may return numpy's numbers
+        return value.item()
+    if isinstance(value, Enum):
+        return {CLASS: type(value).__name__, "value": value.value}
+    if dataclasses.is_dataclass(value):
+        fields = {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {CLASS: type(value).__name__, **fields}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
-def _trajectory(fields: dict[str, Any]) -> Trajectory:
-    arrays = {name: value.numpy() for name, value in fields.items() if hasattr(value, "numpy")}
-    segments = tuple(Segment(*segment) for segment in fields["segments"])
-    return Trajectory(**{**fields, **arrays, "segments": segments, "stop": Stop(fields["stop"])})
-
-
-def _score_fields(score: Score) -> dict[str, Any]:
-    fields = {item.name: getattr(score, item.name) for item in dataclasses.fields(score)}
-    numbers = {"value": plain(score.value), "parts": {name: plain(value) for name, value in score.parts.items()}}
-    return {**fields, **numbers, "notes": dict(score.notes), "status": score.status.value}
-
-
-def _score(fields: dict[str, Any]) -> Score:
-    return Score(**{**fields, "status": ScoreStatus(fields["status"])})
+def _object(value: Any) -> Any:
+    """Return what :func:`_plain` made plain."""
+    if isinstance(value, dict):
+        values = {key: _object(item) for key, item in value.items()}
+        return CLASSES[values.pop(CLASS)](**values) if CLASS in values else values
+    if isinstance(value, tuple):
+        return tuple(map(_object, value))
+    return value.numpy() if hasattr(value, "numpy") else value

@@ -8,8 +8,7 @@ complete one wins; ``latest_checkpointed_iteration.txt`` is for people and scrip
 Names in the root::
 
     global_step_N                   a checkpoint
-    .tmp-global_step_N-<pid>        being written, or left by a writer that was killed
-    .trash-global_step_N            being deleted; renamed first, so that no half-deleted folder keeps the good name
+    .tmp-global_step_N-*            being written or deleted, or left so by a writer that was killed
     damaged-global_step_N           failed its verification at a resume; kept for people to look at
     latest_checkpointed_iteration.txt, .writer.lock
 
@@ -28,30 +27,27 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.checkpoint.provenance import Provenance
 from core.config.section import FrozenDict
-from core.errors import InputError, WriteFailed, free_space, memory_phase
-from core.files import damage, file_sha256, fsync, inside, is_url, local_path, name_of, write_atomic
+from core.errors import InputError, WriteFailed, free_space
+from core.files import damage, file_sha256, fsync, inside, is_url, local_path, write_atomic
 
 if TYPE_CHECKING:
     from core.config.sections.trainer import TrainerConfig
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".writer.lock"
 NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 HASHERS = 8  # threads: hashing releases the interpreter lock
-
-# Puts files into a folder and returns file -> SHA-256 of those that it hashed and put on disk.
-Fill = Callable[[Path], Mapping[str, str]]
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +67,6 @@ class Checkpoint:
     files: Mapping[str, Mapping[str, Any]]  # name in the folder -> {"bytes", "sha256"}
     provenance: Provenance | None = None
 
-    def path(self, name: str) -> Path:
-        """Return the file or subfolder ``name``. Raises InputError where the manifest lists no such file."""
-        if not any(file == name or file.startswith(f"{name}/") for file in self.files):
-            raise InputError(f"{self.folder} holds no {name}; it holds {', '.join(sorted(self.files)) or 'nothing'}")
-        return self.folder / name
-
 
 def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str] = FrozenDict()) -> None:
     """Put everything in ``folder`` on disk, then a manifest that lists and hashes it, on disk too.
@@ -84,9 +74,9 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
     ``hashes`` are the SHA-256 of files whose writers computed them; those are not read again.
     """
     paths = sorted(folder.rglob("*"))
-    names = [str(path.relative_to(folder)) for path in paths if path.is_file()]
     for path in paths:
         fsync(path)
+    names = [str(path.relative_to(folder)) for path in paths if path.is_file()]
     sums = {**_hash_all(folder, [name for name in names if name not in hashes]), **hashes}
     body = {
         "format": FORMAT,
@@ -105,62 +95,42 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
 
     Raises:
         DamagedCheckpoint: names the file and what is wrong with it.
-        InputError: written by a later version of this code.
+        InputError: another version of this code wrote it.
     """
-    body = _read_manifest(folder)
-    for name, recorded in body["files"].items():
+    try:
+        return _verified(folder, hashes)
+    except OSError as error:
+        name = Path(error.filename or MANIFEST).name
+        raise DamagedCheckpoint(f"{folder}: {name} is missing or cannot be read ({error.strerror})") from error
+    except (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
+
+
+def _verified(folder: Path, hashes: bool) -> Checkpoint:
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    body, files, step = manifest["body"], manifest["body"]["files"], manifest["body"]["step"]
+    named = NAME.fullmatch(folder.name)
+    if manifest["sha256"] != _digest(body):
+        raise DamagedCheckpoint(f"{folder}: {MANIFEST} was altered: its own SHA-256 does not match")
+    if body["format"] != FORMAT:
+        rule = f"has format {body['format']}, this code reads {FORMAT}"
+        raise InputError(f"{folder} {rule}: resume with the code that wrote it")
+    if named and int(named[1]) != step:
+        raise DamagedCheckpoint(f"{folder}: the manifest is of step {step}: the folder was renamed")
+    for name, recorded in files.items():
         try:
             size = inside(folder, name, folder / MANIFEST).stat().st_size
-        except OSError as error:
-            raise DamagedCheckpoint(f"{folder}: {name} is missing ({error.strerror})") from error
+            problem = damage(folder / name) if name.endswith(".index.json") else None  # transformers follows its names
         except InputError as error:
             raise DamagedCheckpoint(str(error)) from error
-        if size != recorded["bytes"]:
-            raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {recorded['bytes']}")
-    if hashes:
-        _check_content(folder, body["files"])
-    saved = body["provenance"]
-    try:
-        return Checkpoint(folder, body["step"], body["files"], Provenance.from_json(saved) if saved else None)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
-
-
-def _check_content(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, digest in _hash_all(folder, files).items():
+        if problem or size != recorded["bytes"]:
+            problem = problem or f"{name} has {size} bytes, the manifest says {recorded['bytes']}"
+            raise DamagedCheckpoint(f"{folder}: {problem}")
+    for name, digest in _hash_all(folder, files if hashes else ()).items():
         if digest != files[name]["sha256"]:
             raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
-    for name in files:
-        if name.endswith(".index.json"):  # transformers would read, and an export copy, what the names lead to
-            try:
-                problem = damage(folder / name)
-            except InputError as error:
-                raise DamagedCheckpoint(str(error)) from error
-            if problem:
-                raise DamagedCheckpoint(f"{folder}: {problem}")
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        body, digest = manifest["body"], manifest["sha256"]
-        shapes = [(int(entry["bytes"]), str(entry["sha256"])) for entry in body["files"].values()]
-        if not isinstance(body["step"], int) or any(size < 0 for size, _ in shapes):
-            raise ValueError("step or sizes are no numbers")
-    except OSError as error:
-        raise DamagedCheckpoint(f"{folder}: no readable {MANIFEST} ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
-    if digest != _digest(body):
-        raise DamagedCheckpoint(f"{folder}: {MANIFEST} was altered: its own SHA-256 does not match")
-    if body.get("format") != FORMAT:
-        raise InputError(
-            f"{folder} has format {body.get('format')}, this code reads {FORMAT}: resume with the code that wrote it"
-        )
-    named = NAME.fullmatch(folder.name)
-    if named and int(named[1]) != body["step"]:
-        raise DamagedCheckpoint(f"{folder}: the manifest is of step {body['step']}: the folder was renamed")
-    return body
+    saved = body["provenance"]
+    return Checkpoint(folder, step, files, Provenance.from_json(saved) if saved else None)
 
 
 def _digest(body: Any) -> str:
@@ -168,16 +138,8 @@ def _digest(body: Any) -> str:
 
 
 def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Return the SHA-256 of each file. Raises DamagedCheckpoint for one that cannot be read."""
-
-    def sha256(name: str) -> str:
-        try:
-            return file_sha256(folder / name)
-        except OSError as error:
-            raise DamagedCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from error
-
     with ThreadPoolExecutor(HASHERS) as pool:
-        return dict(zip(names, pool.map(sha256, names), strict=True))
+        return dict(zip(names, pool.map(lambda name: file_sha256(folder / name), names), strict=True))
 
 
 # ---------------------------------------------------------------- all of a run
@@ -209,7 +171,11 @@ class CheckpointStore:
 
     def complete_steps(self) -> list[int]:
         """Return the steps whose folders have all their files; hashes are not compared."""
-        return [step for step in self.steps() if self._looks_complete(step)]
+        complete = []
+        for step in self.steps():
+            with suppress(InputError):
+                complete.append(verify(self.folder(step), hashes=False).step)
+        return complete
 
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
@@ -247,22 +213,6 @@ class CheckpointStore:
             )
         return None
 
-    def at(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """Verify the folder or URL ``path`` (``trainer.resume_from_path``) and return its checkpoint.
-
-        Raises:
-            InputError: there is none, or it is damaged; another one is never taken instead.
-        """
-        folder = fetched(path, "trainer.resume_from_path")
-        if not folder.is_dir():
-            raise InputError(f"trainer.resume_from_path={path}: no such folder")
-        if steps := CheckpointStore(folder).steps():
-            raise InputError(
-                f"trainer.resume_from_path={path}: this is a folder of checkpoints; name one of them, such as "
-                f"{folder / f'global_step_{steps[-1]}'}"
-            )
-        return verify(folder)
-
     # -- writing
 
     def claim(self) -> None:
@@ -276,25 +226,18 @@ class CheckpointStore:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             # A POSIX record lock: a forked worker that outlives a killed driver does not inherit it.
-            lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise InputError(
-                f"cannot write checkpoints to {self.root}: {error}. Set trainer.default_local_dir to a folder that "
-                "this user can write"
-            ) from error
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise InputError(
-                    f"another process is writing checkpoints to {self.root}: two runs would delete each other's. "
-                    "Wait for it to end, or choose another trainer.experiment_name"
-                ) from error
-            log.warning("%s cannot be locked (%s): make sure that only one run writes there", self.root, error.strerror)
-            lock = -1
-        self._lock = lock
-        self._clear(".trash-", ".tmp-")
+            if error.errno == errno.ENOLCK:  # some file systems have no locks
+                log.warning("%s cannot be locked: make sure that only one run writes there", self.root)
+            else:
+                self._lock = None
+                what = f"trainer.default_local_dir={self.root}: checkpoints cannot be written there ({error})"
+                if error.errno in (errno.EACCES, errno.EAGAIN) and (self.root / LOCK).exists():
+                    what = f"trainer.default_local_dir={self.root}: another process is writing checkpoints there"
+                raise InputError(f"{what}; wait for it to end, or set another folder") from error
+        self._clear()
 
     @contextmanager
     def writing(
@@ -342,22 +285,15 @@ class CheckpointStore:
 
     def _prune(self, sound: int) -> None:
         """Delete all but the ``keep`` newest complete ones, of any process; never the one known to be sound."""
-        complete = [step for step in self.steps() if step != sound and self._looks_complete(step)]
+        complete = [step for step in self.complete_steps() if step != sound]
         for step in [] if self.keep is None else complete[: max(0, len(complete) + 1 - self.keep)]:
-            os.rename(self.folder(step), self.root / f".trash-global_step_{step}")
-        self._clear(".trash-")
+            # Renamed first, so that no half-deleted folder has the name of a complete one
+            os.rename(self.folder(step), self.root / f".tmp-global_step_{step}-deleted")
+        self._clear()
 
-    def _clear(self, *prefixes: str) -> None:
-        for prefix in prefixes:
-            for leftover in self.root.glob(f"{prefix}global_step_*"):
-                shutil.rmtree(leftover)
-
-    def _looks_complete(self, step: int) -> bool:
-        try:
-            verify(self.folder(step), hashes=False)
-        except InputError:
-            return False
-        return True
+    def _clear(self) -> None:
+        for leftover in self.root.glob(".tmp-global_step_*"):
+            shutil.rmtree(leftover)
 
     def _set_aside(self, step: int) -> None:
         name = f"damaged-global_step_{step}"
@@ -367,14 +303,20 @@ class CheckpointStore:
         log.warning("kept the folder that had the name of step %d as %s; delete it when it is of no use", step, target)
 
 
-def fetched(path: str | os.PathLike[str], key: str) -> Path:
-    """Return a path as it is, and for the URL of a checkpoint its copy on this machine.
+def checkpoint_at(path: str | os.PathLike[str], key: str) -> Checkpoint:
+    """Verify the folder or URL ``path`` that ``key`` names, and return its checkpoint.
 
-    Raises InputError, which names ``key``; also for the URL of a whole run, all of which would be copied.
+    Raises InputError where there is none, where it is damaged, and for a whole run: all of a URL would be copied.
     """
-    if is_url(path) and not NAME.fullmatch(name_of(str(path))):
+    if is_url(path) and not NAME.fullmatch(str(path).rstrip("/").rpartition("/")[2]):
         raise InputError(f"{key}={path}: names no checkpoint; give the URL of a global_step_N")
-    return Path(local_path(path, key))
+    folder = Path(local_path(path, key))
+    if steps := CheckpointStore(folder).steps():
+        example = CheckpointStore(folder).folder(steps[-1])
+        raise InputError(f"{key}={path}: this is a folder of checkpoints; name one of them, such as {example}")
+    if not (folder / "actor").is_dir():
+        raise InputError(f"{key}={path}: neither a checkpoint (global_step_N) nor a run folder with checkpoints")
+    return verify(folder)
 
 
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
@@ -385,10 +327,7 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
     - ``disable``: none.
 
     Checkpoints in the run folder that are newer than the start are refused, not overwritten: what this run writes
-    would lie among them, and the next ``auto`` would take one of theirs for one of its own.
-
-    Raises:
-        InputError: as above, or as :meth:`CheckpointStore.latest`, ``at`` and ``claim`` raise it.
+    would lie among them, and the next ``auto`` would take one of theirs for one of its own. Raises InputError.
     """
     if not trainer.val_only:
         store.claim()
@@ -397,7 +336,7 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
     if trainer.resume_mode == "disable":
         chosen, what = None, "trainer.resume_mode=disable starts at step 0"
     else:
-        chosen = store.at(trainer.resume_from_path)
+        chosen = checkpoint_at(trainer.resume_from_path, "trainer.resume_from_path")
         what = f"trainer.resume_from_path={trainer.resume_from_path} starts at step {chosen.step}"
     newer = [step for step in store.steps() if step > (chosen.step if chosen else -1)]
     if newer and not trainer.val_only:
@@ -407,69 +346,3 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
             "checkpoints away, or continue that run with trainer.resume_mode=auto"
         )
     return chosen
-
-
-# ---------------------------------------------------------------- written while training goes on
-
-
-class BackgroundWriter:
-    """Writes checkpoints of ``store`` on a thread, one at a time, and calls ``send`` with the step of each.
-
-    ``saved_step`` is the newest complete one: of a resumed run, where it began.
-    """
-
-    def __init__(self, store: CheckpointStore, send: Callable[[int], None] | None = None):
-        self.store, self._send = store, send
-        self.saved_step: int | None = None
-        self.begun_step: int | None = None
-        self._writing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    def begin(self, step: int, provenance: Provenance, copied: Callable[[], Fill]) -> None:
-        """Copy the state and write it on the thread, both once the checkpoint before is complete, or has failed.
-
-        ``copied`` runs now and returns what fills a folder.
-        """
-        self._settle()
-        fill = copied()
-        self.begun_step = step
-        self._writing = self._thread.submit(self._write, step, provenance, fill)
-
-    def _write(self, step: int, provenance: Provenance, fill: Fill) -> None:
-        hashes: dict[str, str] = {}
-        with memory_phase("save_checkpoint"), self.store.writing(step, provenance, hashes) as folder:
-            hashes.update(fill(folder))
-        if self._send is not None:
-            self._send(step)
-
-    def look(self) -> None:
-        """Warn where a writing that has ended could not write, and raise what else it raised. Does not wait."""
-        if self._writing is not None and self._writing.done():
-            self._settle()
-
-    def _settle(self) -> None:
-        """Wait as :meth:`finish` does. A full disk is a warning: a run of days may find room before its next save."""
-        try:
-            self.finish()
-        except WriteFailed as error:
-            log.warning("%s. Training goes on, and the next checkpoint is another try", error)
-
-    def finish(self) -> None:
-        """Wait until the checkpoint that was begun is complete. Raises what its writing raised."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            try:
-                writing.result()
-            except BaseException:
-                self.begun_step = None  # so that the same step may be tried again
-                raise
-            self.saved_step = self.begun_step
-
-    def close(self) -> None:
-        """Let a checkpoint that was begun be completed, whatever ended the run, and end the thread."""
-        step = self.begun_step
-        try:
-            self.finish()
-        except Exception as error:  # the run has failed already: that error is raised, this one logged
-            log.warning("the checkpoint of step %s was not completed: %s", step, error)
-        self._thread.shutdown()

@@ -7,10 +7,8 @@ the processes are started is not decided here; the process group exists when :cl
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from core.checkpoint.provenance import Base, ModelFingerprint
+from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, reshard, shard
 from core.config import registry
-from core.config.section import FrozenDict
 from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
@@ -35,7 +32,6 @@ from core.learner.saving import (
     OPTIMIZER,
     OwnFiles,
     fingerprints,
-    host_copy,
     load_sharded_optimizer,
     load_whole_optimizer,
     save_model,
@@ -48,19 +44,6 @@ if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.sections.actor import Sharing
     from core.config.sections.model import FSDPConfig
-
-
-@dataclass(frozen=True)
-class ModelShare:
-    """What this rank writes of a model into a checkpoint, in host memory.
-
-    Weights are in ``own`` files of those that the model has (``files``), or ``whole`` on rank 0.
-    """
-
-    optimizer: Mapping[str, Any]
-    files: Mapping[str, Sequence[str]] | None = None
-    own: OwnFiles | None = None
-    whole: Mapping[str, Tensor] | None = None
 
 
 class LearnerRank:
@@ -83,8 +66,6 @@ class LearnerRank:
     ):
         self.config, self.device, self.lead = config, device, dist.get_rank() == 0
         self.skeletons: dict[str, nn.Module] = {}
-        self.copies: dict[str, ModelShare] = {}  # of the last snapshot, until it is written
-        self.saving: dist.ProcessGroup | None = None  # all ranks, for writing beside training
         part, critic = config.actor_rollout_ref, config.critic
 
         def policy(on_meta: bool) -> nn.Module:
@@ -170,11 +151,11 @@ class LearnerRank:
         if self.device.type == "cuda" and (config.param_offload or config.optimizer_offload):
             torch.cuda.empty_cache()
 
-    def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
         """Return what :func:`core.learner.saving.fingerprints` does, of rank 0; others have nothing to add."""
         if not self.lead:
             return {}
-        return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config, known)
+        return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         squares = registry.estimator(self.config.algorithm.adv_estimator).squares
@@ -242,53 +223,41 @@ class LearnerRank:
         return Packer(weights, values, lambda value, dtype: gathered(value, dtype, self.device), limit, staging)
 
     @torch.no_grad()
-    def snapshot(self) -> None:
-        """Copy what :meth:`write` will write to host memory. All ranks must call it."""
-        if self.saving is None:
-            timeout = timedelta(seconds=self.config.trainer.phase_timeout_s)
-            self.saving = dist.new_group(backend="gloo", timeout=timeout)
-        self.copies = {name: self._copy(name, part.module) for name, part in self.trained.items()}
+    def save(self, folder: str) -> dict[str, str]:
+        """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts.
 
-    def _copy(self, name: str, module: nn.Module) -> ModelShare:
-        optimizer = host_copy(get_optimizer_state_dict(module, self.trained[name].stepper.optimizer))
-        files = None if has_adapters(module) else weight_files(self.skeletons[name])
+        All ranks see ``folder`` and must call it. Returns file in it -> SHA-256, of the files that this rank wrote and
+        put on disk.
+        """
+        written: dict[str, str] = {}
+        for name, part in self.trained.items():
+            hashes = self.save_weights(name, part.module, Path(folder, name))
+            state = get_optimizer_state_dict(part.module, part.stepper.optimizer)
+            optimizer = save_optimizer(state, Path(folder, name, OPTIMIZER))
+            hashes |= {f"{OPTIMIZER}/{file}": sha256 for file, sha256 in optimizer.items()}
+            written |= {f"{name}/{file}": sha256 for file, sha256 in hashes.items()}
+        return written
+
+    def save_weights(self, name: str, module: nn.Module, folder: Path) -> dict[str, str]:
+        """Write a model's weights: each file of a large model by one rank, in rotation."""
+        skeleton = self.skeletons[name]
+        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
+        files = None if has_adapters(module) else weight_files(skeleton)
         if files is None:  # weights that are few, or that transformers converts on saving
             whole = gather(trained_weights(module).items() if has_adapters(module) else merged_weights(module))
-            return ModelShare(optimizer, whole=whole)
+            if self.lead:
+                save_model(skeleton, tokenizer, folder, whole)
+            dist.barrier()
+            return {}
         own = OwnFiles(files, dist.get_rank(), dist.get_world_size())
         for weight, value in module.state_dict(keep_vars=True).items():
             if weight in own.file_of:
                 own.keep(weight, gathered(value, value.dtype, self.device))
-        return ModelShare(optimizer, files, own)
-
-    def write(self, folder: str) -> dict[str, str]:
-        """Write ``actor/`` and ``critic/`` of the last snapshot: a Hugging Face folder, and the optimizer in parts.
-
-        Runs beside training, on a thread of its own. All ranks see ``folder`` and must call it. Returns file in it ->
-        SHA-256, of the files that this rank wrote and put on disk.
-        """
-        written: dict[str, str] = {}
-        for name, share in self.copies.items():
-            target = Path(folder, name)
-            hashes = self._write_weights(name, share, target)
-            optimizer = save_optimizer(share.optimizer, target / OPTIMIZER, self.saving)
-            hashes |= {f"{OPTIMIZER}/{file}": sha256 for file, sha256 in optimizer.items()}
-            written |= {f"{name}/{file}": sha256 for file, sha256 in hashes.items()}
-        self.copies = {}
-        return written
-
-    def _write_weights(self, name: str, share: ModelShare, folder: Path) -> dict[str, str]:
-        skeleton = self.skeletons[name]
-        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
-        if share.files is None:
-            if self.lead:
-                save_model(skeleton, tokenizer, folder, share.whole)
-            return {}
         if self.lead:
             export_hf(skeleton, tokenizer, folder, state_dict={})  # everything but weights
-            write_index(skeleton, share.files, folder)
-        dist.barrier(self.saving)  # the folder is there
-        return share.own.write(folder)
+            write_index(skeleton, files, folder)
+        dist.barrier()  # the folder is there
+        return own.write(folder)
 
     def load(self, folder: str) -> None:
         """Read what any number of ranks, or the in-process backend, saved."""

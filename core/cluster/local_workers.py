@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.algorithm import checks
-from core.checkpoint.provenance import Base, ModelFingerprint
+from core.checkpoint.provenance import ModelFingerprint
 from core.checkpoint.run_state import save_tensors
 from core.config import registry
-from core.config.section import FrozenDict
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine, make_engine
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
-from core.learner.lora import add_adapters, has_adapters, merged_weights, trained_weights
+from core.learner.lora import add_adapters, merged_weights
 from core.learner.model_checks import compare_probe, compare_weights, logprob_noise, probe_ids, probe_log_probs
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
-from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
+from core.learner.saving import fingerprints, load_model, load_optimizer, save_model
 from core.learner.traced_tokens import TracedRows
 from core.tracking.health import Repeats
 from core.tracking.profiling import Profile
@@ -31,34 +29,6 @@ from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-
-
-@dataclass(frozen=True)
-class ModelCopy:
-    """A model's weights and its optimizer's state at one moment, in host memory. ``module`` gives names and shapes."""
-
-    module: nn.Module
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, part: Actor | Critic) -> ModelCopy:
-        weights = trained_weights(part.module) if has_adapters(part.module) else part.module.state_dict()
-        return cls(part.module, host_copy(weights), host_copy(part.stepper.optimizer.state_dict()))
-
-
-@dataclass(frozen=True)
-class LocalSnapshot:
-    """:class:`core.cluster.workers.Snapshot` of models in this process."""
-
-    models: Mapping[str, ModelCopy]
-    tokenizer: Any
-
-    def write(self, folder: Path) -> Mapping[str, str]:
-        for name, model in self.models.items():
-            save_model(model.module, self.tokenizer, folder / name, model.weights)
-            save_tensors(folder / name / "optimizer.pt", model.optimizer)
-        return {}
 
 
 class LocalWorkers:
@@ -69,7 +39,7 @@ class LocalWorkers:
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, *, needs_ref: bool, needs_critic: bool):
         self.config = config
-        self.tokenizer = copy.deepcopy(tokenizer)  # saved on another thread than the one that makes prompts
+        self.tokenizer = tokenizer
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
         model = config.actor_rollout_ref.model
         options = {
@@ -154,11 +124,14 @@ class LocalWorkers:
         engine = compute_dtype(self.config.actor_rollout_ref.rollout.dtype)
         return self.actor.compute_dtype is None and engine is None
 
-    def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
-        return fingerprints({name: part.module for name, part in self.trained.items()}, self.config, known)
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        return fingerprints({name: part.module for name, part in self.trained.items()}, self.config)
 
-    def snapshot(self) -> LocalSnapshot:
-        return LocalSnapshot({name: ModelCopy.of(part) for name, part in self.trained.items()}, self.tokenizer)
+    def save(self, folder: Path) -> dict[str, str]:
+        for name, part in self.trained.items():
+            save_model(part.module, self.tokenizer, folder / name)
+            save_tensors(folder / name / "optimizer.pt", part.stepper.optimizer.state_dict())
+        return {}
 
     def load(self, folder: Path) -> None:
         for name, part in self.trained.items():

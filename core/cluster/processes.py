@@ -124,10 +124,6 @@ class LearnerProcess(Process):
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.learner, method)(*args)
 
-    def write_snapshot(self, folder: str) -> dict[str, str]:
-        """Write the last snapshot, on a thread beside the phases."""
-        return self.learner.write(folder)
-
     def run_pass(self, method: str, batch: TrainBatch, replies: bool) -> list[np.ndarray] | None:
         """Return what a pass computes at the policy's tokens of the batch, [M] each.
 

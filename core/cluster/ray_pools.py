@@ -45,18 +45,16 @@ WAIT_S = 0.5
 TOKEN_HINT = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
 
 
-def actor_class(body: type, threads: int) -> Any:
-    """Return an actor class with ``threads`` that answer aside while a method is at work."""
-    return ray.remote(concurrency_groups={"aside": threads})(body)
+def actor_class(body: type) -> Any:
+    """Return an actor class with two threads beside its work: one is held by the liveness, one answers."""
+    return ray.remote(concurrency_groups={"aside": 2})(body)
 
 
 def rank_name(rank: int) -> str:
     return f"learner rank {rank}"
 
 
-# One thread is held by the liveness, one answers, and a learner's third writes checkpoints.
-LEARNER = actor_class(LearnerProcess, 3)
-ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (EngineProcess, RewardModelProcess))
+LEARNER, ENGINE, REWARD_MODEL = map(actor_class, (LearnerProcess, EngineProcess, RewardModelProcess))
 
 # ---------------------------------------------------------------- a connection, and the code of the processes
 

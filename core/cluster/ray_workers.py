@@ -8,7 +8,6 @@ through :class:`core.cluster.ray_watch.Watch`: it has a deadline, and an actor t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,10 @@ import ray
 import torch
 from torch import Tensor
 
-from core.checkpoint.provenance import Base, ModelFingerprint
+from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses, rank_name
-from core.cluster.ray_watch import ASIDE, Watch
 from core.cluster.ray_weights import WeightSync
-from core.config.section import FrozenDict
 from core.data.vocabulary import known_ids
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
@@ -32,22 +29,6 @@ from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-
-
-@dataclass(frozen=True)
-class RaySnapshot:
-    """:class:`core.cluster.workers.Snapshot` in the memory of the ranks' nodes."""
-
-    watch: Watch
-    ranks: int
-
-    def write(self, folder: Path) -> Mapping[str, str]:
-        actors = {rank_name(rank): self.watch.actors[rank_name(rank)] for rank in range(self.ranks)}
-        path = str(folder.absolute())
-        calls = {name: actor.write_snapshot.options(**ASIDE).remote(path) for name, actor in actors.items()}
-        # An engine that dies meanwhile does not keep the ranks from writing what they hold.
-        hashes = self.watch.wait("save_checkpoint", calls, alone=True)
-        return {name: digest for of_rank in hashes for name, digest in of_rank.items()}
 
 
 class RayWorkers(RayProcesses):
@@ -100,12 +81,12 @@ class RayWorkers(RayProcesses):
         """Whether engine and learner can work at once: not where they alternate on a GPU."""
         return self.device.type == "cpu" or not self.config.actor_rollout_ref.hybrid_engine
 
-    def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
-        return self._each("fingerprints", "fingerprints", [(dict(known),)])[0]
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        return self._each("fingerprints", "fingerprints", [()])[0]
 
-    def snapshot(self) -> RaySnapshot:
-        self._each("save_checkpoint", "snapshot", [()] * self.ranks)
-        return RaySnapshot(self.watch, self.ranks)
+    def save(self, folder: Path) -> Mapping[str, str]:
+        hashes = self._each("save_checkpoint", "save", [(str(folder.absolute()),)] * self.ranks)
+        return {name: digest for of_rank in hashes for name, digest in of_rank.items()}
 
     def load(self, folder: Path) -> None:
         self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)

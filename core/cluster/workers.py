@@ -14,22 +14,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from core.checkpoint.provenance import Base, ModelFingerprint
-from core.config.section import FrozenDict
+from core.checkpoint.provenance import ModelFingerprint
 from core.engines import RolloutEngine
 from core.learner.traced_tokens import TracedRows
 from core.rewards.grading import RewardModelCall
 from core.types import TrainBatch
-
-
-class Snapshot(Protocol):
-    """What a checkpoint has of the models, copied to host memory: training goes on while it is written."""
-
-    def write(self, folder: Path) -> Mapping[str, str]:
-        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``, on any thread.
-
-        Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others are the caller's.
-        """
 
 
 class Workers(Protocol):
@@ -75,17 +64,17 @@ class Workers(Protocol):
     def logprob_noise(self, token_ids: Sequence[int]) -> float:
         """Return how far two of the policy's passes over a text lie apart that differ by rounding, in nats a token."""
 
-    def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
-        """Return architecture, shapes and base of each model: what a checkpoint must agree on to be loaded.
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        """Return architecture, shapes and base of each model: what a checkpoint must agree on to be loaded."""
 
-        The base weights are read and hashed by one process, unless those ``known`` are the same unread.
+    def save(self, folder: Path) -> Mapping[str, str]:
+        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``.
+
+        Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others are the caller's.
         """
 
-    def snapshot(self) -> Snapshot:
-        """Copy the state of the models. There is one snapshot at a time: the last one is written before."""
-
     def load(self, folder: Path) -> None:
-        """Read what a snapshot wrote."""
+        """Read what :meth:`save` wrote."""
 
     def start_profile(self) -> None:
         """Begin a profile in every process that holds a model."""

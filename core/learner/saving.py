@@ -36,12 +36,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
-from core.checkpoint.provenance import Base, ModelFingerprint, base_of
+from core.checkpoint.provenance import ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
 from core.checkpoint.store import DamagedCheckpoint
-from core.config.section import FrozenDict
 from core.files import file_sha256, fsync, inside
 from core.learner.hf_export import export_hf, full_disk_as_oserror, load_weights
 from core.learner.learner import Actor, Critic
@@ -59,29 +57,6 @@ DESCRIBED = (Metadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadat
 DESCRIBED += (TensorProperties, _MEM_FORMAT_ENCODING, _StorageInfo, torch.serialization._get_layout)
 
 
-def host_copy(state: Any) -> Any:
-    """Return nested dicts, lists and tuples with the tensors copied to host memory, sharded ones as they are sharded.
-
-    Tensors that share their memory share it in the copy: tied weights stay tied.
-    """
-    copies: dict[tuple, Tensor] = {}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: copied(one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(copied, value))
-        if not isinstance(value, Tensor):
-            return value
-        part = value.to_local() if isinstance(value, DTensor) else value
-        key = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
-        if not part.numel() or key not in copies:
-            copies[key] = value.detach().to("cpu", copy=True)
-        return copies[key]
-
-    return copied(state)
-
-
 class OwnFiles:
     """The weights of the files that a rank writes. A file of the whole model belongs to one rank, in rotation."""
 
@@ -95,8 +70,7 @@ class OwnFiles:
         """Copy a weight to host memory where this rank writes it."""
         own = self.weights.get(self.file_of[name])
         if own is not None:
-            # A copy: what was gathered may be the parameter itself, and the next step changes it.
-            own[name] = whole.detach().to("cpu", copy=True).contiguous()
+            own[name] = whole.detach().cpu().contiguous()
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write the files and return file -> SHA-256. Raises OSError."""
@@ -149,14 +123,13 @@ def load_optimizer(part: Actor | Critic, folder: Path) -> None:
     load_sharded_optimizer(part.module, part.stepper.optimizer, folder / OPTIMIZER)
 
 
-def save_optimizer(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
+def save_optimizer(state: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Write this rank's part of :func:`get_optimizer_state_dict` (torch.distributed.checkpoint), and hash it.
 
-    Any number of ranks can read it. ``group`` has all ranks and no other traffic: training goes on meanwhile.
-    Returns file -> SHA-256 of the files of this rank.
+    Any number of ranks can read it. Returns file -> SHA-256 of the files of this rank.
     """
     try:
-        dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=group)
+        dcp.save({"optimizer": state}, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:  # no Exception, and the disk's reason is inside
         raise _disk_error([reason for reason, _ in error.failures.values()], folder) from error
     if dist.get_rank() == 0:  # torch reads its description of the parts as a pickle, which may run code
@@ -224,32 +197,29 @@ def load_whole_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, pa
     set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
-def planned_fingerprints(
-    config: Config, *, critic: bool, known: Mapping[str, Base] = FrozenDict()
-) -> dict[str, ModelFingerprint]:
+def planned_fingerprints(config: Config, *, critic: bool) -> dict[str, ModelFingerprint]:
     """Return what is known of the models that ``config`` names before any is loaded; see :func:`fingerprints`."""
     part, seed = config.actor_rollout_ref, config.trainer.seed
     made = {"actor": add_adapters(load_policy(part.model, on_meta=True), part.model, seed)}
     if critic:
         made["critic"] = add_adapters(load_critic(config.critic.model, seed, on_meta=True), config.critic.model, seed)
-    return fingerprints(made, config, known, loaded=False)
+    return fingerprints(made, config, loaded=False)
 
 
 def fingerprints(
-    modules: Mapping[str, nn.Module], config: Config, known: Mapping[str, Base] = FrozenDict(), *, loaded: bool = True
+    modules: Mapping[str, nn.Module], config: Config, *, loaded: bool = True
 ) -> dict[str, ModelFingerprint]:
     """Return architecture, shapes and base of each model (``actor``, ``critic``); the weights are those on disk now.
 
-    ``known`` are recorded bases, which are not read again where their files are the same. Where the weights are not on
-    this machine there is no base: a hub's before they are ``loaded``, and in a format that is not known. The base of
-    adapters has to be known once it is loaded, since their checkpoint does not hold it.
+    Where the weights are not on this machine there is no base: a hub's before they are ``loaded``, and in a format that
+    is not known. The base of adapters has to be known once it is loaded, since their checkpoint does not hold it.
     """
     paths = {"actor": config.actor_rollout_ref.model.path, "critic": config.critic.model.path}
     found = {}
     for name, module in modules.items():
         base = None
         try:
-            base = base_of(located(paths[name]), known.get(name))
+            base = base_of(located(paths[name]))
         except (OSError, ValueError) as error:
             if loaded and has_adapters(module):
                 raise

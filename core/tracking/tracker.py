@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from core.config import Config, to_yaml
 from core.errors import writing
-from core.files import PARTIAL, is_url, write_atomic, write_remote_text
+from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import records, run_manifest
 from core.tracking.loggers import LoggedRun, Loggers, headline
 from core.tracking.records import Records, Row, intact_rows, json_line, read_jsonl, step_of
@@ -194,11 +194,11 @@ class Tracker:
 def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "folder") -> None:
     """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir.
 
-    Raises InputError, which names ``key``, where the folder is a URL that cannot be written in three tries.
+    Raises InputError, which names ``key``, where the folder is a URL that cannot be written.
     """
     name, text = f"{step}.jsonl", "".join(map(json_line, rows))
     if is_url(folder):
-        return write_remote_text(str(folder), key, name, text)
+        return upload(str(folder), key, name, text.encode())
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -84,18 +83,6 @@ def configured(folder: Path, run: str, *overrides: str, steps: int = 6, recipe: 
     return compose(recipe, [*(f"{key}={value}" for key, value in settings.items()), *overrides], hooks)
 
 
-@dataclass(frozen=True)
-class ScriptedSnapshot:
-    """The version of the weights is all that there is of them."""
-
-    version: int
-
-    def write(self, folder: Path) -> dict[str, str]:
-        (folder / "actor").mkdir(parents=True)
-        (folder / "actor" / "version.json").write_text(json.dumps(self.version))
-        return {}
-
-
 class ScriptedWorkers:
     """Satisfies :class:`core.cluster.workers.Workers` without weights. ``trained`` has (ordinals, versions) of every
     update.
@@ -127,11 +114,13 @@ class ScriptedWorkers:
         self.engine.update_weights([], version)
         return {"rollout_corr/probe_diff": 0.0}
 
-    def fingerprints(self, known=None):
-        return planned_fingerprints(self.config, critic=False, known=known or {})
+    def fingerprints(self):
+        return planned_fingerprints(self.config, critic=False)
 
-    def snapshot(self) -> ScriptedSnapshot:
-        return ScriptedSnapshot(self.version)
+    def save(self, folder: Path) -> dict[str, str]:
+        (folder / "actor").mkdir(parents=True)
+        (folder / "actor" / "version.json").write_text(json.dumps(self.version))
+        return {}
 
     def load(self, folder: Path) -> None:
         self.version = json.loads((folder / "actor" / "version.json").read_text())

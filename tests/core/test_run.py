@@ -1,23 +1,18 @@
-"""Checkpoints are written beside training: what goes on meanwhile, what a failure ends, and what is on disk when."""
+"""What a run writes: its checkpoints, and what a disk that refuses them ends; its records, mended at a start."""
 
 from __future__ import annotations
 
 import errno
 import json
-import threading
 from pathlib import Path
 
 import pytest
 
 from core.checkpoint.run_state import DriverState
-from core.checkpoint.store import BackgroundWriter, CheckpointStore
+from core.checkpoint.store import CheckpointStore
 from core.command_line import train
 from core.errors import WriteFailed
-from core.run import Run
-from tests.core import scripted_run
-from tests.core.scripted_run import ScriptedSnapshot, configured, prepare, scripted
-
-WAIT_S = 30
+from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
 
 
 def respond(request, version):
@@ -30,65 +25,26 @@ def start(folder: Path, *overrides: str):
     return scripted()(configured(folder, "run", "trainer.save_freq=1", *overrides), respond).init_workers()
 
 
-class Writes:
-    """Takes the place of what a snapshot writes; ``order`` has what happened, in order."""
+def full_at(monkeypatch, *steps: int) -> None:
+    def save(workers, folder):
+        if workers.version in steps:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(workers, folder)
 
-    def __init__(self, monkeypatch):
-        self.order: list[str] = []
-        self.steps = {step: threading.Event() for step in range(10)}
-        complete, write = Run.complete, ScriptedSnapshot.write
-
-        def completed(run, metrics, *rest):
-            self.order.append(f"step {metrics.step}")
-            self.steps[metrics.step].set()
-            complete(run, metrics, *rest)
-
-        def written(snapshot, folder):
-            self.before(snapshot.version)
-            self.order.append(f"wrote {snapshot.version}")
-            return write(snapshot, folder)
-
-        monkeypatch.setattr(Run, "complete", completed)
-        monkeypatch.setattr(scripted_run.ScriptedSnapshot, "write", written)
-
-    def before(self, version: int) -> None:
-        """Wait for the step after, unless it is the last: without one thread for both this never ends."""
-        if version < 3:
-            assert self.steps[version + 1].wait(WAIT_S), "the next step waited for the checkpoint"
+    write = ScriptedWorkers.save
+    monkeypatch.setattr(ScriptedWorkers, "save", save)
 
 
-def test_a_checkpoint_is_written_while_the_next_step_runs(tmp_path, monkeypatch):
-    writes = Writes(monkeypatch)
+def test_a_checkpoint_has_the_state_of_its_step(tmp_path):
     run = start(tmp_path, "trainer.total_training_steps=3", "trainer.save_freq=2")
     run.fit()
-    assert writes.order == ["step 1", "step 2", "step 3", "wrote 2", "wrote 3"]
     assert run.run.saved_step == 3 and CheckpointStore(run.run.run_dir).steps() == [2, 3]
-    stored = json.loads((run.run.store.folder(2) / "actor" / "version.json").read_text())
-    assert stored == 2, "what is written is the state of its step"
+    assert json.loads((run.run.store.folder(2) / "actor" / "version.json").read_text()) == 2
     assert DriverState.load(run.run.store.folder(2)).step == 2
 
 
-def test_one_checkpoint_is_complete_before_the_next_begins(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(Writes, "before", lambda self, version: None)
-    Writes(monkeypatch)
-    run = start(tmp_path, "trainer.total_training_steps=4")
-    snapshot = run.workers.snapshot
-    monkeypatch.setattr(run.workers, "snapshot", lambda: seen.append(run.run.store.steps()) or snapshot())
-    run.fit()
-    assert seen == [[], [1], [1, 2], [1, 2, 3]]
-
-
-def full_at(writes: Writes, *steps: int) -> None:
-    def fill_the_disk(version):
-        if version in steps:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    writes.before = fill_the_disk
-
-
 def test_a_write_that_fails_is_tried_again_at_the_next_save(tmp_path, monkeypatch, caplog):
-    full_at(Writes(monkeypatch), 2, 3)
+    full_at(monkeypatch, 2, 3)
     run = start(tmp_path, "trainer.total_training_steps=5")
     run.fit()
     assert run.run.saved_step == 5 and CheckpointStore(run.run.run_dir).steps() == [1, 4, 5]
@@ -101,22 +57,21 @@ def test_a_write_that_fails_is_tried_again_at_the_next_save(tmp_path, monkeypatc
 
 
 def test_a_last_write_that_fails_is_an_error_and_the_run_can_go_on(tmp_path, monkeypatch):
-    writes = Writes(monkeypatch)
-    full_at(writes, 2, 3)
+    full_at(monkeypatch, 2, 3)
     run = start(tmp_path, "trainer.total_training_steps=3")
     with pytest.raises(WriteFailed, match="the checkpoint of step 3 could not be written.*global_step_1 is intact"):
         run.fit()
+    monkeypatch.undo()
     manifest = json.loads((run.run.run_dir / "manifest.json").read_text())
     assert manifest["status"] == "failed" and "step 3 could not be written" in manifest["stopped_because"]
     again = start(tmp_path, "trainer.total_training_steps=4")
-    writes.before = lambda version: None
     assert again.run.step == 1
     again.fit()
     assert again.run.saved_step == 4
 
 
 def test_a_stop_whose_save_fails_is_no_success(tmp_path, monkeypatch):
-    full_at(Writes(monkeypatch), 2)
+    full_at(monkeypatch, 2)
     run = start(tmp_path, "trainer.total_training_steps=9", "trainer.save_freq=-1")
     complete = run.run.complete
 
@@ -131,20 +86,8 @@ def test_a_stop_whose_save_fails_is_no_success(tmp_path, monkeypatch):
     assert json.loads((run.run.run_dir / "manifest.json").read_text())["status"] == "failed"
 
 
-def test_a_step_whose_write_failed_may_be_tried_again(tmp_path):
-    full = OSError(errno.ENOSPC, "No space left on device")
-    writer = BackgroundWriter(CheckpointStore(tmp_path))
-    writer.begin(1, None, lambda: lambda folder: (_ for _ in ()).throw(full))
-    with pytest.raises(WriteFailed):
-        writer.finish()
-    assert writer.begun_step is None and writer.saved_step is None
-    writer.begin(1, None, lambda: lambda folder: {})
-    writer.finish()
-    assert writer.saved_step == 1
-
-
 def test_a_failed_last_write_ends_the_command_with_a_line_and_1(tmp_path, monkeypatch, capsys):
-    full_at(Writes(monkeypatch), 1)
+    full_at(monkeypatch, 1)
     run = start(tmp_path, "trainer.total_training_steps=1")
     with pytest.raises(SystemExit) as ended:
         train(lambda _: run, run.config)
@@ -172,21 +115,3 @@ def test_a_damaged_record_is_mended_before_a_model_loads(kind, tmp_path, monkeyp
     assert path.name in caplog.text
     metrics = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert metrics == [0, 1, 2, 3]
-
-
-def test_what_was_begun_is_completed_when_the_loop_fails(tmp_path, monkeypatch):
-    writes = Writes(monkeypatch)
-    ended = threading.Event()
-    writes.before = lambda version: ended.wait(0.3)  # still at it when the error comes
-    run = start(tmp_path, "trainer.total_training_steps=9", "trainer.save_freq=2")
-    update = run.workers.update_actor
-
-    def broken(batch, multiplier):
-        if run.run.step == 2:
-            raise RuntimeError("the third step fails")
-        return update(batch, multiplier)
-
-    monkeypatch.setattr(run.workers, "update_actor", broken)
-    with pytest.raises(RuntimeError, match="the third step fails"):
-        run.fit()
-    assert run.run.saved_step == 2 and CheckpointStore(run.run.run_dir).latest().step == 2

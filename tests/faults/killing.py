@@ -54,19 +54,19 @@ def patch_checkpoints() -> None:
         if path.name == store.TRACKER:
             kill_at("checkpoint_tracker", int(text))
 
-    def prune(self: Any, *prefixes: str) -> None:
-        if any(self.root.glob(".trash-*")) and ".tmp-" not in prefixes:
+    def prune(self: Any) -> None:
+        if any(self.root.glob(".tmp-*-deleted")):
             kill_at("checkpoint_prune", self.steps()[-1])
 
-    def put(self: Any, file: Any, target: str) -> None:
-        if target.endswith(f"/{store.MANIFEST}") and "/global_step_" in target:
-            kill_at("remote_manifest", int(target.split("/")[-2].removeprefix("global_step_")))
+    def put(self: Any, name: str, content: Any) -> None:
+        if name.endswith(f"/{store.MANIFEST}"):
+            kill_at("remote_manifest", int(name.split("/")[0].removeprefix("global_step_")))
 
     before(store, "seal", lambda folder, step, *_: kill_at("checkpoint_write", step))
     before(store.CheckpointStore, "_publish", lambda self, folder, step: kill_at("checkpoint_rename", step))
     before(store, "write_atomic", tracker)
     before(store.CheckpointStore, "_clear", prune)
-    before(RemoteCopy, "_put", put)
+    before(RemoteCopy, "put", put)
 
 
 def patch_trainer(backend: str) -> None:

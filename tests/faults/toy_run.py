@@ -44,13 +44,13 @@ class Toy:
         checkpoint = self.store.latest(tidy=True)
         if checkpoint is not None:
             state = DriverState.load(checkpoint.folder)
-            self.step, self.weights = state.step, load_file(checkpoint.path("actor/model.safetensors"))
+            self.step, self.weights = state.step, load_file(checkpoint.folder / "actor" / "model.safetensors")
             self.next_ordinal = state.next_ordinal + (PROMPTS if self.bug == "ordinal" else 0)
             self.seen = 0 if self.bug == "counter" else state.values["seen"]
             if self.bug == "momentum":
                 self.weights["momentum"] *= 0
             if self.bug != "rng":
-                set_rng_state(load_tensors(checkpoint.path("rng.pt")))
+                set_rng_state(load_tensors(checkpoint.folder / "rng.pt"))
         if self.bug != "metrics" and self.metrics.exists():
             lines = [line for line in self.metrics.read_text().splitlines() if json.loads(line)["step"] <= self.step]
             self.metrics.write_text("".join(f"{line}\n" for line in lines))

@@ -28,7 +28,7 @@ from core.learner import log_probs
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor, MicroBatchSize
 from core.learner.models import load_policy
-from core.learner.saving import host_copy, load_sharded_optimizer, save_optimizer
+from core.learner.saving import load_sharded_optimizer, save_optimizer
 from core.plan import MODELS, Shape, block_bytes, gathered_bytes, head_bytes, update_bytes
 from core.types import TrainBatch
 from tests.gpu import grpo
@@ -225,12 +225,8 @@ def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
 
     found["weights into buckets for the engine, s"] = clock(device, take, repeats=1)[0]
     state = folder / "optimizer"
-    group = dist.new_group(backend="gloo")
     start = time.perf_counter()
-    copied = host_copy(get_optimizer_state_dict(actor.module, actor.stepper.optimizer))
-    found["optimizer copied to the host, s"] = time.perf_counter() - start
-    start = time.perf_counter()
-    save_optimizer(copied, state, group)
+    save_optimizer(get_optimizer_state_dict(actor.module, actor.stepper.optimizer), state)
     found["optimizer written and hashed, s"] = time.perf_counter() - start
     found["optimizer, GiB"] = sum(file.stat().st_size for file in state.rglob("*") if file.is_file()) / GIB
     start = time.perf_counter()

@@ -70,8 +70,8 @@ class StubEngine(StubProcess):
 
 def put_stubs(ray_pools) -> None:
     """Let :mod:`core.cluster.ray_pools` start these."""
-    ray_pools.LEARNER = ray_pools.actor_class(StubLearner, 2)
-    ray_pools.ENGINE = ray_pools.actor_class(StubEngine, 2)
+    ray_pools.LEARNER = ray_pools.actor_class(StubLearner)
+    ray_pools.ENGINE = ray_pools.actor_class(StubEngine)
 
 
 def layout(processes) -> dict[str, Any]:

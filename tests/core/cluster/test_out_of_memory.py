@@ -48,7 +48,7 @@ PLANTED = {
     "values": (Critic, "values"),
     "update_critic": (Critic, "update"),
     "update_actor": (Actor, "update"),
-    "save_checkpoint": (local_workers.LocalWorkers, "snapshot"),
+    "save_checkpoint": (local_workers.LocalWorkers, "save"),
 }
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import os
+import pickle
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +19,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from core.checkpoint.run_state import save_tensors
-from core.checkpoint.store import CheckpointStore
+from core.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from core.errors import InputError
 from core.export import export, find_checkpoint, main
 from core.learner import hf_export
 from core.learner.hf_export import export_hf, load_weights
-from core.learner.saving import OwnFiles, host_copy
+from core.learner.saving import DESCRIPTION, OwnFiles, PlainPlanner, PlainReader
 from tests.checkpoints import ROOT, flip_bit
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -245,24 +249,38 @@ def test_a_full_disk_under_a_file_of_weights_is_an_os_error(tmp_path, monkeypatc
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_what_a_rank_keeps_is_a_copy_and_its_own(tmp_path):
+def test_what_a_rank_writes_is_its_own(tmp_path):
     files = {"one": ["a", "b"], "two": ["c"], "three": ["d"]}
     kept = [OwnFiles(files, rank, 2) for rank in (0, 1)]
     for name in "abcd":
-        value = torch.full((3,), ord(name), dtype=torch.float32)
         for one in kept:
-            one.keep(name, value)
-        value.zero_()  # a step after the snapshot
+            one.keep(name, torch.full((3,), ord(name), dtype=torch.float32))
     assert [sorted(one.write(tmp_path)) for one in kept] == [["one", "three"], ["two"]]
     for file, names in files.items():
         found = load_file(tmp_path / file)
         assert {name: value[0].item() for name, value in found.items()} == {name: ord(name) for name in names}
 
 
-def test_a_host_copy_stays_as_it_is_and_tied_weights_stay_tied():
-    tied = torch.arange(4.0)
-    state = {"a": tied, "of": [tied.detach(), (tied[2:], 3)], "empty": torch.ones(0)}
-    copy = host_copy(state)
-    tied.zero_()
-    assert copy["a"].tolist() == [0, 1, 2, 3] and copy["of"][1][0].tolist() == [2, 3] and copy["of"][1][1] == 3
-    assert copy["of"][0].data_ptr() == copy["a"].data_ptr() and isinstance(copy["of"][1], tuple)
+def test_adapters_beside_whole_weights_are_not_followed(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    with pytest.raises(InputError, match="adapters, and this run has none"):
+        load_weights(SimpleNamespace(), tmp_path)
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["RLREPRO_TEST_PAYLOAD"],)
+
+
+def test_a_sharded_optimizer_runs_no_code(tmp_path, monkeypatch):
+    """Its description is a pickle, and so are its numbers; torch reads both as they come."""
+    monkeypatch.setenv("RLREPRO_TEST_PAYLOAD", str(tmp_path / "payload"))
+    torch.save(Payload(), tmp_path / DESCRIPTION)
+    with pytest.raises(DamagedCheckpoint, match="is no description"):
+        PlainReader(tmp_path).read_metadata()
+    item, data = SimpleNamespace(dest_index=SimpleNamespace(fqn="x")), io.BytesIO()
+    torch.save(Payload(), data)
+    data.seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        PlainPlanner().load_bytes(item, data)
+    assert not (tmp_path / "payload").exists()

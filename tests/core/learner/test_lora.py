@@ -131,7 +131,7 @@ def test_a_checkpoint_is_adapters_and_optimizer_and_goes_on_to_the_bit(folders, 
     batch, straight = mixed_batch(), workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True)
     for _ in range(2):
         straight.update_critic(batch, 1.0), straight.update_actor(batch, 1.0)
-    straight.snapshot().write(tmp_path)
+    straight.save(tmp_path)
     for part, base in (("actor", straight.actor), ("critic", straight.critic)):
         assert not (tmp_path / part / "model.safetensors").exists()
         stored = load_file(tmp_path / part / "adapter_model.safetensors")

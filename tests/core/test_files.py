@@ -1,0 +1,364 @@
+"""Files: names that lead elsewhere, what a download left out, and URLs: in memory, in a folder and on an S3 server."""
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+
+from core import files
+from core.checkpoint.provenance import base_of
+from core.checkpoint.remote_copy import RemoteCopy
+from core.checkpoint.store import CheckpointStore
+from core.config import compose, paths
+from core.data.parquet import ExampleFile, sha256_of
+from core.errors import InputError, WriteFailed
+from core.evaluate import request
+from core.export import main as export
+from core.files import damage, inside, local_path, replacing
+from core.learner.models import WEIGHT_FILES, load_tokenizer, resolve_path
+from core.ray_trainer import RayPPOTrainer
+from results.report import main as report
+from tests import remote_places
+from tests.core.scripted_run import configured, prepare, scripted
+from tests.remote_places import fresh, put
+from tests.row_files import rows_file
+
+MEMORY = "memory://bucket"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(OSError), replacing(tmp_path / "a") as partial:
+        partial.write_text("half")
+        raise OSError
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+HOSTILE = ["actor/../../x", "../x", "..", "/tmp/x", "a//x", "", ".", "a\\..\\x", "a\0", "a/", 3, None, ["a"], "link/x"]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=repr)
+def test_a_name_that_leads_out_of_its_folder_is_refused(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "link").symlink_to(tmp_path)
+    with pytest.raises(InputError, match="MANIFEST: the file name .* leads out of its folder"):
+        inside(tmp_path / "folder", name, "MANIFEST")
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.json", "actor/__0_0.distcp", "..a", "a..b/.c", "é/中", "a b", "~x", "-x"])
+def test_ordinary_names_are_names(name, tmp_path):
+    (tmp_path / "way").symlink_to(tmp_path)  # the folder itself may be a link: who names it chose it
+    assert inside(tmp_path / "way", name, "") == tmp_path / "way" / name
+
+
+# ---------------------------------------------------------------- what a download left incomplete
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with the files of a model, in no shape that could be loaded."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    save_file({"a": np.zeros((30, 4), np.float32), "b": np.ones(7, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 60, 200, -1])
+def test_cut_weights_are_found_with_their_size(model, size):
+    assert damage(model) is None and resolve_path(str(model)) == str(model)
+    cut(model / "model.safetensors", size)
+    found = f"{(model / 'model.safetensors').stat().st_size:,} bytes"
+    with pytest.raises(InputError, match=f"model.path=.*model.safetensors is .*{found}.*; download it again"):
+        resolve_path(str(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("model.safetensors", b"<!DOCTYPE html><html>404</html>", "is cut short or altered"),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": 0,', "is cut short or altered: it has 28 bytes"),
+        ("tokenizer_config.json", b"", "is cut short or altered"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a Git LFS pointer"),
+    ],
+)
+def test_other_remains_of_a_download(model, name, content, what):
+    (model / name).write_bytes(content)
+    assert damage(model).startswith(f"{name} {what}")
+
+
+def test_the_parts_of_a_large_model(model):
+    (model / "model.safetensors").unlink()
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1]}}))
+    save_file({"a": np.zeros(9, np.float32)}, model / names[0])
+    assert f"of which 1 are not there ({names[1]})" in damage(model)
+    assert damage(model, weights=False) is None
+    save_file({"b": np.zeros(9, np.float32)}, model / names[1])
+    assert damage(model) is None
+    index.write_text(json.dumps({"weight_map": {"a": "../other/model.safetensors"}}))
+    with pytest.raises(InputError, match="leads out of its folder"):
+        resolve_path(str(model))
+
+
+@pytest.mark.parametrize("size", [0, 10, -1])
+def test_cut_parquet_is_named_where_it_is_read(tmp_path, size):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 50}), path)
+    assert damage(path) is None
+    cut(path, size)
+    with pytest.raises(InputError, match="not a readable parquet file"):
+        ExampleFile(str(path))
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path"])
+def test_the_files_of_every_model_are_looked_at_before_the_first_loads(model, tmp_path, key):
+    shutil.copytree(model, tmp_path / "cut")
+    cut(tmp_path / "cut" / "model.safetensors", -1)
+    whole = [f"{part}.model.path={model}" for part in ("actor_rollout_ref", "critic")]
+    judged = ["reward_model.enable=True", "reward_model.weight=1"] if key.startswith("reward_model") else []
+    config = compose("ppo", [*whole, *judged, f"{key}={tmp_path / 'cut'}"])
+    with pytest.raises(InputError, match=f"{key}={tmp_path / 'cut'}: model.safetensors is cut short"):
+        RayPPOTrainer(config).load_data()
+
+
+# ---------------------------------------------------------------- URLs
+
+
+@pytest.fixture
+def copies(monkeypatch, tmp_path):
+    fsspec.filesystem("memory").store.clear()
+    return fresh(monkeypatch, tmp_path)
+
+
+@pytest.fixture(params=["memory", "file"])
+def root(request, tmp_path, copies):
+    return MEMORY if request.param == "memory" else f"file://{tmp_path}/there"
+
+
+def contents(folder) -> dict[str, bytes]:
+    folder = Path(folder)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("path", ["a/b", "/a/b.parquet", "~/x", "org/name", "", "C:/x"])
+def test_what_is_no_url_stays_as_it_is(path, copies):
+    assert local_path(path) == path and not copies.exists()
+
+
+def test_a_folder_is_copied_once_and_anew_where_it_has_changed(root, model, copies):
+    (model / "part").mkdir()
+    (model / "part" / "more.txt").write_text("more")
+    url = put(model, f"{root}/org/model")
+    found = local_path(url)
+    assert Path(found).name == "model" and contents(found) == contents(model)
+    times = {path: path.stat().st_mtime_ns for path in Path(found).rglob("*")}
+    files._copied.cache_clear()  # as in another process
+    assert local_path(url) == local_path(f"{url}/") == found
+    assert {path: path.stat().st_mtime_ns for path in Path(found).rglob("*")} == times
+    assert contents(local_path(url, without=WEIGHT_FILES)).keys() == contents(model).keys() - {"model.safetensors"}
+    put(model, url)
+    (model / "config.json").write_text("{ }")
+    put(model, url)
+    assert local_path(url) == found, "all of one process is of one state"
+    files._copied.cache_clear()
+    assert contents(local_path(url)) == contents(model)
+    file = local_path(f"{url}/config.json")
+    assert Path(file).name == "config.json" and Path(file).read_text() == "{ }"
+
+
+def test_an_interrupted_or_short_copy_is_made_again(model, copies, monkeypatch):
+    url, memory = put(model, f"{MEMORY}/model"), type(fsspec.filesystem("memory"))
+    get_file = memory.get_file
+
+    def breaks(self, path, into, **options):
+        get_file(self, path, into, **options)
+        if into.endswith("model.safetensors"):
+            raise ConnectionError("reset by peer")
+
+    def short(self, path, into, **options):
+        get_file(self, path, into, **options)
+        Path(into).write_bytes(b"")
+
+    for broken, what in ((breaks, "cannot be read .ConnectionError: reset"), (short, "bytes there, and 0 arrived")):
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "get_file", broken)
+            with pytest.raises(InputError, match=f"model.path={url}: .*{what}"):
+                local_path(url, "model.path")
+    assert contents(local_path(url, "model.path")) == contents(model)
+
+
+def test_another_process_that_copies_is_waited_for(model, tmp_path, copies):
+    url = put(model, f"file://{tmp_path}/there")
+    found = Path(local_path(url))
+    shutil.rmtree(found.parent)
+    program = f"from core.files import local_path; print('begun', flush=True); print(local_path({url!r}))"
+    with open(found.parent.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert other.stdout.readline() == "begun\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+        assert not found.exists()
+    assert other.communicate(timeout=60)[0].strip() == str(found) and found.exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        (f"{MEMORY}/absent", f"key={MEMORY}/absent: does not exist; "),
+        ("nosuch://x/y", "key=nosuch://x/y: cannot be read .*nosuch"),
+        ("gs://bucket/x", "key=gs://bucket/x: cannot be read .ImportError: .*gcsfs"),
+    ],
+)
+def test_a_place_that_cannot_be_read_is_one_line(url, rule, copies):
+    with pytest.raises(InputError, match=rule) as caught:
+        local_path(url, "key")
+    assert "\n" not in str(caught.value) and not copies.exists()
+
+
+def test_a_name_at_a_url_that_leads_out_of_its_folder_is_refused(copies, monkeypatch):
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/bucket/model/a", b"")
+    monkeypatch.setattr(type(memory), "find", lambda *_, **__: {"/bucket/model/../../evil": {"size": 1}})
+    with pytest.raises(InputError, match="leads out of its folder"):
+        local_path(f"{MEMORY}/model")
+
+
+def missing(*overrides: str, among=None) -> list[str]:
+    config = compose("grpo", ["custom_reward_function.path=null", *overrides])
+    return [str(problem) for problem in paths.missing(config, among)]
+
+
+def test_a_start_looks_up_urls_and_a_dry_run_their_drivers_alone(model, tmp_path, copies, monkeypatch):
+    rows, path = rows_file(tmp_path / "a.parquet", 5), put(model, f"{MEMORY}/model")
+    data = f"data.train_files={put(Path(rows), f'{MEMORY}/a.parquet')}", f"data.val_files={MEMORY}/b.parquet"
+    (line,) = missing(*data, f"actor_rollout_ref.model.path={path}", f"trainer.default_local_dir={MEMORY}/run")
+    assert line.startswith(f"data.val_files={MEMORY}/b.parquet: does not exist; ") and not copies.exists()
+    assert missing(f"actor_rollout_ref.model.path={MEMORY}/nowhere", among=frozenset()) == []
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        (line,) = missing(f"trainer.{key}=gs://b/run", among=frozenset())
+        assert line.startswith(f"trainer.{key}=gs://b/run: cannot be read (ImportError: ")
+
+
+def test_examples_tokenizers_and_bases_of_a_url_are_those_of_the_files(tmp_path, copies):
+    made = prepare(tmp_path / "files")
+    rows, url = put(made / "train.parquet", f"{MEMORY}/a.parquet"), put(made / "model", f"{MEMORY}/model")
+    there, here = ExampleFile(rows), ExampleFile(str(made / "train.parquet"))
+    assert there.example(3).prompt == here.example(3).prompt and there.example(3).where == f"{rows} row 3"
+    assert sha256_of(rows) == sha256_of(str(made / "train.parquet"))
+    load_tokenizer(compose("grpo", [f"actor_rollout_ref.model.path={url}"]).actor_rollout_ref.model)
+    assert not list(copies.rglob("*.safetensors")), "a tokenizer needs no weights"
+    assert base_of(url).path == url and base_of(url).sha256 == base_of(str(made / "model")).sha256
+
+
+def test_commands_take_urls_of_checkpoints_and_runs(model, tmp_path, copies, capsys):
+    with CheckpointStore(tmp_path / "run").writing(2) as folder:
+        shutil.copytree(model, folder / "actor")
+    url = put(tmp_path / "run", f"{MEMORY}/grpo/run")
+    assert export([f"{url}/global_step_2", str(tmp_path / "out")]) == 0
+    assert contents(tmp_path / "out") == contents(model)
+    assert export([url, str(tmp_path / "other")]) == 2 and f"{url}: names no checkpoint" in capsys.readouterr().err
+    assert request("grpo", [], tmp_path / "a.jsonl", None, f"{url}/global_step_2").checkpoint.step == 2
+    run = put(ROOT / "results" / "grpo" / "lab-seed1", f"{MEMORY}/grpo/lab-seed1")
+    fsspec.filesystem("memory").pipe_file("/bucket/grpo/lab-seed1/global_step_2/model", b"large")
+    assert report([run, "--out", str(tmp_path / "report")]) == 0 and (tmp_path / "report" / "report.md").exists()
+    assert not list(copies.rglob("lab-seed1/global_step_2"))
+
+
+def test_the_output_of_a_command_is_a_path(capsys):
+    with pytest.raises(SystemExit):
+        export(["run", "s3://bucket/out"])
+    assert "s3://bucket/out: " in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- a real S3 server
+
+BUCKET = "s3://bucket"
+
+
+def driver() -> fsspec.AbstractFileSystem:
+    """The driver, which reads login and address from the environment once and keeps both."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    return fsspec.filesystem("s3")
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    with remote_places.s3_server() as reached:
+        for name, value in reached.items():
+            monkeypatch.setenv(name, value)
+        driver().mkdir("bucket")
+        yield reached
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+@pytest.mark.slow
+def test_a_run_reads_from_s3_writes_to_it_and_goes_on_from_it_on_another_machine(s3, tmp_path, monkeypatch):
+    made = prepare(tmp_path / "files")
+    for name in ("model", "train.parquet"):
+        put(made / name, f"{BUCKET}/{name}")
+    rows = f"{BUCKET}/train.parquet"
+    keys = [f"data.train_files={rows}", f"data.val_files={rows}", f"actor_rollout_ref.model.path={BUCKET}/model"]
+    keys += [f"trainer.default_local_dir={BUCKET}/grpo/run", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=2"]
+
+    def run(steps: int, machine: str) -> int:
+        """Train on a machine that has nothing, in its folder; return the step from which the run went on."""
+        (tmp_path / machine).mkdir()
+        monkeypatch.chdir(tmp_path / machine)
+        fresh(monkeypatch, tmp_path / machine)
+        config = configured(made, "x", *keys, steps=steps)
+        assert paths.missing(config) == []
+        trainer = scripted()(config, lambda request, version: "12"[request.seed % 2]).init_workers()
+        began = trainer.run.step
+        trainer.fit()
+        return began
+
+    def end(self, name, content):
+        if name == "global_step_4/manifest.json":
+            raise KeyboardInterrupt
+        put_file(self, name, content)
+
+    put_file = RemoteCopy.put
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RemoteCopy, "put", end)
+        run(6, "one")
+    there = {name.removeprefix("bucket/grpo/run/") for name in driver().find("bucket/grpo/run")}
+    assert "global_step_4/manifest.json" not in there and {"global_step_4/actor/version.json", "metrics.jsonl"} <= there
+    assert run(6, "two") == 2
+    assert RemoteCopy(f"{BUCKET}/grpo/run", None).steps() == [4, 6]
+
+
+@pytest.mark.slow
+def test_s3_tells_of_a_change_within_a_second_and_of_missing_rights(s3, tmp_path, monkeypatch):
+    """The time that S3 gives has whole seconds: what tells two states apart is the hash that it gives beside it."""
+    (tmp_path / "a.txt").write_text("old")
+    url = put(tmp_path / "a.txt", f"{BUCKET}/a.txt")
+    fresh(monkeypatch, tmp_path)
+    assert Path(local_path(url)).read_text() == "old"
+    driver().pipe_file("bucket/a.txt", b"new")
+    files._copied.cache_clear()
+    assert Path(local_path(url)).read_text() == "new"
+    plain = {"Content-Type": "text/plain"}
+    urlopen(Request(f"{s3['AWS_ENDPOINT_URL']}/moto-api/reset-auth", b"0", plain, method="POST")).close()
+    driver()  # the server now checks who asks, and knows nobody
+    for call in (lambda: local_path(f"{BUCKET}/b", "key"), lambda: files.check_writable(f"{BUCKET}/run", "key")):
+        with pytest.raises((InputError, WriteFailed), match=f"^key={BUCKET}/.*: cannot be .* \\(PermissionError"):
+            call()
