@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,7 @@ from torch import Tensor, nn
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.stopping import StopRule, eos_ids
-from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight
-from core.engines.weight_check import check_weights, held_weights
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, check_weights, held_weights
 from core.types import Segment, Stop, Trajectory
 
 SETTLED_TURNS = 32  # turns of the event loop after scores from elsewhere came: more than all their effects can take
@@ -60,7 +58,12 @@ class Row:
     stop: Stop | None = None
 
     def write(self, token: int, logprob: float) -> bool:
-        """Append the next token, set ``stop``, and return whether the token was the last."""
+        """Append the next token, set ``stop``, and return whether the token was the last.
+
+        Raises FloatingPointError for a log-prob that is not finite.
+        """
+        if logprob is None or not -np.inf < logprob < np.inf:
+            raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.stop = self.rule.ended(self.ids)
@@ -72,12 +75,15 @@ def positions(model: nn.Module) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-class Engine(ABC):
+class Engine:
     """The parts of :class:`core.engines.RolloutEngine` that do not depend on what computes.
 
     ``model`` is transformers' model, or its skeleton on the meta device: what names and shapes an update must have.
     ``max_length`` bounds prompt and response together where the engine has less room than the model has positions;
     ``length_key`` names the bound. An engine that ``sleeps`` frees the device's memory until the next update.
+
+    A subclass has ``_copy`` (the weights of a bucket), ``_finish`` (makes new weights those of all requests and returns
+    a proof for each device), ``_in_flight`` (counts requests), ``_cancel_all``, ``_free``, and ``_sleep`` if it sleeps.
     """
 
     length_key = "the model's max_position_embeddings"
@@ -91,30 +97,6 @@ class Engine(ABC):
         self.policy_version = 0
         self.sleeps = self.asleep = self._closed = False
         self._received: list[Checksum | None] = []
-
-    def _copy(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
-        """Copy the weights of a bucket, where :meth:`load` is not overridden."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def _finish(self) -> list[Proof]:
-        """Make the new weights those of all requests, and return a proof for each device."""
-
-    @abstractmethod
-    def _in_flight(self) -> int:
-        """Return how many requests are in flight, after dropping those of event loops that are closed."""
-
-    @abstractmethod
-    def _cancel_all(self) -> None:
-        """Cancel all requests."""
-
-    @abstractmethod
-    def _free(self) -> None:
-        """Release model and cache; nothing is in flight."""
-
-    def _sleep(self) -> None:
-        """Free the device's memory, where the engine ``sleeps``; it wakes when it begins and ends an update."""
-        raise NotImplementedError
 
     def _check(self, request: SampleRequest) -> None:
         if self._closed:
@@ -144,9 +126,9 @@ class Engine(ABC):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
         """Replace all weights. Each must come, under one of its names where it has several (tied embeddings); two
         names of one weight must agree. Nothing is changed where anything is wrong. Returns what ``end_update`` does."""
-        weights, values = held_weights(self.model, named_tensors)
-        self.begin_update(weights)
-        self.load(Bucket(tuple(weights), tensors=tuple(values)))
+        bucket = held_weights(self.model, named_tensors)
+        self.begin_update(bucket.weights)
+        self.load(bucket)
         return self.end_update(version)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
@@ -190,7 +172,11 @@ class Engine(ABC):
 
 
 class InProcessEngine(Engine):
-    """An engine that computes a step of all running rows at a time. Rows are in ``_waiting``, then in ``_running``."""
+    """An engine that computes a step of all running rows at a time. Rows are in ``_waiting``, then in ``_running``.
+
+    A subclass has ``_running`` (the rows that are computed), ``_admit`` (from the front of ``_waiting`` what has room),
+    ``_advance`` (takes a step and returns the rows that ended with it, which have left) and ``_drop`` (running rows).
+    """
 
     def __init__(self, tokenizer: Any, model: nn.Module, device: torch.device, max_length: int = sys.maxsize):
         super().__init__(tokenizer, model, device, max_length)
@@ -199,22 +185,6 @@ class InProcessEngine(Engine):
         # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next
         # step, and a replay stays exact. True: some of those answers came, and their receivers may request more.
         self.before_step: Callable[[], Awaitable[bool]] | None = None
-
-    @abstractmethod
-    def _running(self) -> list[Row]:
-        """Return the rows that are being computed."""
-
-    @abstractmethod
-    def _admit(self) -> None:
-        """Admit from the front of ``_waiting`` what has room."""
-
-    @abstractmethod
-    def _advance(self) -> list[Row]:
-        """Take a step and return the rows that ended with it, which are not running any more."""
-
-    @abstractmethod
-    def _drop(self, rows: list[Row]) -> None:
-        """Stop computing these running rows."""
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Sample a trajectory. Raises ValueError for a request that this model or cache cannot hold, RuntimeError

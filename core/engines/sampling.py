@@ -61,7 +61,7 @@ class RowSettings:
         if len(set(map(id, params))) == 1:  # the usual case, and the reason for expand below
             params = params[:1]
         greedy = [p.temperature == 0 for p in params]
-        heat = [1.0 if p.temperature == 0 else p.temperature for p in params]
+        heat = [p.temperature or 1.0 for p in params]
         top_k = [vocab_size if p.top_k < 0 or p.temperature == 0 else min(p.top_k, vocab_size) for p in params]
         top_p = [1.0 if p.temperature == 0 else p.top_p for p in params]
         formats = (torch.float32, torch.int64, torch.float64, torch.bool)
@@ -76,8 +76,7 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
     """Return the next token of every row and its log-prob under the distribution that it was drawn from.
 
     Temperature, then top-k, then top-p of what is left, in the order of transformers and vLLM. The token is the
-    inverse of the distribution function at ``uniform_N``. Raises FloatingPointError where a row has no finite
-    distribution.
+    inverse of the distribution function at ``uniform_N``. The log-prob of a row without a finite distribution is NaN.
 
     Shapes:
         logits_NV  [N, V], any float type
@@ -85,21 +84,18 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
         returns    [N] int64, [N] float32
     """
     step = max(1, MAX_CELLS // logits_NV.shape[1])
-    parts = [slice(start, start + step) for start in range(0, len(logits_NV), step)]
-    drawn = [_draw(logits_NV[part], settings.rows(part), uniform_N[part]) for part in parts]
+    drawn = []
+    for start in range(0, len(logits_NV), step):
+        part = slice(start, start + step)
+        chosen = settings.rows(part)
+        processed_NV = processed_logits(logits_NV[part], chosen)
+        prob_NV = processed_NV.softmax(-1)
+        token_N = _inverse(prob_NV, uniform_N[part])
+        if chosen.greedy_N.any():
+            token_N = torch.where(chosen.greedy_N, processed_NV.argmax(-1), token_N)
+        drawn.append((token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()))
     token_N, logprob_N = (torch.cat(values) for values in zip(*drawn, strict=True))
-    if not logprob_N.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
     return token_N, logprob_N
-
-
-def _draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    logits_NV = processed_logits(logits_NV, settings)
-    prob_NV = logits_NV.softmax(-1)
-    token_N = _inverse(prob_NV, uniform_N)
-    if settings.greedy_N.any():
-        token_N = torch.where(settings.greedy_N, logits_NV.argmax(-1), token_N)
-    return token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()
 
 
 def processed_logits(logits_NV: Tensor, settings: RowSettings) -> Tensor:

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from core.data.vocabulary import end_ids
+from core.data.vocabulary import REPLACEMENT, end_ids
 from core.engines import SamplingParams
 from core.types import Stop
-
-UNFINISHED = "\ufffd"  # what a decoder writes for a character whose bytes are not complete yet
 
 
 def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
@@ -48,12 +46,10 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]):
-        self.tokenizer = tokenizer
-        self.stop = tuple(stop)
-        self.keep = max(len(text) for text in stop) - 1  # characters of earlier text that a match can reach back to
-        self.tail = ""
+        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.keep = max(map(len, stop)) - 1  # characters of earlier text that a match can reach back to
         self.begin = self.read = 0  # ids[begin:read] are decoded already, their text is ``known``
-        self.known = ""
+        self.tail = self.known = ""
 
     def completed(self, ids: Sequence[int]) -> bool:
         """Return whether the last token completed a stop string. Call it after every token, with all ids."""
@@ -61,7 +57,7 @@ class StopStrings:
         window = self.tail + text[len(self.known) :]
         if any(stop in window for stop in self.stop):
             return True
-        if not text.endswith(UNFINISHED):
+        if not text.endswith(REPLACEMENT):  # else the bytes of a character are not complete yet
             self.tail = window[-self.keep :] if self.keep else ""
             self.begin, self.read = self.read, len(ids)
             self.known = self.tokenizer.decode(ids[self.begin : self.read], skip_special_tokens=True)

@@ -1,11 +1,9 @@
 """vLLM behind the engine contract: its core in this process, stepped by our loop.
 
-In the kernel only this file and :mod:`core.engines.vllm_receiver`, the other end of a weight update, import vllm.
-
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
-``core.engines.stopping`` decides what ended a response, as for every engine. Samples of a prompt share its
-whole blocks by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this
-one.
+``core.engines.stopping`` decides what ended a response, as for every engine. Samples of a prompt share its whole blocks
+by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this one. The other
+end of a weight update is :mod:`core.engines.vllm_receiver`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -79,10 +77,9 @@ class VLLMEngine(InProcessEngine):
     """
 
     def __init__(self, tokenizer: Any, skeleton: nn.Module, **options: Any):
-        # Without this vLLM would look for a Ray of its own inside a Ray actor.
         processes = options.get("tensor_parallel_size", 1)
-        executor = "mp" if processes > 1 else "uni"
-        options = {**FIXED, "distributed_executor_backend": executor, **options}
+        # Without an executor named here vLLM would look for a Ray of its own inside a Ray actor.
+        options = {**FIXED, "distributed_executor_backend": "mp" if processes > 1 else "uni", **options}
         if DEVICE == "cpu":
             options |= _on_cpu(options)
         self.modality = modality_of(skeleton.config)
@@ -105,8 +102,7 @@ class VLLMEngine(InProcessEngine):
 
     def _admit(self) -> None:
         """Submit every row: vLLM queues by itself."""
-        waiting, self._waiting = self._waiting, []
-        for row in waiting:
+        for row in self._waiting:
             sampling, rule, name = row.request.sampling, row.rule, next(self._names)
             self._rows[name] = row
             self._submit(
@@ -124,6 +120,7 @@ class VLLMEngine(InProcessEngine):
                 # Where stop strings may end a response, every token is examined; else it comes whole.
                 output_kind=RequestOutputKind.DELTA if rule.strings else RequestOutputKind.FINAL_ONLY,
             )
+        self._waiting = []
 
     def _submit(self, name: str, token_ids: tuple[int, ...], media: Pictures | None, **params: Any) -> None:
         sampling = SamplingParams(flat_logprobs=True, detokenize=False, **params)
@@ -132,16 +129,11 @@ class VLLMEngine(InProcessEngine):
 
     def _advance(self) -> list[Row]:
         with self._whole():
-            return self._take(self.llm.step())
-
-    def _take(self, outputs: Iterable[Any]) -> list[Row]:
-        """Append what vLLM wrote to the rows; return those that ended, which have left."""
+            outputs = self.llm.step()
         ended = []
         for output in outputs:
             row, (part,) = self._rows[output.request_id], output.outputs
             done = any([row.write(*pair) for pair in zip(part.token_ids, part.logprobs.logprobs, strict=True)])
-            if not np.isfinite(row.logprobs).all():
-                raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
             if output.finished != done and not row.rule.strings:
                 raise RuntimeError(f"vLLM ended a response with {part.finish_reason} ({part.stop_reason})")
             if done:
@@ -157,29 +149,30 @@ class VLLMEngine(InProcessEngine):
             del self._rows[name]
         self.llm.abort_request(names)
 
+    def _call(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of each of vLLM's processes, and return what they return."""
+        with self._whole():
+            return self.llm.collective_rpc(method, kwargs=arguments)
+
     def begin_update(self, weights: Sequence[Weight]) -> None:
         """Begin vLLM's own reloading, which packs and shards (:mod:`core.engines.vllm_receiver`)."""
         super().begin_update(weights)
         if self.asleep:
             self.llm.wake_up(["weights"])
-        with self._whole():
-            self.llm.collective_rpc("start_weight_update")
+        self._call("start_weight_update")
 
     def load(self, bucket: Bucket) -> None:
         """Send a bucket to vLLM's processes, which open it."""
-        with self._whole():
-            self.llm.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
+        self._call("update_weights", update_info={"bucket": bucket})
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
         """Join the group that weights are broadcast in; each of vLLM's processes is a rank, from ``first_rank`` on."""
         info = {"address": address, "first_rank": first_rank, "size": size, "timeout_s": timeout_s}
-        with self._whole():
-            self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+        self._call("init_weight_transfer_engine", init_info=info)
 
     def _finish(self) -> list[Proof]:
-        with self._whole():
-            self.llm.collective_rpc("finish_weight_update")
-            proofs = self.llm.collective_rpc("weight_proof")
+        self._call("finish_weight_update")
+        proofs = self._call("weight_proof")
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
         if not self.llm.reset_prefix_cache():
@@ -193,18 +186,16 @@ class VLLMEngine(InProcessEngine):
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
+        self._refuse_in_flight("probe")
         if len(token_ids) < 2:
             return np.zeros(0, np.float32)
-        name = next(self._names)
         whole = RequestOutputKind.FINAL_ONLY
-        self._submit(name, token_ids, None, max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
-        while True:
+        self._submit("probe", token_ids, None, max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
+        outputs = []
+        while not outputs:
             with self._whole():
-                outputs = {output.request_id: output for output in self.llm.step()}
-            own = outputs.pop(name, None)
-            self._deliver(self._take(outputs.values()))
-            if own is not None:
-                return np.array(own.prompt_logprobs.logprobs, np.float32)
+                outputs = self.llm.step()
+        return np.array(outputs[0].prompt_logprobs.logprobs, np.float32)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -1,17 +1,14 @@
-"""Weights on their way from the learner to the engines, in buckets of bounded size.
+"""Weights on their way from the learner to the engines: what they are, and buckets of bounded size.
 
 A learner rank fills its staging memory with a bucket's bytes and engines copy them from there. Engines on the
-learner's nodes read a file in memory, which every process of the node can open. Engines on GPUs of their own
-receive a broadcast from rank 0 (NCCL between GPUs, gloo between CPUs).
-
-Nobody holds more than its shard, a bucket and the weight that is being gathered. A checksum of the bytes travels with
-each bucket; receivers compute their own.
+learner's nodes read a file in memory, which every process of the node can open. Engines on GPUs of their own receive a
+broadcast from rank 0 (NCCL between GPUs, gloo between CPUs). Nobody holds more than its shard, a bucket and the weight
+that is being gathered. A checksum of the bytes travels with each bucket; receivers compute their own.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.algorithm.checks import weight_sums
 from core.errors import InputError
@@ -82,36 +79,87 @@ class Bucket:
         return sum(weight.room for weight in self.weights)
 
     def open(self, device: torch.device) -> tuple[list[Tensor], Checksum | None]:
-        """Return the weights' values on the device, and the checksum of what came. Learner and engine of one process
-        share them, else they are the caller's own."""
+        """Return the weights' values on the device, and the checksum of what came."""
         if self.checksum is None:
             return list(self.tensors), None
-        data, values, begin = self._receive(device), [], 0
+        data = torch.empty(self.size, dtype=torch.uint8, device=device)
+        if self.files is None:
+            GROUP.broadcast(data)
+        elif path := self.files.get(node_key()):
+            # Copy on write: torch takes no memory that cannot be written. Raises ValueError for a shorter file.
+            data.copy_(torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(self.size,))))
+        else:
+            raise RuntimeError(
+                f"no learner rank left weights for {node_key()}, only for {', '.join(self.files)}: with "
+                "actor_rollout_ref.hybrid_engine=True every engine runs beside a learner rank; set it to False"
+            )
+        values, begin = [], 0
         for weight in self.weights:
             values.append(data[begin : begin + weight.size].view(weight.dtype).view(weight.shape))
             begin += weight.room
         return values, checksum(data)
 
-    def _receive(self, device: torch.device) -> Tensor:
-        """Return the bytes, in memory of this process."""
-        data = torch.empty(self.size, dtype=torch.uint8, device=device)
-        if self.files is None:
-            GROUP.broadcast(data)
-            return data
-        path = self.files.get(node_key())
-        if path is None:
-            raise RuntimeError(
-                f"no learner rank left weights for {node_key()}, only for {', '.join(self.files)}: with "
-                "actor_rollout_ref.hybrid_engine=True every engine runs beside a learner rank; set it to False"
-            )
-        # Copy on write: torch takes no memory that cannot be written. Raises ValueError for a shorter file.
-        return data.copy_(torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(self.size,))))
-
 
 def node_key() -> str:
     """Return the name of what processes must share to open the same file in memory."""
-    namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-    return f"node {os.uname().nodename} {namespace}".strip()
+    return f"node {os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
+
+
+# -- whether weights are the model's -------------------------------------------------------------
+
+
+def weight_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of each weight, those of ``state_dict``; names that share a weight stand together."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    return [tuple(names) for names in names_of.values()]
+
+
+def held_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
+    """Return the weights of this process in one bucket. Names that share a weight in ``model`` are one weight.
+
+    Raises ValueError where two names of one weight come with different values.
+    """
+    by_name = dict(named_tensors)
+    weights, values, problems = [], [], []
+    for names in [*weight_names(model), *((name,) for name in by_name.keys() - model.state_dict().keys())]:
+        given = tuple(name for name in names if name in by_name)
+        if not given:
+            continue
+        first, *others = (by_name[name] for name in given)
+        if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in others):
+            problems.append(f"{' = '.join(names)}: one weight in the engine, but given with different values")
+        weights.append(Weight(given, tuple(first.shape), first.dtype))
+        values.append(first)
+    _refuse(problems)
+    return Bucket(tuple(weights), tensors=tuple(values))
+
+
+def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
+    """Check that the weights are all that ``model`` has, which may be on the meta device.
+
+    Raises ValueError with all that is wrong.
+    """
+    own = model.state_dict(keep_vars=True)
+    expected = {name: weight for weight in weights for name in weight.names}
+    problems = [f"{name}: unknown" for name in expected if name not in own]
+    for name, weight in expected.items():
+        if name in own and weight.shape != tuple(own[name].shape):
+            problems.append(f"{name}: shape {weight.shape}, the engine's is {tuple(own[name].shape)}")
+    for names in weight_names(model):
+        senders = {expected[name].names for name in names if name in expected}
+        if not senders:
+            problems.append(f"{' = '.join(names)}: missing")
+        elif len(senders) > 1:
+            problems.append(f"{' = '.join(names)}: one weight in the engine, but several of the learner")
+    _refuse(problems)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise ValueError(f"update_weights: {len(problems)} weights do not fit, none was changed: {shown}")
 
 
 # -- checksums -----------------------------------------------------------------------------------
@@ -126,9 +174,8 @@ def checksum(data: Tensor) -> Checksum:
     rows = len(words) // SUMMED
     table, rest = words[: rows * SUMMED].view(rows, SUMMED), words[rows * SUMMED :]
     sums = (table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.to(torch.int64))
-    places = (torch.arange(1, len(part) + 1, device=data.device) for part in sums)
-    found = torch.stack([(part * place).sum() for part, place in zip(sums, places, strict=True)])
-    return (len(data), *found.tolist())
+    found = [(part * torch.arange(1, len(part) + 1, device=data.device)).sum() for part in sums]
+    return (len(data), *torch.stack(found).tolist())
 
 
 def weights_checksum(named: Iterable[tuple[str, Tensor]]) -> Checksum:
@@ -141,7 +188,7 @@ def weights_checksum(named: Iterable[tuple[str, Tensor]]) -> Checksum:
     return total
 
 
-# -- broadcasting --------------------------------------------------------------------------------
+# -- sending -------------------------------------------------------------------------------------
 
 
 class BroadcastGroup:
@@ -163,42 +210,30 @@ class BroadcastGroup:
 
     def broadcast(self, data: Tensor) -> None:
         """Send ``data`` from rank 0, or receive it."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self.group.broadcast([data], options).wait()
+        self.group.broadcast(data, root=0).wait()
 
 
 GROUP = BroadcastGroup()
 
 
-# -- sending -------------------------------------------------------------------------------------
-
-
 class Staging:
     """Memory of one bucket, ``data``, which a rank fills again and again.
 
-    A rank that does not ``broadcast`` also has a file in memory. On a CPU it is ``data`` itself; from a GPU
-    :meth:`publish` copies to it.
+    A rank that does not ``broadcast`` also has a file in memory, which is gone with the process however it ends. On a
+    CPU it is ``data`` itself; from a GPU :meth:`publish` copies to it.
     """
 
     def __init__(self, size: int, device: torch.device, *, broadcast: bool = False):
         self.files: dict[str, str] | None = None
         self.shared: Tensor | None = None
         if not broadcast:
-            # Gone with the process, however it ends, and not bounded by /dev/shm.
-            if hasattr(os, "memfd_create"):
-                self.file: Any = os.fdopen(os.memfd_create("weights"), "r+b")
-                path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
-            else:
-                self.file = tempfile.NamedTemporaryFile(prefix="weights-")  # noqa: SIM115 (it lives as long as this object)
-                path = self.file.name
+            self.file = os.fdopen(os.memfd_create("weights"), "r+b")  # not bounded by /dev/shm
             self.file.truncate(size)
+            path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
             self.shared = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             self.files = {node_key(): path}
-        if self.shared is not None and device.type == "cpu":
-            self.data = self.shared
-        else:
-            self.data = torch.empty(size, dtype=torch.uint8, device=device)
+        on_cpu = self.shared is not None and device.type == "cpu"
+        self.data = self.shared if on_cpu else torch.empty(size, dtype=torch.uint8, device=device)
 
     def publish(self, size: int) -> None:
         """Let the processes of the node read what was filled."""
@@ -224,9 +259,7 @@ class Packer:
     ):
         staged_size(weights, limit)
         self.limit, self.gather, self.staging = limit, gather, staging
-        self._left = list(reversed(weights))
-        self._values = iter(values)
-        self._used = 0
+        self._left, self._values, self._used = list(reversed(weights)), iter(values), 0
 
     @torch.no_grad()
     def next(self) -> Bucket | None:

@@ -11,7 +11,6 @@ import torch
 from core.cluster.local_workers import LocalWorkers
 from core.engines.sglang import SGLangEngine
 from core.engines.weight_buckets import Bucket
-from core.engines.weight_check import held_weights
 from core.errors import InputError
 from core.learner.model_checks import WeightSyncError
 from tests.core.engine_contract import HELLO, ModelEngineContract, ask, ids, sample_all
@@ -99,10 +98,7 @@ def test_an_aborted_request_is_not_computed_on(engine):
 
 def test_the_proof_is_of_the_weights_that_are_served(engine):
     def update(seed: int, version: int) -> tuple[int, ...]:
-        weights, values = held_weights(engine.model, tiny_model(seed=seed, **SHAPE).state_dict().items())
-        engine.begin_update(weights)
-        engine.load(Bucket(tuple(weights), tensors=tuple(values)))
-        (proof,) = engine.end_update(version)
+        (proof,) = engine.update_weights(tiny_model(seed=seed, **SHAPE).state_dict().items(), version)
         return proof.weights
 
     one, other, again = update(1, 1), update(2, 2), update(1, 3)

@@ -187,20 +187,16 @@ def test_the_engine_keeps_its_own_copy(workers):
     np.testing.assert_array_equal(workers.engine.probe(text), before)
 
 
-def test_a_probe_between_steps_disturbs_nothing(workers):
-    workers.sync_weights(1)
-    engine, request = workers.engine, ask(max_tokens=24, ignore_eos=True)
-    expected = sample_all(engine, [request])[0]
-
+def test_a_probe_waits_for_no_request(workers):
     async def probe_under():
-        task = asyncio.ensure_future(engine.sample(request))
-        while not task.done():
-            await asyncio.sleep(0)
-            engine.probe((4, 5, 6, 7))
-        return await task
+        task = asyncio.ensure_future(workers.engine.sample(ask(max_tokens=24, ignore_eos=True)))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="probe with 1 requests in flight"):
+            workers.engine.probe((4, 5))
+        await task
 
-    assert ids(run(probe_under())) == ids(expected)
-    assert engine.probe((4,)).shape == (0,)
+    run(probe_under())
+    assert workers.engine.probe((4,)).shape == (0,)
 
 
 def test_the_process_stays_as_it_was(workers):

@@ -13,8 +13,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from core.engines import vllm
 from core.engines.vllm import VLLMEngine
-from core.engines.weight_buckets import Packer, Staging, Weight, staged_size
-from core.engines.weight_check import weight_names
+from core.engines.weight_buckets import Packer, Staging, Weight, staged_size, weight_names
 from tests.core.engine_contract import ask, ids, sample_all
 from tests.core.engines.test_vllm_engine import BLOCK, SHAPE, skeleton
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
