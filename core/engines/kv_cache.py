@@ -97,10 +97,9 @@ class SharedPromptCache(Cache):
         other = {type(layer).__name__ for layer in seen.layers if getattr(layer, "keys", None) is None}
         other |= {type(layer).__name__ for layer in seen.layers if getattr(layer, "is_sliding", False)}
         if other:
-            raise InputError(
-                f"actor_rollout_ref.rollout.name=hf: cannot run {type(model).__name__}: its cache ({', '.join(sorted(other))}) is not "
-                "keys and values of all tokens; use vllm"
-            )
+            name, kinds = type(model).__name__, ", ".join(sorted(other))
+            rule = f"cannot run {name}, whose cache ({kinds}) is not keys and values of all tokens"
+            raise InputError(f"actor_rollout_ref.rollout.name=hf: {rule}; use vllm")
         pairs = [(layer.keys, layer.values) for layer in seen.layers]
         self.shapes = [[(tensor.shape[1], tensor.shape[3]) for tensor in pair] for pair in pairs]
         self.bytes_per_token = sum(tensor.nbytes for pair in pairs for tensor in pair)
