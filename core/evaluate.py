@@ -171,14 +171,14 @@ def generate(call: GenerateCall) -> bool:
     Lines are appended as answers end. The complete file is in the order of the questions, whatever the timing was.
     Raises InputError before a model loads for data, settings and files that do not go together.
     """
-    from core.data.prompts import agent_names, load_val_prompts
+    from core.data.prompts import load_val_prompts
     from core.learner.models import load_modality, load_tokenizer
     from core.rollout.agent_loop import check_examples, make_agent_loop
 
     config, model, out = call.config, call.config.actor_rollout_ref.model, call.out
     tokenizer = load_tokenizer(model)
-    loop = make_agent_loop(config, tokenizer, agent_names(config.data, training=False))
-    prompts = load_val_prompts(config.data, tokenizer, load_modality(model, tokenizer), word=loop and loop.worded)
+    loop = make_agent_loop(config, tokenizer)
+    prompts = load_val_prompts(config.data, tokenizer, load_modality(model, tokenizer), loop and loop.tools_of)
     check_examples(loop, prompts)
     with ExitStack() as owned:
         if loop is not None:

@@ -25,7 +25,7 @@ from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config.schema import Config
 from core.data.parquet import Example
-from core.data.prompts import PromptStream, agent_names, load_val_prompts
+from core.data.prompts import PromptStream, load_val_prompts
 from core.data.vocabulary import known_ids
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
@@ -148,16 +148,15 @@ class RayPPOTrainer:
         modality = load_modality(config.actor_rollout_ref.model, self.tokenizer)
         self.known = known_ids(self.tokenizer)
         data = config.data
-        self.agent_loop = make_agent_loop(config, self.tokenizer, agent_names(data))
-        word = self.agent_loop and self.agent_loop.worded  # lengths count the tools that a prompt tells of
-        self.stream = PromptStream(data, self.tokenizer, config.trainer.seed, modality=modality, word=word)
-        self.val_prompts = load_val_prompts(data, self.tokenizer, modality, word)
+        self.agent_loop = make_agent_loop(config, self.tokenizer)
+        tools_of = self.agent_loop and self.agent_loop.tools_of
+        self.stream = PromptStream(data, self.tokenizer, config.trainer.seed, modality=modality, tools_of=tools_of)
+        self.val_prompts = load_val_prompts(data, self.tokenizer, modality, tools_of)
         check_examples(self.agent_loop, self._examples())
         self.reward = RewardLayer(config)
         self.reward.check(self._examples())
-        check_hooks(
-            self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
-        )
+        examples = list(self.stream.files.first.values())
+        check_hooks(examples, self.reward, self.tokenizer, self.shape_reward, self.keep_group)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return, by the key of their files, the tokens of the longest prompt and those that may follow it."""

@@ -61,7 +61,6 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
     media: Any = None  # core.vision.pictures.Pictures, in the order of their placeholders in ``token_ids``; None: none
-    agent_name: str | None = None  # the agent loop that plays its episodes; None: the configured one
     opened_tag: str | None = None  # a tag such as <think> that the prompt's end opens and the policy has to close
 
 

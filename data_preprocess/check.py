@@ -130,7 +130,7 @@ def _characters(row: Example) -> int:
 
 def _count_tokens(row: Example, encoder: Encoder, findings: Findings) -> None:
     try:
-        findings.tokens.append(len(encoder.encode([row.prompt])[0]))
+        findings.tokens.append(len(encoder.encode(row.prompt)))
     except ChatError as error:
         fix = "mend the roles, or set another chat template"
         findings.problems.add(row.file, "the chat template refuses a prompt", fix, row.number, str(error))

@@ -24,7 +24,7 @@ from core.errors import InputError
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a project's root
 REPLACEMENTS = {  # beginning of a module of verl -> what to write instead; the first that fits
     "verl.tools": "from core.rollout.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse",
-    "verl.interactions": "from core.rollout.users import BaseInteraction",
+    "verl.interactions": "from core.rollout.tools import BaseInteraction",
     "verl.utils.reward_score": "from reward_scores import scorer_for; scorer_for(data_source)(answer, gold, {}), "
     "or copy the function into your file",
     "verl.experimental.agent_loop": "from core.rollout.agent_loop import AgentLoop, register",

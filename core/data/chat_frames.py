@@ -1,8 +1,7 @@
 """What a chat template writes around messages: the frame of a reply, the end of a message, the next turn's beginning.
 
 Short conversations are rendered with marks in place of texts, and what stands between the marks is the frame. A
-template that refuses a role, drops its text or changes it is found here, before a run begins. ``Render`` is all that is
-known of a tokenizer, so that a dry run can render a folder's template without loading one.
+template that refuses a role, drops its text or changes it is found here, before a run begins.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = Mapping[str, Any]
-Render = Callable[..., str]  # (messages, **arguments of the template) -> text; raises what the template raises
+Render = Callable[..., str]  # (messages, **arguments of the template) -> text; raises ChatError
 MARK = "mark7c1f52e9"  # letters and digits: no template escapes or trims it
 PROBE = 'a "b"\\\n<é>'  # what an answer may hold and a template may escape
 WRITTEN: tuple[Callable[[str], str], ...] = (  # how templates write a text: as it is, or as JSON does (Llama 3.1)
@@ -21,6 +20,7 @@ WRITTEN: tuple[Callable[[str], str], ...] = (  # how templates write a text: as 
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     lambda text: json.dumps(text)[1:-1],
 )
+UNTIL_ASSISTANT = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
 
 
 class ChatError(ValueError):
@@ -35,72 +35,55 @@ class Frame:
     written: Callable[[str], str]
 
 
-def rendered(render: Render, messages: Sequence[Message], **arguments: Any) -> str:
-    """Return a chat as text. Raises ChatError where the template refuses it, whatever it raises."""
-    try:
-        return render([dict(message) for message in messages], **arguments)
-    except Exception as error:  # a template is a program: it raises what it does (an index, a type, its own)
-        raise ChatError(" ".join(str(error).split())[:300] or type(error).__name__) from error
+def template_of(tokenizer: Any, kwargs: Mapping[str, Any]) -> Render:
+    """Return the rendering of a tokenizer's chat template with these arguments."""
+
+    def render(messages: Sequence[Message], **arguments: Any) -> str:
+        chat, options = [dict(message) for message in messages], {**kwargs, **arguments}
+        try:
+            return tokenizer.apply_chat_template(chat, tokenize=False, **options)
+        except Exception as error:  # a template is a program: it raises what it does (an index, a type, its own)
+            raise ChatError(" ".join(str(error).split())[:300] or type(error).__name__) from error
+
+    return render
 
 
-def reply_frame(render: Render, role: str, count: int = 1, before: str = "") -> Frame:
-    """Return what the template writes around ``count`` messages of a role that follow an assistant's message.
-
-    The first piece begins behind the assistant's text, the last one ends with the beginning of the next turn. Raises
-    ChatError where the template refuses the role, drops the text, or writes it in a way that is not known.
-    """
-    asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-
-    def behind(text: str) -> str:
-        chat = [*asked, *({"role": role, "content": before + text} for _ in range(count))]
-        head, mark, after = rendered(render, chat, add_generation_prompt=True).partition(MARK)
-        if not mark:
-            raise ChatError("it drops the text of an assistant's message")
-        return after
-
-    pieces = tuple(behind(MARK).split(MARK))
-    if len(pieces) != count + 1:
-        raise ChatError(f"it writes {len(pieces) - 1} of the texts of {count} message(s) of role {role!r}")
-    probed = behind(MARK + PROBE + MARK).split(MARK)
-    for written in WRITTEN:
-        if probed[1::2] == [written(PROBE)] * count:
-            return Frame(pieces, written)
-    became = "".join(probed[1:2])[:60]
-    raise ChatError(f"it changes the text of messages of role {role!r}: {PROBE!r} becomes {became!r}")
-
-
-def dropped_roles(render: Render, chat: Sequence[Message], **arguments: Any) -> list[str]:
-    """Return the roles of a chat whose text the template leaves out of what it renders."""
-    dropped = []
-    for number, message in enumerate(chat):
-        if isinstance(message.get("content"), str) and message["role"] not in dropped:
-            marked = [*chat[:number], {**message, "content": MARK}, *chat[number + 1 :]]
-            if MARK not in rendered(render, marked, **arguments):
-                dropped.append(message["role"])
-    return dropped
-
-
-def written_behind(tokenizer: Any, kwargs: Mapping[str, Any], role: str | None = None) -> str:
-    """Return what the template writes behind an assistant's message that is the last, or is followed by ``role``."""
-    chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    chat += [{"role": role, "content": "."}] if role else []
-    _, mark, after = rendered(template_of(tokenizer, kwargs), chat, add_generation_prompt=False).partition(MARK)
+def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:
+    """Return what the template writes behind an assistant's text that these messages follow. Raises ChatError."""
+    _, mark, after = render([*UNTIL_ASSISTANT, *messages], **arguments).partition(MARK)
     if not mark:
         raise ChatError("it drops the text of an assistant's message")
     return after
 
 
-def generation_prompt(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
-    """Return what the template writes behind a user's message for the assistant to go on."""
-    chat, render = [{"role": "user", "content": MARK}], template_of(tokenizer, kwargs)
-    with_prompt, without = (rendered(render, chat, add_generation_prompt=each) for each in (True, False))
-    return with_prompt.removeprefix(without)
+def reply_frame(render: Render, role: str, count: int = 1) -> Frame:
+    """Return what the template writes around ``count`` messages of a role that follow an assistant's message.
+
+    The first piece begins behind the assistant's text, the last one ends with the beginning of the next turn. Raises
+    ChatError where the template refuses the role, drops the text, or writes it in a way that is not known.
+    """
+
+    def behind(text: str) -> list[str]:
+        replies = [{"role": role, "content": text}] * count
+        return written_behind(render, *replies, add_generation_prompt=True).split(MARK)
+
+    pieces = behind(MARK)
+    if len(pieces) != count + 1:
+        raise ChatError(f"it writes {len(pieces) - 1} of the texts of {count} message(s) of role {role!r}")
+    probed = behind(MARK + PROBE + MARK)
+    for written in WRITTEN:
+        if probed[1::2] == [written(PROBE)] * count:
+            return Frame(tuple(pieces), written)
+    became = "".join(probed[1:2])[:60]
+    raise ChatError(f"it changes the text of messages of role {role!r}: {PROBE!r} becomes {became!r}")
 
 
-def template_of(tokenizer: Any, kwargs: Mapping[str, Any]) -> Render:
-    """Return the rendering of a loaded tokenizer, with template arguments."""
-
-    def render(messages: Sequence[Message], **arguments: Any) -> str:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **{**kwargs, **arguments})
-
-    return render
+def dropped_roles(render: Render, chat: Sequence[Message]) -> list[str]:
+    """Return the roles of a chat whose text the template leaves out of what it renders."""
+    dropped = []
+    for number, message in enumerate(chat):
+        if isinstance(message.get("content"), str) and message["role"] not in dropped:
+            marked = [*chat[:number], {**message, "content": MARK}, *chat[number + 1 :]]
+            if MARK not in render(marked):
+                dropped.append(message["role"])
+    return dropped

@@ -6,16 +6,15 @@ What is drawn, and in which order, is decided in ``core/data/prompts.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.data.chat_frames import ChatError, dropped_roles, rendered, template_of
-from core.data.parquet import Example, Message
+from core.data.chat_frames import ChatError, Message, dropped_roles, template_of
 from core.errors import InputError
 from core.vision.modality import TEXT, Modality
 from core.vision.pictures import Pictures
 
+Text = str | Sequence[Message]  # a prompt as the data has it
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 NO_TEMPLATE = (
     "the tokenizer has no chat template, and the data holds chats; set actor_rollout_ref.model.custom_chat_template, "
@@ -24,22 +23,6 @@ NO_TEMPLATE = (
 _OPENED_AT_THE_END = re.compile(r"<([a-zA-Z][\w-]*)>\s*\Z")
 _OPENED_AT_THE_START = re.compile(r"\s*<([a-zA-Z][\w-]*)>")
 TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
-
-
-@dataclass(frozen=True)
-class Worded:
-    """A prompt as the policy reads it: the example's, or what an agent loop makes of it to tell of tools.
-
-    ``arguments`` are for the chat template, beside the configuration's. Loops word equal prompts alike where ``tools``,
-    the names of those that it tells of, are equal.
-    """
-
-    prompt: str | Sequence[Message]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    tools: tuple[str, ...] = ()
-
-
-Word = Callable[[Example], Worded]
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
@@ -63,60 +46,56 @@ class Encoder:
     policy goes on with that message instead (a prefilled beginning such as ``<think>``). A plain string is encoded
     as it is, with the special tokens that the tokenizer adds by default (BOS, where it has one).
 
-    ``modality`` is how the model reads prompts.
+    ``modality`` is how the model reads prompts. ``tools`` are the schemas that a prompt tells the policy of: the chat
+    template writes them, so that a plain string becomes a user's message where there is a template.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        template_kwargs: Mapping[str, Any] | None = None,
-        modality: Modality = TEXT,
-    ):
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, modality: Modality = TEXT):
         self.tokenizer, self.modality = tokenizer, modality
         self.template_kwargs = dict(template_kwargs or {})
+        self.has_template = bool(
+            self.template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
+        )
         self._written_roles: set[str] = set()  # whose text the template is known to write
         clash = [name for name in OWNED if name in self.template_kwargs]
         if clash:
             raise InputError([f"data.apply_chat_template_kwargs: {', '.join(clash)} cannot be set here; leave it out"])
 
-    def encode(self, prompts: Sequence[str | Sequence[Message]], **arguments: Any) -> list[list[int]]:
-        """Return the ids of each prompt, neither cut nor padded. ``arguments`` are the chat template's.
+    def encode(self, prompt: Text, tools: Sequence[Any] = (), media: Pictures | None = None) -> list[int]:
+        """Return the ids of a prompt, neither cut nor padded, one for each token of its media.
 
-        Raises ChatError where the template refuses a chat, InputError where there is no template.
+        Raises ChatError where the template refuses a chat, InputError where there is no template, MediaError for
+        pictures without places or places without pictures.
         """
-        ids: list[list[int]] = [[] for _ in prompts]
-        for plain in (False, True):
-            indices = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
-            texts = [prompts[index] if plain else self.render(prompts[index], **arguments) for index in indices]
-            # A template writes its special tokens itself: none are added to a chat.
-            encoded = self.tokenizer(texts, add_special_tokens=plain)["input_ids"] if texts else []
-            for index, value in zip(indices, encoded, strict=True):
-                # Some tokenizers append an EOS to a plain string: the policy would have to write after its end.
-                ends = plain and value and value[-1] == self.tokenizer.eos_token_id
-                ids[index] = value[:-1] if ends else value
-        return ids
-
-    def encode_example(
-        self, example: Example, worded: Worded | None = None, *, decode: bool = False
-    ) -> tuple[list[int], Pictures | None]:
-        """Return the ids of an example's prompt, one for each token of its media, and the media if it has any.
-
-        ``worded`` is the prompt as an agent loop words it. ``decode`` tries all of each file and not its size alone.
-        Raises MediaError and what :meth:`encode` raises.
-        """
-        media = self.modality.read_media(example.media, decode=decode)
-        return self.encode_with(worded or Worded(example.prompt), media), media or None
-
-    def encode_with(self, worded: Worded, media: Pictures | None) -> list[int]:
-        """Return the ids of a prompt, one for each token of its media. Raises what :meth:`encode_example` raises.
-
-        What measures prompts and what plays episodes both call it, so that they count the same tokens.
-        """
-        prompt = worded.prompt if media is None else media.mark(worded.prompt)
-        (ids,) = self.encode([prompt], **worded.arguments)
+        text, plain = self.text(prompt, tools, media)
+        (ids,) = self.encode_texts([text], plain)
         return ids if media is None else media.expand(ids)
 
-    def opened_tag(self, prompt: str | Sequence[Message], ids: Sequence[int]) -> str | None:
+    def text(self, prompt: Text, tools: Sequence[Any] = (), media: Pictures | None = None) -> tuple[str, bool]:
+        """Return what is encoded of a prompt, and whether it is a plain string. Raises what :meth:`encode` raises."""
+        prompt = prompt if media is None else media.mark(prompt)
+        if isinstance(prompt, str) and not (tools and self.has_template):
+            return prompt, True
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.render(chat, **({"tools": list(tools)} if tools and self.has_template else {})), False
+
+    def encode_texts(self, texts: Sequence[str], plain: bool) -> list[list[int]]:
+        """Return the ids of texts of :meth:`text`, all of one kind; the tokenizer spreads them over the cores."""
+        # A template writes its special tokens itself: none are added to a chat.
+        encoded = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"] if texts else []
+        # Some tokenizers append an EOS to a plain string: the policy would have to write after its end.
+        end = self.tokenizer.eos_token_id
+        return [ids[:-1] if plain and ids and ids[-1] == end else ids for ids in encoded]
+
+    def render(self, chat: Sequence[Message], **arguments: Any) -> str:
+        """Return the chat as one string, ready for tokens to follow. Raises ChatError, and InputError as encode."""
+        if not self.has_template:
+            raise InputError([NO_TEMPLATE])
+        prefilled = chat[-1]["role"] == "assistant"
+        options = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, **self.template_kwargs}
+        return template_of(self.tokenizer, options)(chat, **arguments)
+
+    def opened_tag(self, prompt: Text, ids: Sequence[int]) -> str | None:
         """Return the tag, such as ``<think>``, that a prompt opens for the policy to close; None without one.
 
         A template or a plain string opens one by ending with it, a begun answer by beginning with it.
@@ -129,24 +108,16 @@ class Encoder:
                 return None
         return f"<{match[1]}>" if match else None
 
-    def dropped_role(self, worded: Worded) -> str | None:
-        """Return a role of the chat whose text the template leaves out, without a word; None where there is none."""
-        roles = set() if isinstance(worded.prompt, str) else {message["role"] for message in worded.prompt}
+    def dropped_role(self, prompt: Text) -> str | None:
+        """Return a role of the chat whose text the template leaves out without an error; None where there is none."""
+        roles = set() if isinstance(prompt, str) else {message["role"] for message in prompt}
         if roles <= self._written_roles:
             return None
         try:
-            if not self.render(worded.prompt, **worded.arguments):  # no text at all is another message
+            if not self.render(prompt):  # no text at all is another message
                 return None
-            dropped = dropped_roles(self.render, worded.prompt, **worded.arguments)
+            dropped = dropped_roles(self.render, prompt)
         except (ChatError, InputError):  # which encoding reports
             return None
         self._written_roles |= roles - set(dropped)
         return dropped[0] if dropped else None
-
-    def render(self, chat: Sequence[Message], **arguments: Any) -> str:
-        """Return the chat as one string, ready for tokens to follow."""
-        if not (self.template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)):
-            raise InputError([NO_TEMPLATE])
-        prefilled = chat[-1]["role"] == "assistant"
-        options = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, **self.template_kwargs}
-        return rendered(template_of(self.tokenizer, options), chat, **arguments)

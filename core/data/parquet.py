@@ -6,7 +6,6 @@ prompt         a chat as a list of ``{role, content}``, or a plain string (``dat
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
 images         optional: the prompt's pictures, a list (``data.image_key``)
-agent_name     optional: the agent loop that plays the example's episodes, in place of the configured one
 ability        optional, not read
 =============  ==========================================================================================
 
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,9 +32,12 @@ from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, file_sha256, is_url, local_path
 from core.vision.pictures import MediaError, stored_bytes
 
+log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
+Finding = tuple[str, str, str]  # (rule, fix, the value that breaks the rule)
 MEDIA_NAMES = {"images", "videos", "audios"}  # columns of media in verl's schema
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
+BATCH = 1024  # examples of a large file that are Python objects at a time
 
 
 @dataclass
@@ -76,7 +79,6 @@ class Example:
     extra_info: Mapping[str, Any]
     style: str = "rule"
     media: tuple[bytes, ...] = ()  # files, pictures say
-    agent_name: str | None = None
 
     @property
     def where(self) -> str:
@@ -128,9 +130,7 @@ class ExampleFile:
         reward_fn_key: str = "data_source",
         image_key: str = "images",
     ):
-        self.path = str(path)
-        self.prompt_key = prompt_key
-        self.reward_fn_key = reward_fn_key
+        self.path, self.prompt_key, self.reward_fn_key = str(path), prompt_key, reward_fn_key
         here = Path(local_path(self.path, "data")).expanduser()
         self._table = _read_table(self.path, here, prompt_key, reward_fn_key, image_key)
         self.image_key = image_key if image_key in self._table.column_names else None
@@ -145,19 +145,17 @@ class ExampleFile:
         problems.raise_if_any()
         return example
 
-    def examples(self, problems: Problems, numbers: np.ndarray | None = None, batch: int = 1024) -> Iterator[Example]:
-        """Yield the examples of these (increasing) numbers, or all, a batch of a large file in memory at a time.
+    def examples(self, problems: Problems, numbers: np.ndarray | None = None) -> Iterator[Example]:
+        """Yield the examples of these (increasing) numbers, or all.
 
         Those that break the schema are left out and added to ``problems``.
         """
-        for start in range(0, len(self), batch):
-            part = self._table.slice(start, batch)
-            indices = np.arange(start, start + len(part))
-            if numbers is not None:
-                indices = numbers[np.searchsorted(numbers, start) : np.searchsorted(numbers, start + batch)]
-                part = part.take(_indices(indices - start))
-            for number, raw in zip(indices, part.to_pylist(), strict=True):
-                example = self._checked(raw, int(number), problems)
+        numbers = np.arange(len(self)) if numbers is None else numbers
+        for start in range(0, len(self), BATCH):
+            chosen = numbers[np.searchsorted(numbers, start) : np.searchsorted(numbers, start + BATCH)]
+            rows = self._table.slice(start, BATCH).to_pylist() if len(chosen) else []
+            for number in chosen.tolist():
+                example = self._checked(rows[number - start], number, problems)
                 if example is not None:
                     yield example
 
@@ -186,31 +184,7 @@ class ExampleFile:
             extra_info=raw.get("extra_info") or {},
             style=raw["reward_model"].get("style") or "rule",
             media=tuple(media),
-            agent_name=raw.get("agent_name") or None,
         )
-
-
-def _indices(numbers: np.ndarray) -> Any:
-    """Return the numbers as an arrow array. pa.array would import pandas first, which takes a second."""
-    import pyarrow as pa
-
-    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers.astype(np.int64))])
-
-
-def named_loops(path: str) -> set[str]:
-    """Return the agent loops that a file's examples name; none where it cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        here = Path(local_path(path, "data")).expanduser()
-        file = pq.ParquetFile(here)
-        if "agent_name" not in file.schema_arrow.names:
-            return set()
-        column = file.read(columns=["agent_name"])["agent_name"]
-        return {name for name in column.unique().to_pylist() if isinstance(name, str) and name}
-    except (InputError, pa.ArrowException, OSError):
-        return set()
 
 
 def sha256_of(path: str | Path) -> str:
@@ -237,36 +211,33 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
         if missing:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        optional = [name for name in ("extra_info", image_key, "agent_name") if name in names]
-        table = file.read(columns=[*columns, *optional])
+        unread = [name for name in MEDIA_NAMES - {image_key} if name in names and _holds_anything(file, name)]
+        table = file.read(columns=[*columns, *(name for name in ("extra_info", image_key) if name in names)])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
-    for column in MEDIA_NAMES - {image_key}:
-        if column in names and _holds_anything(file.read(columns=[column])[column]):
-            fix = "leave the column out, or name it in data.image_key if it holds pictures"
-            raise InputError([f"{where}: column {column!r} holds media, which nothing here reads; {fix}"])
-    if image_key in optional:
-        kind = table[image_key].type
-        if table[image_key].null_count == table.num_rows:
-            table = table.drop_columns([image_key])
-        elif not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            raise InputError([f"{where}: column {image_key!r} (data.image_key) holds {kind}; it must hold lists"])
+    if unread:
+        fix = "leave the column out, or name it in data.image_key if it holds pictures"
+        raise InputError([f"{where}: column {unread[0]!r} holds media, which nothing here reads; {fix}"])
+    if image_key in names and table[image_key].null_count == table.num_rows:
+        table = table.drop_columns([image_key])
+    elif image_key in names and not pa.types.is_nested(kind := table[image_key].type):
+        raise InputError([f"{where}: column {image_key!r} (data.image_key) holds {kind}; it must hold lists"])
     if table.num_rows == 0:
         raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
+    if "agent_name" in names:
+        log.warning("%s: the column agent_name is not read; rollout.agent_loop plays all examples", where)
     return table
 
 
-def _holds_anything(column: Any) -> bool:
+def _holds_anything(file: Any, name: str) -> bool:
     """Return whether a column of lists has an element, or one of another type a value."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    column = file.read(columns=[name])[name]
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         return bool(pc.sum(pc.list_value_length(column)).as_py())
     return column.null_count < len(column)
-
-
-Finding = tuple[str, str, str]  # (rule, fix, the value that breaks the rule)
 
 
 def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Iterator[Finding]:
@@ -285,27 +256,23 @@ def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Itera
         yield rule, "fill it or leave the row out", f"style {style!r}"
     if extra is not None and not isinstance(extra, dict):
         yield "extra_info must be a struct", "make it one, or leave the column out", type(extra).__name__
-    if not isinstance(raw.get("agent_name"), str | None):
-        yield "agent_name must be a string", "name an agent loop, or leave the column out", repr(raw["agent_name"])[:60]
 
 
 def _prompt_finding(value: Any, key: str) -> Finding | None:
+    form = "see core/data/parquet.py"
     if not isinstance(value, str | list | None):
-        return f"{key} must be a string or a list of messages", "see core/data/parquet.py", type(value).__name__
-    for message in value if isinstance(value, list) else ():
+        return f"{key} must be a string or a list of messages", form, type(value).__name__
+    messages = value if isinstance(value, list) else [{"role": "user", "content": value or ""}]
+    for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"{key} must hold messages with role and content", "see core/data/parquet.py", repr(message)[:60]
+            return f"{key} must hold messages with role and content", form, repr(message)[:60]
         called = message["role"] == "assistant" and message.get("tool_calls")
-        if not isinstance(message.get("content"), str) and not (called and message.get("content", "") is None):
-            kind = type(message.get("content")).__name__
-            return (
-                f"{key} must hold text (images and videos are not supported)",
-                "make content a string, with <image> for a picture",
-                kind,
-            )
+        content = message.get("content", "" if called else None)
+        if not isinstance(content, str) and not (called and content is None):
+            rule = f"{key} must hold text (images and videos are not supported)"
+            return rule, "make content a string, with <image> for a picture", type(content).__name__
     if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(?:role|content)"\s*:', value):
         return f"{key} must not be a chat that was written as text", "store it as a list of messages", value[:60]
-    texts = [value] if isinstance(value, str) else [message.get("content") or "" for message in value or ()]
-    if not "".join(texts).strip():
+    if not any((message.get("content") or "").strip() for message in messages):
         return f"{key} must not be empty", "fill it or leave the row out", ""
     return None

@@ -7,12 +7,12 @@ a chat is rendered is ``core/data/encoder.py``'s, what stands around an answer `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from core.data.chat_frames import ChatError, generation_prompt, written_behind
+from core.data.chat_frames import MARK, ChatError, template_of, written_behind
 
 # No tokenizer takes half a surrogate pair and no file holds one; a NUL ends the text in what reads C strings.
 UNWRITABLE = re.compile("[\ud800-\udfff\x00]")
@@ -69,27 +69,25 @@ def template_ends(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = No
     last (gpt-oss: ``<|end|>``, and ``<|return|>`` at the end), it is one too, unless it differs by who speaks next:
     then it begins the next message, as GLM's ``<|user|>`` does.
     """
-    kwargs = dict(template_kwargs or {})
+    kwargs = {**(template_kwargs or {}), "add_generation_prompt": False}
     if not (kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)):
         return {}
-    tokens = whole_tokens(tokenizer)
+    tokens, render = whole_tokens(tokenizer), template_of(tokenizer, kwargs)
     try:
-        ends = {first_token(written_behind(tokenizer, kwargs), tokens)} - {None}
+        ends = {first_token(written_behind(render), tokens)} - {None}
     except ChatError:
         return {}  # a template without assistant messages: reported where one is needed
-    if ends:
-        between = [first_token(text, tokens) for text in _written_between(tokenizer, kwargs)]
-        begins = first_token(generation_prompt(tokenizer, kwargs), tokens)
-        ends |= (set(between) if len(between) > 1 and len(set(between)) == 1 else set()) - {None, begins}
-    return {token: tokens[token] for token in sorted(ends)}
-
-
-def _written_between(tokenizer: Any, kwargs: Mapping[str, Any]) -> Iterable[str]:
-    for role in ("user", "assistant", "tool"):
+    between = []
+    for role in ("user", "assistant", "tool") if ends else ():
         try:
-            yield written_behind(tokenizer, kwargs, role)
+            between.append(first_token(written_behind(render, {"role": role, "content": "."}), tokens))
         except ChatError:  # many templates refuse two assistants in a row, or tools
             continue
+    if len(between) > 1 and len(set(between)) == 1:
+        asked = [{"role": "user", "content": MARK}]
+        begins = render(asked, add_generation_prompt=True).removeprefix(render(asked))
+        ends |= set(between) - {None, first_token(begins, tokens)}
+    return {token: tokens[token] for token in sorted(ends)}
 
 
 def whole_tokens(tokenizer: Any) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Episodes of several turns: the policy writes, a tool answers, until there is an answer or no room is left.
 
-A loop is a class with ``async run(episode)``. It asks for turns and adds what its tools say, in plain Python:
+A loop is a class with ``async run(episode)``. It asks for turns and adds what its tools return, in plain Python:
 
     class Oracle(AgentLoop):
         async def run(self, episode):
@@ -8,14 +8,11 @@ A loop is a class with ``async run(episode)``. It asks for turns and adds what i
                 turn = await episode.turn(stop=("</ask>", "</answer>"))
                 if "<ask>" not in turn.text:
                     return
-                said = await episode.call(lambda: self.oracle(turn.text))
-                episode.add(f"<said>{said}</said>")
+                answer = await episode.call(lambda: self.oracle(turn.text))
+                episode.add(f"<answer>{answer}</answer>")
 
 The :class:`Episode` keeps the one stream of token ids: what the policy sampled stays as it was sampled, what is added
 is encoded once and lies outside ``response_mask`` with log-prob 0. Nothing is decoded and encoded again.
-
-A run's loop has a name (:data:`core.config.registry.AGENT_LOOPS`) or is a class by its path. A module of loops may give
-them names, ``@register("oracle")``; the data chooses among all names by its column ``agent_name``.
 
 Every episode is a coroutine of its own: one that waits for a tool holds no other. When tools answer decides which
 samples decode together, and with an engine that decodes in this process every last bit. A tool that answers without
@@ -27,16 +24,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.config import code_by_path, registry
+from core.config import registry
 from core.config.code_by_path import chosen
 from core.data.draw_order import sampling_seed
-from core.data.encoder import Worded
 from core.data.parquet import Example, Problems
 from core.data.vocabulary import writable
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
@@ -60,86 +56,40 @@ class AgentLoop:
         self.tokenizer = tokenizer
 
     async def run(self, episode: Episode) -> None:
-        """Plays one episode: at least one turn. What it raises ends the run."""
+        """Play one episode: at least one turn. What it raises ends the run."""
         raise NotImplementedError
 
     def check(self, example: Example | Prompt) -> str | None:
         """Return what is wrong with an example of the data for this loop, or None. Every one passes before a start."""
         return None
 
-    def worded(self, example: Example | Prompt) -> Worded:
-        """Return the prompt as the policy will read it: what data is measured and left out by."""
-        return Worded(example.prompt if isinstance(example, Example) else example.messages)
+    def tools_of(self, example: Example) -> Sequence[Any]:
+        """Return the schemas of the tools of which the example's prompt tells the policy."""
+        return ()
 
     def metrics(self) -> Mapping[str, float]:
-        """Numbers of the episodes since the last call, under full names (``agent/...``), logged with each step."""
+        """Return numbers of the episodes since the last call, under full names (``agent/...``), for the step's log."""
         return {}
 
     def close(self) -> None:
-        """Lets go of tools and connections. A second call does nothing."""
-
-
-def register(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
-    """Return a decorator that names a loop. Raises InputError for a name that is taken."""
-    return code_by_path.registering(KEY, registry.AGENT_LOOPS, name)
+        """Let go of tools and connections. A second call does nothing."""
 
 
 class SingleTurn(AgentLoop):
-    """One turn, with the tokens of a run without a loop: for data that gives only some examples tools."""
+    """One turn, with the tokens of a run without a loop."""
 
     async def run(self, episode: Episode) -> None:
         await episode.turn()
 
 
-UNWORDED = SingleTurn(None, None)  # stands for a loop that is missing, which the check of every example reports
-NO_LOOP = "names an agent loop that there is not"
-
-
-class LoopsByName(AgentLoop):
-    """The loops of a run whose data names them; None stands for that of examples that name none."""
-
-    def __init__(self, loops: Mapping[str | None, AgentLoop]):
-        self.loops = loops
-        self.different = list({id(loop): loop for loop in loops.values()}.values())
-
-    async def run(self, episode: Episode) -> None:
-        await self.loops[episode.prompt.agent_name].run(episode)
-
-    def check(self, example: Example | Prompt) -> str | None:
-        if example.agent_name not in self.loops:
-            return NO_LOOP
-        return self.loops[example.agent_name].check(example)
-
-    def worded(self, example: Example | Prompt) -> Worded:
-        return self.loops.get(example.agent_name, UNWORDED).worded(example)
-
-    def metrics(self) -> Mapping[str, float]:
-        return {name: value for loop in self.different for name, value in loop.metrics().items()}
-
-    def close(self) -> None:
-        for loop in self.different:
-            loop.close()
-
-
-def make_agent_loop(
-    config: Config, tokenizer: Any, names: Collection[str] = (), examples: Iterable[Example | Prompt] = ()
-) -> AgentLoop | None:
-    """Make the configured loop and those that the data names, or return None where each trajectory is one turn.
-
-    ``names`` are those of the column ``agent_name``, ``examples`` are checked as :func:`check_examples` does. Raises
-    InputError for a path or a name that leads to no loop, and with all examples that their loop refuses.
-    """
+def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
+    """Return the configured loop, None where each trajectory is one turn. Raises InputError for a path to no loop."""
     spec = config.actor_rollout_ref.rollout.agent_loop
-    if spec is None and not names:
+    if spec is None:
         return None
-    made = {spec: _made(spec or registry.SINGLE_TURN, config, tokenizer)}
-    known = {**registry.AGENT_LOOPS, **code_by_path.registered(KEY)}  # those that making the first one registered, too
-    for name in sorted(set(names) & known.keys() - made.keys()):
-        same = [loop for loop in made.values() if type(loop) is chosen(name, registry.AGENT_LOOPS, KEY)]
-        made[name] = same[0] if same else _made(name, config, tokenizer)
-    loops = {None: made[spec], **{name: made[name] for name in names if name in made}}
-    loop = LoopsByName(loops) if names else loops[None]
-    check_examples(loop, examples)
+    loop = chosen(spec, registry.AGENT_LOOPS, KEY)(config, tokenizer)
+    if not isinstance(loop, AgentLoop):
+        raise InputError(f"{KEY}={spec}: is no agent loop; extend core.rollout.agent_loop.AgentLoop")
     return loop
 
 
@@ -147,29 +97,12 @@ def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt])
     """Check all examples that a run may draw. Raises InputError, and closes the loop, where it refuses any."""
     problems = Problems(shown=3)
     for example in examples if loop is not None else ():
-        trouble = loop.check(example)
-        where = example.where if isinstance(example, Example) else f"uid {example.uid}"
-        if trouble is NO_LOOP:
-            known = ", ".join({**registry.AGENT_LOOPS, **code_by_path.registered(KEY)})
-            fix = f"correct the column agent_name, or name the loop's module: {KEY}=path/file.py:name"
-            rule = f"names an agent loop that is not among {known}"
-            problems.add("agent_name", rule, fix, where, repr(example.agent_name))
-        elif trouble:
+        if trouble := loop.check(example):
+            where = example.where if isinstance(example, Example) else f"uid {example.uid}"
             problems.add(KEY, "an example does not suit its loop", "correct the data", where, trouble)
-    try:
-        problems.raise_if_any()
-    except InputError:
+    if problems.found:
         loop.close()
-        raise
-
-
-def _made(spec: str, config: Config, tokenizer: Any) -> AgentLoop:
-    made = chosen(spec, registry.AGENT_LOOPS, KEY)(config, tokenizer)
-    parts = ("run", "check", "worded", "metrics", "close")
-    lacks = [name for name in parts if not callable(getattr(made, name, None))]
-    if lacks:
-        raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")
-    return made
+    problems.raise_if_any()
 
 
 class Barrier:
@@ -191,8 +124,7 @@ class Barrier:
         """Return what the job returns."""
         if not self.holds:
             return await job()
-        loop = asyncio.get_running_loop()
-        task, handed_out = loop.create_task(_awaited(job)), loop.create_future()
+        task, handed_out = asyncio.ensure_future(job()), asyncio.get_running_loop().create_future()
         self._round.append((task, handed_out))
         self._outstanding += 1
         task.add_done_callback(self._hand_out)
@@ -224,10 +156,6 @@ class Barrier:
             await asyncio.wait([task for task, _ in self._round])
         news, self._news = self._news, False
         return news
-
-
-async def _awaited(job: Callable[[], Awaitable[Any]]) -> Any:
-    return await job()
 
 
 @dataclass(frozen=True)
@@ -266,7 +194,6 @@ class Episode:
         calls: Barrier | None = None,
     ):
         self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
-        self.prompt_ids = tuple(prompt.token_ids)
         self.turns = self.tool_calls = 0
         self.user_scores: list[float] = []  # what simulated users gave the policy's turns
         self.tool_rewards: list[float] = []  # what tools gave the policy's calls
@@ -301,14 +228,8 @@ class Episode:
         """The id the response ends with."""
         return self._ids[-1] if self._ids else None
 
-    def restart(self, prompt_ids: Sequence[int]) -> None:
-        """Another prompt than the data's, before anything was written: one that tells of the tools, say."""
-        if self._ids:
-            raise RuntimeError("the prompt cannot change once the episode has begun")
-        self.prompt_ids = tuple(prompt_ids)
-
     async def turn(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
-        """Lets the policy write until the end of the sequence, one of the ``stop`` strings, or a limit.
+        """Let the policy write until the end of the sequence, one of the ``stop`` strings, or a limit.
 
         The token that completes a stop string is kept, whatever follows the string in it. Each turn has a seed of its
         own, a function of run seed, ordinal, sample and turn; the first one's is that of a one-turn sample.
@@ -318,7 +239,7 @@ class Episode:
             raise RuntimeError(f"no room for a turn: {len(self._ids)} of {self.limits.response} tokens are written")
         sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
         seed = sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index, self.turns)
-        ids = (*self.prompt_ids, *self._ids)
+        ids = (*self.prompt.token_ids, *self._ids)
         request = SampleRequest(ids, sampling, seed, episode=self.seed, media=self.prompt.media)
         wrote = await self._engine.sample(request)
         text = wrote.response_text
@@ -329,7 +250,7 @@ class Episode:
         return Turn(text, wrote.stop)
 
     async def call(self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
-        """Awaits a tool and counts it. Raises TimeoutError after ``timeout_s``, and what the tool raises."""
+        """Await a tool and count it. Raises TimeoutError after ``timeout_s``, and what the tool raises."""
         self.tool_calls += 1
         return await self.wait(job, timeout_s)
 
@@ -343,7 +264,7 @@ class Episode:
         return await self._calls.run(bounded)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of text that is not the policy's. What looks like a special token in it is text and stays text.
+        """Return the ids of text that is not the policy's. What looks like a special token in it stays text.
 
         Whatever the text holds has ids: what no tokenizer takes is replaced (:func:`core.data.vocabulary.writable`).
         """
@@ -381,7 +302,7 @@ class Episode:
         if not self.turns:
             raise RuntimeError("the agent loop ended an episode in which the policy wrote nothing")
         return Trajectory(
-            prompt_ids=np.array(self.prompt_ids),
+            prompt_ids=np.array(self.prompt.token_ids),
             response_ids=np.array(self._ids),
             response_mask=np.array(self._mask),
             logprobs=np.array(self._logprobs),

@@ -1,67 +1,51 @@
-"""Tools that a policy may call: their base class, the YAML file that lists them, and two that come along.
+"""Tools that a policy may call and simulated users that answer it: base classes, the YAML files that list them, and
+two tools that come along.
 
-A tool has verl's methods. Of one object ``create`` is awaited when an episode of an example with the tool begins,
-``execute`` for each call, ``calc_reward`` and ``release`` when the episode has ended. The file is verl's::
+Both have verl's methods. Of a tool ``create`` is awaited when an episode of an example with the tool begins,
+``execute`` for each call, ``calc_reward`` and ``release`` when the episode has ended. The files are verl's::
 
-    tools:
+    tools:                                           # multi_turn.tool_config_path
       - class_name: core.rollout.tools.Calculator    # or path/to/file.py:Class
         config: {}                                   # for the class; verl's "type: native" may stand there
-        timeout_s: 5                                 # optional: seconds of a call, for multi_turn.tool_timeout_s
         tool_schema:                                 # optional: in place of the class's own
           type: function
           function: {name: calculator, description: ..., parameters: {...}}     # parameters: JSON schema
 
-An example may choose among them, ``extra_info.tool_selection: [calculator]``, and give each method of a tool arguments
-of its own, ``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}}}`` (``execute_kwargs``,
+    interaction:                                     # multi_turn.interaction_config_path
+      - name: checker
+        class_name: path/to/file.py:Checker
+        config: {}
+
+An example may choose among the tools, ``extra_info.tool_selection: [calculator]``, and give each method of a tool
+arguments of its own, ``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}}}`` (``execute_kwargs``,
 ``calc_reward_kwargs``, ``release_kwargs``). Without a selection it has all tools, with ``need_tools_kwargs: true``
-those that ``tools_kwargs`` names.
+those that ``tools_kwargs`` names. An example chooses its user, ``extra_info.interaction_kwargs: {name: checker, ...}``;
+what else stands there are the user's facts. An example without ``interaction_kwargs`` has no user.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import inspect
-import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from core.config.code_by_path import absent, load_object
 from core.errors import InputError
 
-KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-METHODS = ("create", "execute", "release")  # a class with these is a tool, on BaseTool or on verl's own base
-Made = TypeVar("Made")  # of an entry of a YAML list: a tool, a user
+TOOLS_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+USERS_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 
 
 class ToolError(Exception):
     """A call that the tool refuses; the text goes back to the policy."""
-
-
-class OpenAIFunctionPropertySchema(BaseModel):
-    model_config = ConfigDict(extra="allow")  # items and the like, which a chat template writes
-
-    type: Any = None
-    description: str | None = None
-    enum: list[Any] | None = None
-
-
-class OpenAIFunctionParametersSchema(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    type: str = "object"
-    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
-    required: list[str] = Field(default_factory=list)
 
 
 class OpenAIFunctionSchema(BaseModel):
@@ -69,8 +53,7 @@ class OpenAIFunctionSchema(BaseModel):
 
     name: str
     description: str = ""
-    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
-    strict: bool = False
+    parameters: dict[str, Any] = {"type": "object"}
 
 
 class OpenAIFunctionToolSchema(BaseModel):
@@ -89,9 +72,9 @@ class ToolResponse(BaseModel):
 class BaseTool:
     """A tool. One object serves all episodes of a run, many at a time; an episode's state is kept by its instance id.
 
-    ``runs_apart``: calls run on an event loop of their own, so that one that blocks meets its deadline
-    (:mod:`core.rollout.outside_code`). A class whose methods never block sets it to False: they then answer between two
-    steps of the engine, and a run with an engine in this process repeats to the bit.
+    ``runs_apart``: calls run on an event loop of their own, so that one that blocks meets its deadline. A class whose
+    methods never block sets it to False: they then answer between two steps of the engine, and a run with an engine in
+    this process repeats to the bit.
     """
 
     runs_apart = True
@@ -118,7 +101,7 @@ class BaseTool:
         """Return the answer for the policy, the reward of the call or None, and metrics, which are not read.
 
         Raises ToolError for a call that makes no sense. Anything else that it raises is answered with an error and
-        counted (``agent/failed_calls``).
+        counted (``agent/failed_calls``). A text alone will do as well.
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
@@ -133,252 +116,191 @@ class BaseTool:
         """Let go of what the object holds."""
 
 
+class BaseInteraction:
+    """A simulated user. One object serves all episodes of a run, many at a time: keep an episode's state by its id.
+
+    Every method but :meth:`close` gets the example's ``interaction_kwargs`` as ``kwargs``. ``runs_apart`` is that of
+    :class:`BaseTool`.
+    """
+
+    runs_apart = True
+
+    def __init__(self, config: dict[str, Any]):
+        """``config`` is the file's, with the user's name. Raises ValueError for what it cannot mean."""
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin an episode; return its id."""
+        return instance_id or str(uuid.uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+        """Return whether the episode ends, the user's text, a score of the policy's turn or None, and metrics.
+
+        ``messages`` are the prompt's and all since, of roles assistant, tool and user. Where it raises, or returns what
+        is no reply, the policy reads an error in its place, and ``agent/user_failures`` counts it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no generate_response")
+
+    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
+        """Return a score; only a class's own methods call it."""
+        return 0.0
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Let go of an episode's state. Called once for each that began, however the episode ends."""
+
+    def close(self) -> None:
+        """Let go of what the object holds."""
+
+
 @dataclass(frozen=True)
 class ToolSpec:
-    """A tool of the file: its name and schema, and a check of arguments."""
+    """A tool of the file, as it is told to the policy and checked."""
 
     name: str
-    schema: Mapping[str, Any]
-    tool: Any  # a BaseTool, or an object with its methods
+    schema: Mapping[str, Any]  # as chat templates read it
+    tool: BaseTool
     validator: Draft202012Validator
-    timeout_s: float | None = None  # of a call; None: multi_turn.tool_timeout_s
 
     def problem(self, arguments: Any) -> str | None:
         """Return what is wrong with the arguments of a call, or None where they fit."""
-        errors = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
+        try:
+            errors = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
+        except Exception as error:  # what a policy writes may be too deep, or too long a number, for a schema's check
+            return f"the arguments cannot be read ({type(error).__name__})"
         return errors[0].message[:200] if errors else None
 
-    @property
-    def keeps_state(self) -> bool:
-        """Whether an episode has to call ``create``, ``calc_reward`` and ``release``."""
-        own = type(self.tool)
-        return any(
-            getattr(own, name, None) is not getattr(BaseTool, name) for name in ("create", "calc_reward", "release")
-        )
 
-
-class ToolInstance:
-    """A tool in one episode: its methods called as verl calls them, with the example's arguments ``kwargs``."""
-
-    def __init__(self, tool: Any, kwargs: Mapping[str, Any]):
-        self.tool, self.id = tool, str(uuid.uuid4())
-        self.kwargs = kwargs = copy.deepcopy(dict(kwargs))  # a tool may change what it is given
-        self.data = SimpleNamespace(request_id=self.id, tools_kwargs={tool.name: kwargs}, extra_fields={})
-
-    def _given(self, method: str) -> dict[str, Any]:
-        return dict(self.kwargs.get(f"{method}_kwargs") or {})
-
-    async def create(self) -> None:
-        """Create the instance. ``create_kwargs`` are passed one by one and, where it is a parameter, as a mapping."""
-        given = self._given("create")
-        optional = accepted(self.tool.create, {"instance_id": self.id, "create_kwargs": given})
-        created = await awaited(self.tool.create(**{**optional, **given}))
-        created = created[0] if isinstance(created, tuple) else created
-        self.id = created if isinstance(created, str) else self.id
-
-    async def execute(self, arguments: Mapping[str, Any]) -> tuple[str, float | None]:
-        """Return the text and the reward of a call. Raises ValueError for an answer that is none."""
-        optional = accepted(self.tool.execute, {"agent_data": self.data})
-        answer = await awaited(self.tool.execute(self.id, dict(arguments), **{**optional, **self._given("execute")}))
-        response, reward, *_ = answer if isinstance(answer, tuple) else (answer, None)
-        if getattr(response, "image", None) or getattr(response, "video", None):
-            raise ValueError("it returned a picture or a video, and an answer is text here")
-        text = response if isinstance(response, str) else getattr(response, "text", response)
-        text = "" if text is None and response is not None else text
-        if not isinstance(text, str):
-            raise ValueError(f"it returned {type(text).__name__}, not text")
-        if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
-            raise ValueError(f"it returned the reward {reward!r:.60}, which is no finite number")
-        return text, reward
-
-    async def calc_reward(self) -> float | None:
-        """Return the instance's reward; None where there is none, or no number (some of verl's tools return a list)."""
-        calculate = getattr(self.tool, "calc_reward", None)
-        if calculate is None:
-            return None
-        value = await awaited(calculate(self.id, **self._given("calc_reward")))
-        return float(value) if isinstance(value, Real) and math.isfinite(value) else None
-
-    async def release(self) -> None:
-        await awaited(self.tool.release(self.id, **self._given("release")))
-
-
-async def awaited(value: Any) -> Any:
-    """Return a value, awaited where a method was written with ``async``."""
-    return await value if inspect.isawaitable(value) else value
-
-
-def accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments that a method takes, for such as public classes often leave out."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return dict(kwargs)
-    names = {one.name for one in parameters}
-    return {name: value for name, value in kwargs.items() if name in names}
-
-
-# -- the file --------------------------------------------------------------------------------------
+# --- the files ---
 
 
 def load_tools(path: str | Path) -> dict[str, ToolSpec]:
     """Return name -> tool, in the file's order. Raises InputError with every problem of the file."""
 
-    def named(entry: Any) -> tuple[str, Callable[[], ToolSpec]]:
-        spec = _spec(entry, Path(path))
-        return spec.name, lambda: spec
+    def made(entry: Any) -> ToolSpec:
+        kind = _class_of(entry, BaseTool, ("name", "config", "tool_schema"), Path(path))
+        if (server := (entry.get("config") or {}).get("type", "native")) != "native":
+            raise ValueError(f"config.type={server!r} is not supported; write a class whose execute() asks the server")
+        if kind.execute is BaseTool.execute:
+            raise ValueError(f"{kind.__name__} has no execute of its own, so that its calls would do nothing; write one")
+        return _spec(kind, entry)
 
-    return made_by_name(*read_entries(path, KEY, "tools"), "tool", named)
-
-
-def check_tools(path: str | Path) -> None:
-    """Check the file and its classes, and make no tool. Raises InputError with every problem."""
-
-    def named(entry: Any) -> tuple[str, Callable[[], None]]:
-        _tool_class(entry, Path(path))
-        return str((entry.get("tool_schema") or {}).get("function", {}).get("name", id(entry))), lambda: None
-
-    made_by_name(*read_entries(path, KEY, "tools"), "tool", named)
+    return _made_by_name(path, TOOLS_KEY, "tools", made)
 
 
-def read_entries(path: str | Path, key: str, name: str) -> tuple[list[Any], str]:
-    """Return the list that a YAML file holds, alone or under ``name``, and where it stands, for messages.
+def load_users(path: str | Path) -> dict[str, BaseInteraction]:
+    """Return name -> user, in the file's order. Raises InputError as :func:`load_tools` does."""
 
-    Raises InputError where the file cannot be read or holds no such list.
-    """
+    def made(entry: Any) -> BaseInteraction:
+        kind = _class_of(entry, BaseInteraction, ("name", "config"), Path(path))
+        name = entry.get("name") or kind.__name__.removesuffix("Interaction").lower()
+        return kind({**dict(entry.get("config") or {}), "name": str(name)})
+
+    return _made_by_name(path, USERS_KEY, "interaction", made)
+
+
+def file_problems(tools: str | None, users: str | None) -> list[str]:
+    """Return the problems of the files of tools and users that are there."""
+    problems: list[str] = []
+    for path, load in ((tools, load_tools), (users, load_users)):
+        if path is not None and Path(path).expanduser().is_file():
+            try:
+                load(path)
+            except InputError as error:
+                problems += error.problems
+    return problems
+
+
+def _made_by_name(path: str | Path, key: str, section: str, made: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return name -> what ``made`` makes of each entry of a YAML file. Raises InputError with every problem."""
     where = f"{key}={path}"
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise InputError(f"{where}: cannot be read ({error})") from error
-    entries = content.get(name) if isinstance(content, Mapping) else content
+    entries = content.get(section) if isinstance(content, Mapping) else content
     if not isinstance(entries, list) or not entries:
-        form = "core/rollout/tools.py" if name == "tools" else "core/rollout/users.py"
-        raise InputError(f"{where}: must hold a list under {name!r}; the head of {form} has the form")
-    return entries, f"{where}: {name}"
-
-
-def made_by_name(
-    entries: Sequence[Any], where: str, noun: str, named: Callable[[Any], tuple[str, Callable[[], Made]]]
-) -> dict[str, Made]:
-    """Return name -> what is made of each entry, in their order; ``named`` gives an entry's name and what makes it.
-
-    Raises InputError with every problem.
-    """
-    by_name: dict[str, Made] = {}
+        raise InputError(f"{where}: must hold a list under {section!r}; the head of core/rollout/tools.py has the form")
+    by_name: dict[str, Any] = {}
     problems = []
     for number, entry in enumerate(entries):
         try:
-            name, make = named(entry)
-            if name in by_name:
-                raise ValueError(f"a second {noun} named {name!r}")
-            by_name[name] = make()
+            one = made(entry)
+            if one.name in by_name:
+                raise ValueError(f"a second one is named {one.name!r}")
+            by_name[one.name] = one
         except Exception as error:  # the class of an entry may be a user's
-            problems.append(f"{where}[{number}]: {_in_one_line(error)}")
+            fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
+            what = str(error) if isinstance(error, InputError | ValueError) else f"{type(error).__name__}: {error}"
+            problems.append(f"{where}: {section}[{number}]: {' '.join(what.split())}{fix}")
     if problems:
-        raise InputError("\n".join(problems))
+        raise InputError(problems)
     return by_name
 
 
-def load_class(where: str, file: Path) -> Any:
-    """Return the class ``module:Class``, ``file.py:Class`` or, as verl writes it, ``module.Class``.
-
-    ``file`` lists it: the module may be one of that file's project.
-    """
-    return load_object(where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name", beside=file)
-
-
-def options_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a class's own options: verl's files say beside them that a tool is ``native``, as all are here."""
-    options = dict(entry.get("config") or {})
-    if (kind := options.pop("type", "native")) != "native":
-        raise ValueError(f"config.type={kind!r} is not supported; write a class whose execute() asks the server")
-    return options
-
-
-def _tool_class(entry: Any, file: Path) -> Any:
-    """Return the class of an entry whose form is right. Raises ValueError."""
-    known = {"name", "class_name", "config", "tool_schema", "timeout_s"}
-    if not isinstance(entry, Mapping) or not {"class_name"} <= entry.keys() <= known:
-        raise ValueError("must hold class_name, and may hold config, tool_schema and timeout_s")
-    timeout_s = entry.get("timeout_s", 1.0)
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds above 0, or left out")
-    options_of(entry)
-    kind = load_class(entry["class_name"], file)
-    if not (isinstance(kind, type) and all(callable(getattr(kind, name, None)) for name in METHODS)):
-        raise ValueError(f"{entry['class_name']} does not extend core.rollout.tools.BaseTool")
-    if kind.execute is BaseTool.execute:
-        raise ValueError(f"{kind.__name__} has no execute of its own, so that its calls would do nothing; write one")
+def _class_of(entry: Any, base: type, optional: tuple[str, ...], file: Path) -> type:
+    """Return the class of an entry whose form is right; the module may be one of the file's project."""
+    if not isinstance(entry, Mapping) or not {"class_name"} <= entry.keys() <= {"class_name", *optional}:
+        raise ValueError(f"must hold class_name, and may hold {', '.join(optional)}")
+    where = entry["class_name"]
+    kind = load_object(where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name", beside=file)
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise ValueError(f"{where} does not extend core.rollout.tools.{base.__name__}")
     return kind
 
 
-def _spec(entry: Any, file: Path) -> ToolSpec:
-    kind, schema = _tool_class(entry, file), entry.get("tool_schema")
-    if schema is not None:
-        _check_parameters(schema)
-    tool = kind(options_of(entry), None if schema is None else OpenAIFunctionToolSchema.model_validate(schema))
-    if schema is None:
-        own = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
-        schema = own if isinstance(own, Mapping) else own.model_dump(exclude_unset=True, exclude_none=True)
-        _check_parameters(schema)
+def _spec(kind: type[BaseTool], entry: Mapping[str, Any]) -> ToolSpec:
+    schema = entry.get("tool_schema")
+    config = {name: value for name, value in (entry.get("config") or {}).items() if name != "type"}
+    tool = kind(config, None if schema is None else OpenAIFunctionToolSchema.model_validate(schema))
+    own = tool.tool_schema if schema is None else schema
+    schema = own if isinstance(own, Mapping) else own.model_dump(exclude_unset=True, exclude_none=True)
     parameters = schema["function"].get("parameters") or {"type": "object"}
-    name = str(schema["function"]["name"])
-    tool.name = name
-    return ToolSpec(name, schema, tool, Draft202012Validator(parameters), entry.get("timeout_s"))
-
-
-def _check_parameters(schema: Mapping[str, Any]) -> None:
     try:
-        Draft202012Validator.check_schema(schema["function"].get("parameters") or {"type": "object"})
+        Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
         raise ValueError(f"parameters is no JSON schema: {error.message}") from error
+    return ToolSpec(tool.name, schema, tool, Draft202012Validator(parameters))
 
 
-def _in_one_line(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"lacks {error}"
-    if isinstance(error, ModuleNotFoundError):
-        return f"importing it failed ({error}); {absent(error)}"
-    plain = isinstance(error, (InputError, ValueError, TypeError, RuntimeError))
-    return "; ".join((str(error) if plain else f"{type(error).__name__}: {error}").splitlines())
+# --- an example's ---
 
 
-# -- an example's tools ----------------------------------------------------------------------------
-
-
-def chosen(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict[str, ToolSpec]:
+def chosen_tools(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict[str, ToolSpec]:
     """Return the tools of an example. Raises ValueError where it names one that the file does not have."""
-    names: Sequence[str] | None = extra_info.get("tool_selection")
-    if isinstance(names, str) or not isinstance(extra_info.get("tools_kwargs") or {}, Mapping):
+    names, kwargs = extra_info.get("tool_selection"), extra_info.get("tools_kwargs") or {}
+    if isinstance(names, str) or not isinstance(kwargs, Mapping):
         raise ValueError("extra_info.tool_selection must be a list of names, and tools_kwargs a struct")
     if names is None and extra_info.get("need_tools_kwargs"):
         # parquet gives every example every field of a struct: those without a value are not the example's
-        names = [name for name, value in (extra_info.get("tools_kwargs") or {}).items() if value is not None]
+        names = [name for name, value in kwargs.items() if value is not None]
     if names is None:
         return dict(tools)
-    unknown = [name for name in names if name not in tools]
-    if unknown:
-        raise ValueError(f"extra_info asks for {', '.join(unknown)}; {KEY} has {', '.join(tools)}")
+    if unknown := [name for name in names if name not in tools]:
+        raise ValueError(f"extra_info asks for {', '.join(unknown)}; {TOOLS_KEY} has {', '.join(tools)}")
     return {name: tools[name] for name in names}
 
 
-def kwargs_of(name: str, extra_info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what an example gives the methods of a tool: ``create_kwargs``, ``execute_kwargs`` and so on."""
-    return (extra_info.get("tools_kwargs") or {}).get(name) or {}
+def chosen_user(users: Mapping[str, BaseInteraction], extra_info: Mapping[str, Any]) -> BaseInteraction | None:
+    """Return an example's user, or None. Raises ValueError for a user whom the file does not have."""
+    kwargs = extra_info.get("interaction_kwargs")
+    if kwargs is None:
+        return None
+    name = kwargs.get("name") if isinstance(kwargs, Mapping) else kwargs
+    if name not in users:
+        raise ValueError(f"extra_info.interaction_kwargs chooses {name!r}; {USERS_KEY} has {', '.join(users) or 'none'}")
+    return users[name]
 
 
-# -- tools that come along -------------------------------------------------------------------------
+# --- tools that come along ---
 
 
 def _function(name: str, description: str, parameter: str, meaning: str) -> Mapping[str, Any]:
     properties = {parameter: {"type": "string", "description": meaning}}
     parameters = {"type": "object", "properties": properties, "required": [parameter]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def _refuse_options(tool: BaseTool, options: Mapping[str, Any]) -> None:
-    if options:
-        raise ValueError(f"{type(tool).__name__} has no option {', '.join(map(repr, options))}")
 
 
 class Calculator(BaseTool):
@@ -390,10 +312,6 @@ class Calculator(BaseTool):
         "Computes an arithmetic expression of numbers, + - * / // ** and parentheses.",
         *("expression", "for example (3 + 4) * 12"),
     )
-
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
-        super().__init__(config, tool_schema)
-        _refuse_options(self, config)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
         from reward_scores.arithmetic import CannotEvaluate, evaluate
@@ -421,7 +339,6 @@ class PythonSandbox(BaseTool):
         from reward_scores.sandbox import Limits, required_isolation
 
         super().__init__(config, tool_schema)
-        _refuse_options(self, {name: value for name, value in config.items() if name not in ("seconds", "memory_mb")})
         self.how = required_isolation()
         self.limits = Limits(seconds=float(config.get("seconds", 5)), memory_mb=int(config.get("memory_mb", 512)))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.rollout.users import BaseInteraction
+from core.rollout.tools import BaseInteraction
 from data_preprocess.schema import make_row, write_rows
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import Row, Stretch, WarmStart, as_row, build

@@ -122,7 +122,7 @@ class Writer:
         """Return a prompt and the answer to it, which ends where a model would end it."""
         if not isinstance(prompt, str):
             return self.chat([*prompt, {"role": ASSISTANT, "content": response}])
-        (ids,) = self.prompts.encode([prompt])
+        ids = self.prompts.encode(prompt)
         return Demonstration.of([(ids, False), ([*self._encode(response), self.tokenizer.eos_token_id], True)])
 
     def written(self, prompt_text: str, ids: Mapping[str, Sequence]) -> Demonstration:

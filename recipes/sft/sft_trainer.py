@@ -7,7 +7,7 @@ only where a validation needs them.
 
 from __future__ import annotations
 
-from core.data.prompts import PromptStream, agent_names, load_val_prompts
+from core.data.prompts import PromptStream, load_val_prompts
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import RewardLayer
@@ -29,8 +29,8 @@ class SFTTrainer(RayPPOTrainer):
         self.tokenizer = load_tokenizer(model)
         files = DemonstrationFiles(data, self.tokenizer, end_ids(self.tokenizer, model))
         self.stream = PromptStream(data, self.tokenizer, self.config.trainer.seed, files)
-        self.agent_loop = make_agent_loop(self.config, self.tokenizer, agent_names(data, training=False))
-        self.val_prompts = load_val_prompts(data, self.tokenizer, word=self.agent_loop and self.agent_loop.worded)
+        self.agent_loop = make_agent_loop(self.config, self.tokenizer)
+        self.val_prompts = load_val_prompts(data, self.tokenizer, tools_of=self.agent_loop and self.agent_loop.tools_of)
         check_examples(self.agent_loop, self.val_prompts)
         self.reward = RewardLayer(self.config)
         self.reward.check(self.val_prompts)

@@ -84,7 +84,7 @@ def test_what_goes_to_an_actor_needs_no_import_there(tmp_path):
     ("text", "advice"),
     [
         ("from verl.tools.base_tool import BaseTool\n", "line 1: imports verl.tools.base_tool.*core.rollout.tools"),
-        ("\n\nimport verl.interactions.base\n", "line 3: .*from core.rollout.users import BaseInteraction"),
+        ("\n\nimport verl.interactions.base\n", "line 3: .*from core.rollout.tools import BaseInteraction"),
         ("def f():\n    from verl.utils.reward_score import gsm8k\n", "line 2: .*from reward_scores import scorer_for"),
         ("from verl import DataProto\n", "COMING_FROM.md"),
     ],
