@@ -131,9 +131,10 @@ def _problems_of_files(config: Config) -> list[str]:
     files = [(key, path) for key, path in paths.named(config) if path.endswith(".py") and os.path.isfile(path)]
     lines = [f"{key}={path}: {line}" for key, path in files for line in code_by_path.verl_imports(Path(path))]
     if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
-        from core.rollout.template_check import problems_before_start
+        from core.rollout.tools import file_problems
 
-        lines += problems_before_start(config)
+        options = config.actor_rollout_ref.rollout.multi_turn
+        lines += file_problems(options.tool_config_path, options.interaction_config_path)
     return lines
 
 

@@ -26,8 +26,6 @@ DEFAULTS = dict(
     seed=None,
     train_max_samples=-1,
     val_max_samples=-1,
-    dataset_weights=None,
-    curriculum=None,
     apply_chat_template_kwargs={},
 )
 

@@ -27,7 +27,7 @@ REPLACEMENTS = {  # beginning of a module of verl -> what to write instead; the 
     "verl.interactions": "from core.rollout.tools import BaseInteraction",
     "verl.utils.reward_score": "from reward_scores import scorer_for; scorer_for(data_source)(answer, gold, {}), "
     "or copy the function into your file",
-    "verl.experimental.agent_loop": "from core.rollout.agent_loop import AgentLoop, register",
+    "verl.experimental.agent_loop": "from core.rollout.agent_loop import AgentLoop",
     "verl.workers.reward_manager": "write compute_score(data_source, solution_str, ground_truth, extra_info); with "
     "reward_model.reward_manager=batch it gets lists",
     "verl.utils.dataset": "write the examples into parquet files (data_preprocess/ has examples)",

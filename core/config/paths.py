@@ -17,7 +17,7 @@ from core.files import is_url, url_problem
 MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
 # The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.
 COPIED = {*MODELS, "reward_model.model.path", "trainer.resume_from_path"}
-COPIED |= {"data.train_files", "data.val_files", "data.curriculum"}
+COPIED |= {"data.train_files", "data.val_files"}
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 
 CLUSTER_RULE = "needs a Ray cluster, and neither RAY_ADDRESS nor ray_kwargs.ray_init.address names one"
@@ -44,11 +44,7 @@ def run_folder(config: Config) -> Path:
 def named(config: Config) -> Iterator[tuple[str, str]]:
     """Yield every (key, path or URL) that has to exist."""
     data, model, critic = config.data, config.actor_rollout_ref.model, config.critic
-    if data.curriculum is None:
-        yield from (("data.train_files", path) for path in data.train_files)
-    for stage in data.curriculum or ():
-        files = stage.get("files") or ()
-        yield from (("data.curriculum", str(path)) for path in (files if isinstance(files, tuple) else (files,)))
+    yield from (("data.train_files", path) for path in data.train_files)
     yield from (("data.val_files", path) for path in data.val_files)
     models = {
         "actor_rollout_ref.model.path": model.path,

@@ -166,7 +166,7 @@ LOGGERS = {  # trainer.logger
 
 
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"  # verl's names
-AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_name of the data
+AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop
     SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
     TOOL_AGENT: AgentLoopEntry("core.rollout.tool_agent:ToolAgentLoop"),
 }

@@ -113,8 +113,7 @@ SAMPLED = condition(
 )
 EPISODES = condition(
     lambda c: c.rollout.agent_loop not in (None, registry.SINGLE_TURN),
-    "a trajectory is one turn, unless the data's column agent_name names another loop: neither agent_loop nor "
-    "multi_turn.enable is set to one of several turns",
+    "a trajectory is one turn: neither agent_loop nor multi_turn.enable is set to one of several turns",
 )
 IN_PROCESS = condition(
     lambda c: c.rollout.name == "hf" and c.trainer.backend == "local",

@@ -53,9 +53,7 @@ class Encoder:
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, modality: Modality = TEXT):
         self.tokenizer, self.modality = tokenizer, modality
         self.template_kwargs = dict(template_kwargs or {})
-        self.has_template = bool(
-            self.template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
-        )
+        self.has_template = bool(self.template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
         self._written_roles: set[str] = set()  # whose text the template is known to write
         clash = [name for name in OWNED if name in self.template_kwargs]
         if clash:

@@ -172,10 +172,10 @@ class PromptFiles:
         fits, bound = rows["length"] <= self.limit, f"data.{self.limited_by}={self.limit} tokens"
         kept = rows[fits] if self.config.filter_overlong_prompts else rows
         if self.config.filter_overlong_prompts and len(rows) and not len(kept):
-            rule = f"all {len(rows)} prompts are longer than {bound}, tools' schemas included"
+            rule = f"all {len(rows)} prompts are longer than {bound}"
             problems.add(file.path, rule, f"raise it: the shortest has {rows['length'].min()}")
         elif not self.config.filter_overlong_prompts and self.config.truncation == "error":
-            rule = f"a prompt is longer than {bound}, tools' schemas included"
+            rule = f"a prompt (tools' schemas included) is longer than {bound}"
             fix = "raise it, or set data.filter_overlong_prompts=True or data.truncation=left|right|middle"
             for row in rows[~fits]:
                 problems.add(file.path, rule, fix, int(row["number"]), f"{row['length']} tokens")

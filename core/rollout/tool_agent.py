@@ -29,7 +29,7 @@ from core.data.parquet import Example
 from core.data.vocabulary import end_ids, first_token, template_ends, whole_tokens, writable
 from core.errors import InputError, printable
 from core.rollout.agent_loop import AgentLoop, Episode
-from core.rollout.tools import TOOLS_KEY, USERS_KEY, ToolError, chosen_tools, chosen_user, load_tools, load_users
+from core.rollout.tools import USERS_KEY, ToolError, chosen_tools, chosen_user, load_tools, load_users
 from core.types import Prompt, Stop
 from reward_scores.tags import between
 
@@ -72,14 +72,14 @@ def _parse_call(content: str) -> Call:
 # --- code of tools and users ---
 
 
-class Failure(Exception):
+class OutsideError(Exception):
     """Outside code failed: the text is for the policy, ``trace`` for its author."""
 
     trace = ""
 
 
 async def guarded(job: Callable[[], Awaitable[Any]]) -> Any:
-    """Return what a job returns. Raises Failure for whatever it raises but ToolError.
+    """Return what a job returns. Raises OutsideError for whatever it raises but ToolError.
 
     A cancellation by the deadline or the run comes through. A tool may raise CancelledError, SystemExit or
     KeyboardInterrupt itself, which would end the event loop.
@@ -93,7 +93,7 @@ async def guarded(job: Callable[[], Awaitable[Any]]) -> Any:
             raise
         # format_exception_only: the text of an error may fail as well
         text = traceback.format_exception_only(error)[-1][:1000]
-        failure = Failure(" ".join(text.split())[:200])
+        failure = OutsideError(" ".join(text.split())[:200])
         failure.trace = traceback.format_exc(limit=-8)[-TRACE:]
     raise failure
 
@@ -157,7 +157,7 @@ class Instance:
     ) -> Any:
         """Return what ``read`` makes of what a method returned. ``counted``: it is a call that the policy made.
 
-        Raises ToolError, TimeoutError, and Failure for everything else.
+        Raises ToolError, TimeoutError, and OutsideError for everything else.
         """
         if self.failure is not None:
             raise self.failure
@@ -176,7 +176,7 @@ class Instance:
             raise TimeoutError(f"no answer in {self.timeout_s:g} s") from None
 
 
-FAILURES = (ToolError, TimeoutError, Failure)  # what Instance.call raises
+FAILURES = (ToolError, TimeoutError, OutsideError)  # what Instance.call raises
 
 
 def read_answer(answer: Any) -> tuple[str, float | None]:
@@ -345,7 +345,7 @@ class ToolAgentLoop(AgentLoop):
         except (ToolError, TimeoutError) as error:
             self.counts["refused" if isinstance(error, ToolError) else "timeout"] += 1
             return f"error: {error}", None
-        except Failure as error:
+        except OutsideError as error:
             self.note(f"the tool {call.name!r}", error, "failed")
             return f"error: the tool failed: {error}", None
 
@@ -373,7 +373,7 @@ class ToolAgentLoop(AgentLoop):
             self.counts["user_timeouts"] += 1
             episode.cut_short()
             return None
-        except (ToolError, Failure) as error:
+        except (ToolError, OutsideError) as error:
             self.note("the user", error, "user_failures")
             return self.cut(f"error: {error}")
         if score is not None:

@@ -184,7 +184,7 @@ def load_tools(path: str | Path) -> dict[str, ToolSpec]:
         if (server := (entry.get("config") or {}).get("type", "native")) != "native":
             raise ValueError(f"config.type={server!r} is not supported; write a class whose execute() asks the server")
         if kind.execute is BaseTool.execute:
-            raise ValueError(f"{kind.__name__} has no execute of its own, so that its calls would do nothing; write one")
+            raise ValueError(f"{kind.__name__} has no execute of its own; its calls would do nothing")
         return _spec(kind, entry)
 
     return _made_by_name(path, TOOLS_KEY, "tools", made)
@@ -290,7 +290,9 @@ def chosen_user(users: Mapping[str, BaseInteraction], extra_info: Mapping[str, A
         return None
     name = kwargs.get("name") if isinstance(kwargs, Mapping) else kwargs
     if name not in users:
-        raise ValueError(f"extra_info.interaction_kwargs chooses {name!r}; {USERS_KEY} has {', '.join(users) or 'none'}")
+        raise ValueError(
+            f"extra_info.interaction_kwargs chooses {name!r}; {USERS_KEY} has {', '.join(users) or 'none'}"
+        )
     return users[name]
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from core.data.parquet import ExampleFile
-from core.rollout.tools import chosen, load_tools
+from core.rollout.tools import chosen_tools, load_tools
 from data_preprocess import gsm8k, gsm8k_multiturn_w_tool
 from data_preprocess.cli import run
 
@@ -27,4 +27,4 @@ def test_rows_are_gsm8ks_with_tools_that_the_file_has(tmp_path):
     assert row.prompt[0] == {"role": "system", "content": gsm8k_multiturn_w_tool.SYSTEM}
     assert list(row.prompt[1:]) == plain["prompt"] and row.ground_truth == plain["reward_model"]["ground_truth"]
     tools = load_tools(ROOT / "recipes" / "lab" / "tools.yaml")
-    assert list(chosen(tools, row.extra_info)) == list(gsm8k_multiturn_w_tool.TOOLS)
+    assert list(chosen_tools(tools, row.extra_info)) == list(gsm8k_multiturn_w_tool.TOOLS)

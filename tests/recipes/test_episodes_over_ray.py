@@ -26,9 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CALLS = '''
-from core.rollout.call_formats import parse_hermes
-from core.rollout.tool_agent import ToolAgentLoop
-from core.rollout.tools import chosen
+from core.rollout.tool_agent import ToolAgentLoop, parse_calls
 
 CALL = """<tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call>"""
 
@@ -36,11 +34,11 @@ CALL = """<tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}
 class Calls(ToolAgentLoop):
     """The tool agent after a turn that a random model would never write."""
 
-    async def run(self, episode):
+    async def take_turns(self, tools, user, episode):
         await episode.turn(max_tokens=3)
-        answers = await self.answers(parse_hermes(CALL), chosen(self.tools, {}), episode)
+        answers = await self.answers(parse_calls(CALL), tools, episode)
         assert answers == ["4042"]
-        if self.add(self.format.frame(self.chat, answers, episode), episode):
+        if self.add(self.framed("tool", answers, episode), "tool", episode):
             await episode.turn(max_tokens=3)
 '''
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config.limits import Count, NonEmpty, OffOrCount, Positive, Size
+from core.config.limits import Count, NonEmpty, OffOrCount, Size
 from core.config.rulebook import Broken, RuleBook, View
 from core.config.section import FrozenDict, Open, Section, files, key
 
@@ -12,8 +12,6 @@ from core.config.section import FrozenDict, Open, Section, files, key
 class DataConfig(Section):
     train_files: NonEmpty = files(("~/data/rlhf/gsm8k/train.parquet",), "parquet files of training examples")
     val_files: NonEmpty = files(("~/data/rlhf/gsm8k/test.parquet",), "parquet files of validation questions")
-    dataset_weights: tuple[Positive, ...] | None = key(None, "one a training file; null: by number of examples")
-    curriculum: tuple[Open, ...] | None = key(None, "stages {files, prompts, weights} in place of train_files")
     prompt_key: str = key("prompt", "column that holds the prompt, a list of chat messages")
     image_key: str = key("images", "column that holds the pictures of a prompt, one for each <image> in it")
     reward_fn_key: str = key("data_source", "column that names the data source, which chooses the scorer")
@@ -53,25 +51,3 @@ def episodes_fit(c: View) -> Broken:
             f"must be at most data.max_prompt_length={c.data.max_prompt_length}, which holds prompt and episode; "
             "lower it, or leave it out",
         )
-
-
-@rules.problem
-def files_and_stages(c: View) -> Broken:
-    if (
-        c.data.curriculum is None
-        and c.data.dataset_weights is not None
-        and (len(c.data.dataset_weights) != len(c.data.train_files))
-    ):
-        yield (
-            "data.dataset_weights",
-            "must have one weight a file of data.train_files; give a weight to each, or null for the number of rows",
-        )
-    if c.data.curriculum is not None and c.data.dataset_weights is not None:
-        yield (
-            "data.dataset_weights",
-            "has no meaning with data.curriculum; give each stage its weights: {files: [...], weights: [...]}",
-        )
-    if c.data.curriculum is not None and not c.data.curriculum:
-        yield "data.curriculum", "must have a stage; give [{files: [...], prompts: N}, ...], or null"
-    if c.data.curriculum is not None and c.data.train_max_samples != -1:
-        yield "data.train_max_samples", "has no meaning with data.curriculum; leave it at -1"

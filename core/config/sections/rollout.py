@@ -29,7 +29,7 @@ class MultiTurnConfig(Section):
     tool_response_truncate_side: Literal["left", "middle", "right"] = key(
         "middle", "the part of a tool's answer that is kept"
     )
-    format: Literal["hermes", "react"] = key("hermes", "how a tool call is written")
+    format: Literal["hermes"] = key("hermes", "how a tool call is written")
     deterministic_tools: bool = execution(False, "decoding waits for tools, to repeat to the bit", when.IN_PROCESS)
 
 

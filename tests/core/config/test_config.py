@@ -29,7 +29,7 @@ ACTOR = "actor_rollout_ref.actor"
 VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text())
 # keys that verl v0.6.1 and its DAPO recipe lack
 ADDED = {
-    *("data.dataset_weights", "data.curriculum", "reward_model.on_error"),
+    "reward_model.on_error",
     *("reward_model.weight", "trainer.resume_with_changes", "actor_rollout_ref.model.fp32_lm_head"),
     *(key for key in convert.all_keys(Config) if key.startswith("reward_model.judge.")),
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
@@ -200,7 +200,6 @@ def test_values_are_read_as_meant(monkeypatch):
             "trainer.rollout_data_dir=${trainer.project_name}/${data.max_response_length}",
             "critic.model.path=${actor_rollout_ref.model.path}",
             "actor_rollout_ref.actor.optim.betas=[0.9, 0.95]",
-            "data.curriculum=[{files: a.parquet, prompts: 64}, {files: [b.parquet]}]",
         ],
     )
     assert config.data.train_files == ("~/a.parquet",)
@@ -212,7 +211,6 @@ def test_values_are_read_as_meant(monkeypatch):
     assert config.trainer.rollout_data_dir == "7/512"
     assert config.critic.model.path == config.actor_rollout_ref.model.path
     assert config.actor_rollout_ref.actor.optim.betas == (0.9, 0.95)
-    assert config.data.curriculum == ({"files": "a.parquet", "prompts": 64}, {"files": ("b.parquet",)})
 
 
 def test_a_reference_may_be_named_by_another():
@@ -292,7 +290,7 @@ def test_passes_are_packed_by_tokens_unless_a_micro_batch_is_given(overrides, ac
 
 
 def test_yaml_there_and_back():
-    config = compose("grpo", ["preset=script", "data.curriculum=[{files: a, prompts: 3}, {files: b}]", "data.seed=0"])
+    config = compose("grpo", ["preset=script", "data.seed=0"])
     text = to_yaml(config)
     assert from_yaml(text) == config
     assert "!!" not in text and yaml.safe_load(text)["actor_rollout_ref"]["rollout"]["n"] == 5

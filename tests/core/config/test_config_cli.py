@@ -139,13 +139,6 @@ def test_paths_that_exist_are_found(data, here):
     assert prepare("ppo", [*data, *overrides]).custom_reward_function.path == "file://mine.py"
 
 
-def test_the_files_of_a_curriculum_are_paths(data, capsys):
-    out = ends(
-        2, "ppo", [*data, "data.curriculum=[{files: train.parquet, prompts: 8}, {files: [x, y]}]"], capsys=capsys
-    )
-    assert [line.split(":")[0] for line in out.err.splitlines()] == ["data.curriculum=x", "data.curriculum=y"]
-
-
 def test_what_this_version_cannot_start_is_one_line(data, capsys, monkeypatch):
     monkeypatch.setattr("core.command_line.find_spec", lambda name: None)
     cluster = ["trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm"]

@@ -112,7 +112,6 @@ def test_ray_init_takes_the_arguments_of_the_table():
         ("data.apply_chat_template_kwargs=3", "must be a mapping"),
         ("data.apply_chat_template_kwargs=[1,2]", "must be a mapping, as in {name: value}; the default is {}"),
         ("critic.model.override_config=[1,2]", "must be a mapping, as in {name: value}, or null; the default is null"),
-        ("data.dataset_weights=[1,-1]", "must be above 0, or null"),
         ("reward_model.on_error=ignore", "must be one of zero, mask, raise"),
         ("data=5", "is a section"),
         ("trainer.health.nonfinite.bound=-1", "must be at least 0, or null"),

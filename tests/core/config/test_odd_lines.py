@@ -88,7 +88,6 @@ EXAMPLES = [  # a text of each kind that once ended in a traceback or was droppe
     ("data.val_files=[x${critic.model.path}]", "names critic.model.path, which is null"),
     ("data.val_files=~no_such_user/x", "does not exist (looked for "),
     ("data.val_files=" + "x" * 300, "does not exist (looked for "),
-    ("data.curriculum=[{files: 1}]", "does not exist (looked for "),
 ]
 
 

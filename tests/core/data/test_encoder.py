@@ -40,7 +40,7 @@ def test_truncation_to_odd_and_tiny_limits():
 
 def encoded(prompt, tokenizer=None, **template_kwargs):
     tokenizer = tokenizer or tiny_tokenizer()
-    (ids,) = Encoder(tokenizer, template_kwargs).encode([prompt])
+    ids = Encoder(tokenizer, template_kwargs).encode(prompt)
     assert type(ids) is list and all(type(value) is int for value in ids)
     return tokenizer.decode(ids)
 
@@ -75,7 +75,7 @@ THINKS = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generat
 )
 def test_a_tag_that_the_prompts_end_opens_is_known(prompt, template, tag):
     encoder = Encoder(tiny_tokenizer(), {"chat_template": template} if template else {})
-    assert encoder.opened_tag(prompt, encoder.encode([prompt])[0]) == tag
+    assert encoder.opened_tag(prompt, encoder.encode(prompt)) == tag
 
 
 def test_template_arguments_reach_the_template():
@@ -88,8 +88,6 @@ def test_template_arguments_reach_the_template():
 
 def test_a_plain_string_is_encoded_as_it_is():
     assert encoded("1+1=") == "1+1="
-    assert Encoder(tiny_tokenizer()).encode(["ab", [USER], "c"])[2] == Encoder(tiny_tokenizer()).encode(["c"])[0]
-    assert Encoder(tiny_tokenizer()).encode([]) == []
 
 
 def with_specials(before, after):
@@ -110,18 +108,12 @@ def test_special_tokens_are_added_once_and_never_an_end():
     assert encoded([USER], tokenizer) == "<bos>user: 1+1?\n<bos>assistant: "
 
 
-def test_a_batch_gives_what_each_prompt_gives():
-    prompts = ["a", [USER], "bcd", [SYSTEM, USER], "e"]
-    encoder = Encoder(tiny_tokenizer())
-    assert encoder.encode(prompts) == [encoder.encode([prompt])[0] for prompt in prompts]
-
-
 def test_a_chat_without_a_template_says_what_to_do():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    assert Encoder(tokenizer).encode(["plain"])
+    assert Encoder(tokenizer).encode("plain")
     with pytest.raises(InputError, match="no chat template.*custom_chat_template.*plain strings"):
-        Encoder(tokenizer).encode([[USER]])
+        Encoder(tokenizer).encode([USER])
 
 
 def test_a_refused_chat_gives_the_template_s_reason():

@@ -43,13 +43,14 @@ def test_other_column_names(tmp_path):
     assert file.example(0).extra_info == {} and file.example(0).name is None
 
 
-def test_batches_and_choices_give_the_same_rows(tmp_path):
+def test_batches_and_choices_give_the_same_rows(tmp_path, monkeypatch):
     file = ExampleFile(rows_file(tmp_path / "a.parquet", 25))
-    all_rows = list(file.examples(Problems(), batch=4))
+    monkeypatch.setattr("core.data.parquet.BATCH", 4)
+    all_rows = list(file.examples(Problems()))
     assert [row.number for row in all_rows] == list(range(25))
     assert all_rows == [file.example(number) for number in range(25)]
     chosen = np.array([0, 3, 4, 11, 24])
-    assert list(file.examples(Problems(), chosen, batch=4)) == [all_rows[number] for number in chosen]
+    assert list(file.examples(Problems(), chosen)) == [all_rows[number] for number in chosen]
 
 
 def test_choosing_rows_imports_no_pandas(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import random
 from pathlib import Path
@@ -324,35 +323,6 @@ def test_a_loop_of_ones_own_is_a_class_by_its_path(tmp_path):
             make_agent_loop(config(f"{ROLLOUT}.agent_loop={spec}"), TOKENIZER)
 
 
-# --- loops by name ---
-
-NAMED = """
-from core.rollout.agent_loop import AgentLoop, register
-
-
-@register("{first}")
-class One(AgentLoop):
-    async def run(self, episode):
-        await episode.turn()
-        episode.add("one")
-        await episode.turn()
-
-    def check(self, example):
-        return None if example.ground_truth == "a" else "no letter"
-
-
-@register("two_{first}")
-class Two(AgentLoop):
-    def metrics(self):
-        return {{"agent/two": 2.0}}
-"""
-
-
-def named(folder: Path, first: str, name: str = "named.py") -> str:
-    (folder / name).write_text(NAMED.format(first=first))
-    return f"{ROLLOUT}.agent_loop={folder / name}"
-
-
 def test_a_single_turn_by_name_has_the_tokens_of_a_run_without_a_loop():
     loop = make_agent_loop(config(f"{ROLLOUT}.agent_loop=single_turn_agent"), TOKENIZER)
     requests = []
@@ -361,53 +331,6 @@ def test_a_single_turn_by_name_has_the_tokens_of_a_run_without_a_loop():
     (request,) = requests
     assert (request.seed, tuple(request.prompt_ids)) == (sampling_seed(1, 3, 0), one.prompt.token_ids)
     assert one.trajectory().response_text == "x" and one.turns == 1
-
-
-def test_a_name_that_a_decorator_gave_leads_to_the_loop(tmp_path):
-    where = named(tmp_path, "first_name")
-    assert type(make_agent_loop(config(f"{where}:first_name"), TOKENIZER)).__name__ == "One"
-    assert type(make_agent_loop(config(f"{where}:One"), TOKENIZER)).__name__ == "One"
-    for taken in ("single_turn_agent", "first_name"):
-        with pytest.raises(InputError, match=f"registers '{taken}', which is taken"):
-            make_agent_loop(config(f"{named(tmp_path, taken, f'{taken}.py')}:One"), TOKENIZER)
-
-
-def test_the_data_names_the_loop_of_an_example(tmp_path):
-    rows = [dataclasses.replace(prompt(), agent_name=name) for name in (None, "single_turn_agent", "two_other")]
-    names = {row.agent_name for row in rows} - {None}
-    loop = make_agent_loop(config(f"{named(tmp_path, 'other')}:other"), TOKENIZER, names, rows)
-    for row, turns in zip(rows[:2], (2, 1), strict=True):
-        one = Episode(
-            row, 0, SamplingParams(99), Limits(99, 99), engine=scripted("x", "y"), tokenizer=TOKENIZER, run_seed=1
-        )
-        asyncio.run(loop.run(one))
-        assert one.turns == turns
-    assert loop.metrics() == {"agent/two": 2.0}
-    assert make_agent_loop(config(), TOKENIZER, {"single_turn_agent"}, rows[:2]) is not None
-    rows = [dataclasses.replace(rows[0], ground_truth="7"), dataclasses.replace(rows[0], agent_name="nobody")]
-    with pytest.raises(InputError) as error:
-        make_agent_loop(config(f"{named(tmp_path, 'other')}:other"), TOKENIZER, {"nobody"}, rows)
-    suits, unknown = str(error.value).splitlines()
-    assert "does not suit its loop in 1 row (uid q3: no letter)" in suits
-    assert "agent_name: names an agent loop that is not among single_turn_agent" in unknown
-    assert "uid q3: 'nobody'" in unknown and "agent_loop=path/file.py:name" in unknown
-
-
-def test_an_unknown_name_in_the_data_ends_a_run_before_a_model_loads(tmp_path, monkeypatch):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from core.ray_trainer import RayPPOTrainer
-
-    prepare(tmp_path)
-    monkeypatch.setattr(RayPPOTrainer, "make_workers", lambda *_: pytest.fail("a model was loaded"))
-    arguments = command(tmp_path, "grpo", 1)(tmp_path / "run")[3:]
-    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
-    for value, said in (("somebody", "row 4: 'somebody'"), (7, "agent_name must be a string")):
-        changed = [{**row, "agent_name": value if index == 4 else None} for index, row in enumerate(rows)]
-        pq.write_table(pa.Table.from_pylist(changed), tmp_path / "train.parquet")
-        with pytest.raises(InputError, match=said):
-            RayPPOTrainer(compose("grpo", arguments)).init_workers()
 
 
 # --- with a model ---

@@ -1,50 +1,89 @@
-"""Tools from a file, calls in the policy's text, answers framed by the chat template, limits."""
+"""The tool agent: calls and users' turns, answered in the chat template's form, within limits, whatever tools do."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
+import logging
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from core.config import compose
+from core.data.prompts import PromptStream
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.rollout.agent_loop import Episode, Limits
-from core.rollout.call_formats import FORMATS, Call, parse_hermes, parse_react
-from core.rollout.tool_agent import ToolAgentLoop
-from core.rollout.tools import BaseTool, ToolError, ToolResponse, chosen, kwargs_of, load_tools
+from core.rollout import tool_agent
+from core.rollout.agent_loop import Episode, Limits, check_examples, make_agent_loop
+from core.rollout.tool_agent import ApartLoop, Call, ToolAgentLoop, guarded, parse_calls
+from core.rollout.tools import BaseInteraction, BaseTool, ToolError, ToolResponse
 from core.types import Prompt, Stop
-from reward_scores.sandbox import isolation
+from tests.core.data.templates import CHATML, GEMMA, LLAMA3, PHI3, tokenizer_of
+from tests.core.rollout.test_tools import CALCULATOR
+from tests.row_files import data_config, plain_row, write_parquet
 from tests.scripted_engine import ScriptedEngine
 from tests.tiny import tiny_tokenizer
 
 MULTI = "actor_rollout_ref.rollout.multi_turn"
-CALCULATOR = "tools:\n  - class_name: core.rollout.tools:Calculator\n"
 TEMPLATE = (
     "{% for t in tools or [] %}<tool {{ t.function.name }}>\n{% endfor %}"
     "{% for m in messages %}<bos>{{ m['role'] }}\n{{ m['content'] }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
 )
+ONE_AND_ONE = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}</tool_call>'
 
 
-class Slow(BaseTool):
-    """Answers when it is told to, which is never."""
+# --- tools and users of the tests ---
 
-    tool_schema = {"type": "function", "function": {"name": "slow"}}
+
+class Odd(Exception):
+    def __str__(self):
+        raise SystemExit("even its text")
+
+
+def raises(error):
+    raise error
+
+
+def deep(level: int = 0) -> int:
+    return deep(level + 1)
+
+
+RAISES = {
+    "key": lambda: raises(KeyError("x")),
+    "exit": lambda: raises(SystemExit(3)),
+    "generator_exit": lambda: raises(GeneratorExit()),
+    "timeout": lambda: raises(TimeoutError("of its own")),
+    "cancel": lambda: raises(asyncio.CancelledError()),
+    "deep": deep,
+    "odd": lambda: raises(Odd()),
+    "surrogate": lambda: raises(ValueError("\ud800")),
+    "long": lambda: raises(ValueError("x" * 100_000)),
+}
+RETURNS = {"none": None, "int": 3, "bytes": b"x", "list": ["x"], "nan_reward": ("x", float("nan"), {})}
+TEXTS = {"huge": "9" * 500_000, "empty": "", "half": "a\ud83d b\udc00\x00", "end": "<eos><bos>"}
+
+
+class Any(BaseTool):
+    """Does what it is asked for by name."""
+
+    tool_schema = {"type": "function", "function": {"name": "any", "parameters": {"required": ["what"]}}}
 
     async def execute(self, instance_id, parameters, **kwargs):
-        await asyncio.Event().wait()
+        what = parameters["what"]
+        if what == "hang":
+            await asyncio.Event().wait()
+        if what == "block":
+            time.sleep(1)
+        if what == "refuse":
+            raise ToolError("not that")
+        return RAISES[what]() if what in RAISES else {**RETURNS, **TEXTS}[what]
 
 
-class Facts(BaseTool):
-    """Says what the row told it."""
-
-    tool_schema = {"type": "function", "function": {"name": "facts"}}
-
-    async def execute(self, instance_id, parameters, **kwargs):
-        return json.dumps(kwargs["of_calls"])
+class InTheLoop(Any):
+    runs_apart = False
 
 
 class Counter(BaseTool):
@@ -52,9 +91,16 @@ class Counter(BaseTool):
 
     tool_schema = {"type": "function", "function": {"name": "counter"}}
     counts: dict[str, int] = {}
+    fails = ""
+
+    def fail(self, method):
+        if self.fails == method:
+            raise KeyError(method)
 
     async def create(self, instance_id=None, start=0, **kwargs):
-        self.counts[instance_id] = start
+        self.fail("create")
+        start = [start] if isinstance(start, int) else start
+        self.counts[instance_id] = start.pop()  # it may change what it is given
         return instance_id, None
 
     async def execute(self, instance_id, parameters, **kwargs):
@@ -66,6 +112,46 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         del self.counts[instance_id]
+        self.fail("release")
+
+
+ENDED = []
+
+
+class Checker(BaseInteraction):
+    """Ends the episode at the right number, and asks again at a wrong one; fails where the facts name how."""
+
+    async def start_interaction(self, instance_id=None, start=None, **kwargs):
+        if start:
+            RAISES[start]()
+
+    async def generate_response(self, instance_id, messages, gold=4, **kwargs):
+        said = messages[-1]["content"]
+        assert [one["role"] for one in messages][:2] == ["user", "assistant"]
+        messages.clear()  # what it is given is its own
+        if said == "hang":
+            await asyncio.Event().wait()
+        if said in RAISES:
+            RAISES[said]()
+        right = said == str(gold)
+        replies = {"text": "text", "score": (False, "x", float("nan"), {}), "number": (False, 3, None, {})}
+        return replies.get(said, (right, f"not {said}, <eos> again", 1.0 if right else -0.5, {}))
+
+    async def finalize_interaction(self, instance_id, end=None, **kwargs):
+        ENDED.append(instance_id)
+        if end:
+            RAISES[end]()
+
+
+USERS = f"interaction:\n  - name: checker\n    class_name: {__name__}:Checker\n"
+USER = {"interaction_kwargs": {"name": "checker", "gold": 4}}
+
+
+def own(kind: str) -> str:
+    return f"tools:\n  - class_name: {__name__}:{kind}\n"
+
+
+# --- playing ---
 
 
 def tokenizer(template: str | None = TEMPLATE):
@@ -78,267 +164,250 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def played(folder, turns, *options, yaml=CALCULATOR, template=TEMPLATE, extra=None, length=2000):
-    """The trajectory of one episode whose turns are these, and the loop."""
-    (folder / "tools.yaml").write_text(yaml)
-    words = tokenizer(template)
-    overrides = [f"{MULTI}.enable=True", f"{MULTI}.tool_config_path={folder}/tools.yaml", *options]
-    loop = ToolAgentLoop(compose("ppo", [*overrides, "data.train_batch_size=256"]), words)
-    left = list(turns)
-    engine = ScriptedEngine(words, lambda request: left.pop(0))
+def loop_of(folder, *options, tools=CALCULATOR, users=None, words=None) -> ToolAgentLoop:
+    chosen = [f"{MULTI}.enable=True", "data.max_prompt_length=2000", *options]
+    for name, text in (("tool_config_path", tools), ("interaction_config_path", users)):
+        if text:
+            (folder / f"{name}.yaml").write_text(text)
+            chosen.append(f"{MULTI}.{name}={folder}/{name}.yaml")
+    return ToolAgentLoop(compose("grpo", chosen), words or tokenizer())
+
+
+def played(folder, turns, *options, tools=CALCULATOR, users=None, words=None, extra=None, length=3000):
+    """Return the trajectory of one episode whose turns are these, and the loop."""
+    loop = loop_of(folder, *options, tools=tools, users=users, words=words)
+    return play(loop, turns, extra, length), loop
+
+
+def play(loop, turns, extra=None, length=3000):
+    left, words = list(turns), loop.tokenizer
     chat = ({"role": "user", "content": "how much?"},)
-    ids = words.encode("how much?", add_special_tokens=False)
-    episode = Episode(
-        Prompt(0, "q", tuple(ids), chat, "4", "test", extra or {}),
-        0,
-        SamplingParams(max_tokens=length),
-        Limits(length, length),
-        engine=engine,
-        tokenizer=words,
-        run_seed=1,
-    )
+    prompt = Prompt(0, "q", tuple(words.encode("how much?", add_special_tokens=False)), chat, "4", "test", extra or {})
+    parts = {"engine": ScriptedEngine(words, lambda _: left.pop(0)), "tokenizer": words, "run_seed": 1}
+    episode = Episode(prompt, 0, SamplingParams(max_tokens=length), Limits(length, length), **parts)
     asyncio.run(loop.run(episode))
-    return episode.trajectory(), loop
+    return episode.trajectory()
 
 
-def tool_text(trajectory) -> str:
-    return "".join(segment.text for segment in trajectory.segments if segment.role == "tool")
+def added(trajectory) -> str:
+    return "".join(segment.text for segment in trajectory.segments if segment.role != "policy")
 
 
-# --- the file ---
-
-
-def problems_of(tmp_path, text: str) -> str:
-    (tmp_path / "tools.yaml").write_text(text)
-    with pytest.raises(InputError) as error:
-        load_tools(tmp_path / "tools.yaml")
-    return str(error.value)
-
-
-def test_a_broken_file_says_everything_that_is_wrong_with_it(tmp_path):
-    said = problems_of(
-        tmp_path,
-        "tools:\n"
-        "  - class_name: core.rollout.tools:Calculator\n    config: {digits: 3}\n"
-        "  - class_name: core.rollout.tools:Nothing\n"
-        "  - config: {}\n"
-        "  - class_name: core.rollout.tools:Calculator\n"
-        "    tool_schema: {function: {name: a, parameters: {type: 7}}}\n"
-        "  - class_name: core.rollout.tools:Calculator\n"
-        "  - class_name: core.rollout.tools.Calculator\n",
-    ).splitlines()
-    assert len(said) == 5 and all("tools.yaml: tools[" in line for line in said)
-    for line, part in zip(
-        said, ("no option 'digits'", "no 'Nothing'", "must hold class_name", "no JSON schema", "a second"), strict=True
-    ):
-        assert part in line
-    assert "must hold a list" in problems_of(tmp_path, "tools: []")
-    assert "cannot be read" in problems_of(tmp_path, "tools: [")
-
-
-def test_a_tool_keeps_the_state_of_each_episode_and_rewards_it(tmp_path):
-    yaml = f"tools:\n  - class_name: {__file__}:Counter\n"
-    extra = {"tools_kwargs": {"counter": {"create_kwargs": {"start": 4}}}}
-    for _ in range(2):
-        trajectory, loop = played(tmp_path, [call("counter"), call("counter"), "6"], yaml=yaml, extra=extra)
-        assert tool_text(trajectory).count("tool\n5<eos>") == tool_text(trajectory).count("tool\n6<eos>") == 1
-        assert trajectory.tool_rewards == (0.5, 0.5) and trajectory.tool_scores == {"counter": 6.0}
-    assert Counter.counts == {} and loop.metrics()["agent/tool_state_failures"] == 0
-
-
-def test_a_row_chooses_its_tools_and_gives_them_facts(tmp_path):
-    (tmp_path / "tools.yaml").write_text(
-        f"{CALCULATOR}  - class_name: {__file__}:Slow\n  - class_name: {__file__}:Facts\n"
-    )
-    tools = load_tools(tmp_path / "tools.yaml")
-    assert list(tools) == ["calculator", "slow", "facts"]
-    assert list(chosen(tools, {})) == ["calculator", "slow", "facts"]
-    assert list(chosen(tools, {"tool_selection": ["slow"]})) == ["slow"]
-    kwargs = {"facts": {"execute_kwargs": {"x": 1}}, "calculator": None}
-    assert list(chosen(tools, {"need_tools_kwargs": True, "tools_kwargs": kwargs})) == ["facts"]
-    assert kwargs_of("facts", {"tools_kwargs": kwargs}) == kwargs["facts"] and kwargs_of("slow", {}) == {}
-    with pytest.raises(ValueError, match="asks for other"):
-        chosen(tools, {"tool_selection": ["other"]})
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    monkeypatch.setattr(tool_agent, "GRACE_S", 0.05)
 
 
 # --- calls ---
 
 
 def test_calls_are_read_from_the_text():
-    assert parse_hermes("no call") == []
-    assert parse_hermes(f"so {call('f', a=1)} and {call('g')}") == [Call("f", {"a": 1}), Call("g", {})]
-    (broken,) = parse_hermes("<tool_call>{</tool_call>")
-    assert "not JSON" in broken.problem
-    (shape,) = parse_hermes('<tool_call>["f"]</tool_call>')
-    assert "a call is" in shape.problem
-    deep = "<tool_call>" + "[" * 100_000 + "</tool_call>"
-    assert parse_hermes(deep)[0].problem
+    assert parse_calls("no call") == []
+    assert parse_calls(f"so {call('f', a=1)} and {call('g')}") == [Call("f", {"a": 1}), Call("g", {})]
+    for text, problem in (("{", "not JSON"), ('["f"]', "a call is"), ("[" * 100_000, "not JSON")):
+        (bad,) = parse_calls(f"<tool_call>{text}</tool_call>")
+        assert problem in bad.problem
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("said", "answer", "made"),
     [
-        (call("calculator", expression="(3 + 4) * 12"), "84"),
-        (call("calculator", expression="7 / 2"), "3.5"),
-        (call("calculator", expression="6 / 2"), "3"),
-        (call("calculator", expression="__import__('os')"), "error: cannot compute that: Call is not arithmetic"),
-        (call("calculator", expression=3), "error: 3 is not of type 'string'"),
-        (call("calculator"), "error: 'expression' is a required property"),
-        (call("oracle"), "error: there is no tool 'oracle'; there are calculator"),
-        ("<tool_call>{</tool_call>", "error: the call is not JSON: "),
+        (call("calculator", expression="(3 + 4) * 12"), "84", 1),
+        (call("calculator", expression="7 / 2"), "3.5", 1),
+        (call("calculator", expression="__import__('os')"), "error: cannot compute that: Call is not arithmetic", 1),
+        (call("calculator", expression=3), "error: 3 is not of type 'string'", 0),
+        (call("calculator"), "error: 'expression' is a required property", 0),
+        (call("oracle"), "error: there is no tool 'oracle'; there are calculator", 0),
+        ("<tool_call>{</tool_call>", "error: the call is not JSON: ", 0),
     ],
 )
-def test_a_call_is_answered_or_told_what_is_wrong_with_it(tmp_path, said, answer):
-    trajectory, _ = played(tmp_path, [said, "#### 84"])
-    assert f"<bos>tool\n{answer}" in tool_text(trajectory)
-    assert (trajectory.turns, trajectory.stop) == (2, Stop.EOS)
-    assert trajectory.tool_calls == ("oracle" not in said and '"expression": "' in said)
+def test_a_call_is_answered_or_told_what_is_wrong_with_it(tmp_path, said, answer, made):
+    trajectory, loop = played(tmp_path, [said, "#### 84"])
+    assert added(trajectory).startswith(f"\n<bos>tool\n{answer}")
+    assert (trajectory.turns, trajectory.stop, trajectory.tool_calls) == (2, Stop.EOS, made)
+    assert loop.metrics()["agent/invalid_calls"] == 1 - made
+
+
+def test_arguments_that_break_the_check_of_the_schema_are_invalid_calls(tmp_path):
+    strict = "{type: function, function: {name: any, parameters: {properties: {what: {multipleOf: 0.5}}}}}"
+    huge = call("any", what=10**400)
+    for said in (huge, huge.replace("1" + "0" * 400, "[" * 900 + "1" + "]" * 900)):
+        trajectory, loop = played(tmp_path, [said, "2"], tools=f"{own('Any')}    tool_schema: {strict}\n", length=4000)
+        assert trajectory.turns == 2 and loop.metrics()["agent/calls"] == 1
 
 
 def test_a_turn_without_a_call_ends_the_episode(tmp_path):
     trajectory, loop = played(tmp_path, ["4"])
-    assert (trajectory.turns, trajectory.tool_calls, tool_text(trajectory)) == (1, 0, "")
+    assert (trajectory.turns, trajectory.tool_calls, added(trajectory)) == (1, 0, "")
     assert loop.metrics()["agent/calls"] == 0
 
 
-def test_the_answer_is_framed_by_the_chat_template_and_the_end_of_a_turn_is_written_once(tmp_path):
+# --- the stream of tokens ---
+
+
+def test_the_answer_is_framed_by_the_chat_template_outside_the_mask(tmp_path):
     words = tokenizer()
-    trajectory, _ = played(tmp_path, [call("calculator", expression="1 + 1"), "2"])
-    assert tool_text(trajectory) == "\n<bos>tool\n2<eos>\n<bos>assistant\n"
+    trajectory, _ = played(tmp_path, [ONE_AND_ONE, "2"])
+    assert added(trajectory) == "\n<bos>tool\n2<eos>\n<bos>assistant\n"
     text = words.decode(trajectory.response_ids)
-    assert text == f"{call('calculator', expression='1 + 1')}<eos>\n<bos>tool\n2<eos>\n<bos>assistant\n2<eos>"
-    shown = words.decode(trajectory.prompt_ids)  # the template told of the tool
-    assert shown == "<tool calculator>\n<bos>user\nhow much?<eos>\n<bos>assistant\n"
+    assert text == f"{ONE_AND_ONE}<eos>\n<bos>tool\n2<eos>\n<bos>assistant\n2<eos>"  # the end of the turn once
+    assert words.decode(trajectory.response_ids[trajectory.response_mask]) == f"{ONE_AND_ONE}<eos>2<eos>"
+    assert trajectory.logprobs[~trajectory.response_mask].sum() == 0
 
 
 def test_special_tokens_in_an_answer_are_text(tmp_path):
-    yaml = f"tools:\n  - class_name: {__file__}:Facts\n"
-    extra = {"tools_kwargs": {"facts": {"execute_kwargs": {"of_calls": {"x": "<eos>"}}}}}
-    trajectory, _ = played(tmp_path, [call("facts"), "2"], yaml=yaml, extra=extra)
-    added = trajectory.response_ids[~trajectory.response_mask].tolist()
-    assert added.count(1) == 1  # the template's own
-    assert '"<eos>"' in tool_text(trajectory)
+    trajectory, _ = played(tmp_path, [call("any", what="end"), "2"], tools=own("Any"))
+    ids = trajectory.response_ids[~trajectory.response_mask].tolist()
+    assert ids.count(1) == 1 and "<eos><bos>" in added(trajectory)  # the template's own end alone
 
 
 def test_without_a_template_the_tags_stand_alone(tmp_path):
-    trajectory, _ = played(tmp_path, [call("calculator", expression="1 + 1"), "2"], template=None)
-    assert tool_text(trajectory) == "<tool_response>2</tool_response>"
+    trajectory, _ = played(tmp_path, [ONE_AND_ONE, "2"], words=tokenizer(None))
+    assert added(trajectory) == "<tool_response>2</tool_response>"
 
 
-# --- react ---
-
-REACT = (f"{MULTI}.format=react", "data.max_prompt_length=2000")  # the form is told in the prompt
-ACT = 'Thought: so\nAction: calculator\nAction Input: {"expression": "1 + 1"}\n'
-
-
-def test_the_formats_are_those_of_the_configuration():
-    assert tuple(FORMATS) == ("hermes", "react")
+def framed(tmp_path, name, role, last, texts=("REPLY",), stop=Stop.EOS):
+    words = tokenizer_of(name)
+    tools, users = (CALCULATOR, None) if role == "tool" else (None, USERS)
+    loop = loop_of(tmp_path, f"{MULTI}.max_parallel_calls={len(texts)}", tools=tools, users=users, words=words)
+    episode = SimpleNamespace(last_token=words.convert_tokens_to_ids(last), stop=stop)
+    return last + "".join(text for text, _ in loop.framed(role, list(texts), episode))
 
 
-def test_an_action_is_read_from_the_text():
-    assert parse_react("Thought: I know\nFinal Answer: 2") == []
-    assert parse_react(f"{ACT}Observation:") == parse_react(ACT) == [Call("calculator", {"expression": "1 + 1"})]
-    several = 'Action: f\nAction Input: {\n "a": 1\n}\nObservation:'
-    assert parse_react(several) == [Call("f", {"a": 1})]
-    for text, said in (
-        ("Action: f", "one line Action: and one Action Input:.*1 and 0"),
-        ("Action Input: {}", "without a line Action:"),
-        ("Action: f\nAction Input: 1 + 1", "not JSON"),
-        ("Action: f\nAction Input: [1]", "a JSON object"),
-        (f"{ACT}Final Answer: 2", "not both"),
-        (ACT + ACT, "2 and 2"),
-        ("Action: f\nAction Input: " + "[" * 100_000, "not JSON"),
-    ):
-        (bad,) = parse_react(text)
-        assert re.search(said, bad.problem), text
+@pytest.mark.parametrize(
+    ("name", "role", "last", "expected"),
+    [
+        ("gemma", "user", "<end_of_turn>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
+        ("gemma", "user", "<eos>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
+        ("phi3", "user", "<|end|>", "\n<|user|>\nREPLY<|end|>\n<|assistant|>\n"),
+        ("phi3", "user", "<|endoftext|>", "\n<|user|>\nREPLY<|end|>\n<|assistant|>\n"),
+        ("glm4", "user", "<|user|>", "\nREPLY<|assistant|>\n"),
+        ("glm4", "tool", "<|observation|>", "\nREPLY<|assistant|>\n"),
+        ("glm4", "tool", "<|endoftext|>", "<|observation|>\nREPLY<|assistant|>\n"),
+        ("mistral", "user", "</s>", "[INST] REPLY [/INST]"),
+        ("gpt-oss", "user", "<|return|>", "<|start|>user<|message|>REPLY<|end|><|start|>assistant"),
+        ("gpt-oss", "user", "<|end|>", "<|start|>user<|message|>REPLY<|end|><|start|>assistant"),
+        ("base with chatml", "user", "<|endoftext|>", "\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_the_end_of_a_turn_is_written_once(tmp_path, name, role, last, expected):
+    assert framed(tmp_path, name, role, last) == last + expected
 
 
-def test_an_observation_follows_what_the_policy_began(tmp_path):
-    words = tokenizer()
-    trajectory, _ = played(tmp_path, [f"{ACT}Observation: 3\nFinal Answer: 3", "Final Answer: 2"], *REACT)
-    text = words.decode(trajectory.response_ids)
-    assert text.startswith(f"{ACT}Observation:") and text.endswith("Final Answer: 2<eos>")
-    assert tool_text(trajectory) == " 2\n" and (trajectory.turns, trajectory.tool_calls) == (2, 1)
-    assert "Final Answer: 3" not in text  # the turn ended where the tool begins
-    shown = words.decode(trajectory.prompt_ids)
-    assert '{"name": "calculator", "description"' in shown and "<tool calculator>" not in shown
-    assert shown.endswith("Final Answer: the answer\n\nhow much?<eos>\n<bos>assistant\n")
+def test_a_turn_that_was_cut_gets_its_end_and_answers_of_several_calls_one_frame(tmp_path):
+    expected = "x<|im_end|>\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"
+    assert framed(tmp_path, "chatml", "user", "x", stop=Stop.STOP_STRING) == expected
+    answers = "\n<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response>"
+    expected = f"<|im_end|>\n<|im_start|>user{answers}<|im_end|>\n<|im_start|>assistant\n"
+    assert framed(tmp_path, "chatml", "tool", "<|im_end|>", ("A", "B")) == expected
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, None])
-def test_an_action_that_ends_its_message_is_answered_too(tmp_path, template):
-    trajectory, _ = played(tmp_path, [ACT, "Final Answer: 2"], *REACT, template=template)
-    framed = "\n<bos>user\nObservation: 2<eos>\n<bos>assistant\n" if template else "\nObservation: 2\n"
-    assert tool_text(trajectory) == framed and trajectory.turns == 2
+def test_a_text_is_written_as_the_template_would_write_it(tmp_path):
+    """Llama 3.1 writes a tool's answer as JSON."""
+    assert '"a \\"b\\"\\n<é>"<|eot_id|>' in framed(tmp_path, "llama3", "tool", "<|eot_id|>", ('a "b"\n<é>',))
 
 
-def test_an_action_that_is_none_is_told_what_is_wrong(tmp_path):
-    trajectory, loop = played(tmp_path, ["Action: oracle\nAction Input: {}\nObservation:", "Final Answer: 2"], *REACT)
-    assert tool_text(trajectory) == " error: there is no tool 'oracle'; there are calculator\n"
-    assert loop.metrics()["agent/invalid_calls"] == 1
+@pytest.mark.parametrize(
+    ("template", "users", "options", "reason"),
+    [
+        (TEMPLATE, None, [f"{MULTI}.max_parallel_calls=3"], None),
+        (LLAMA3, None, [], None),
+        (GEMMA, USERS, [], None),
+        (GEMMA, None, [], "role 'tool' after an answer: roles must alternate"),
+        (PHI3, None, [], "role 'tool' after an answer: it writes 0 of the texts"),
+        (
+            TEMPLATE.replace("m in messages", "m in messages[:3]"),
+            None,
+            [f"{MULTI}.max_parallel_calls=3"],
+            "3 message(s) of role 'tool'",
+        ),
+        (
+            TEMPLATE.replace("m['content']", "m['content'] if m.role != 'user'"),
+            USERS,
+            [],
+            "1 message(s) of role 'user'",
+        ),
+        (TEMPLATE.replace("m['content']", "m['content'] | e"), None, [], "it changes the text"),
+        (TEMPLATE.replace("m['content']", "m['content'].x.y"), None, [], "has no attribute"),
+        (None, USERS, [], "framed by the chat template"),
+    ],
+)
+def test_a_template_that_cannot_write_a_turn_is_refused_at_the_start(tmp_path, template, users, options, reason):
+    words, tools = tokenizer(template), None if users else CALCULATOR
+    if reason is None:
+        return loop_of(tmp_path, *options, tools=tools, users=users, words=words).close()
+    with pytest.raises(InputError) as error:
+        loop_of(tmp_path, *options, tools=tools, users=users, words=words)
+    (line,) = error.value.problems
+    assert reason in line and "set actor_rollout_ref.model.custom_chat_template" in line
+
+
+def test_a_template_that_does_not_tell_of_tools_is_reported(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        loop_of(tmp_path, words=tokenizer(CHATML))
+        assert "does not write the schemas of tools (calculator)" in caplog.text
+        caplog.clear()
+        loop_of(tmp_path)
+    assert not caplog.text
+
+
+def test_prompts_tell_of_the_tools_that_their_example_has(tmp_path):
+    loop, words = loop_of(tmp_path), tokenizer()
+    chat = [{"role": "user", "content": "1+1"}]
+    rows = [plain_row(0, prompt=chat), plain_row(1, text="1+1"), plain_row(2, prompt=chat)]
+    for one, selected in zip(rows, (None, None, []), strict=True):
+        one["extra_info"]["tool_selection"] = selected
+    files = [write_parquet(tmp_path / f"{n}.parquet", [one]) for n, one in enumerate(rows)]
+    config = data_config(train_files=files, shuffle=False)
+    stream = PromptStream(config, words, 1, tools_of=loop.tools_of)
+    told = "<tool calculator>\n<bos>user\n1+1<eos>\n<bos>assistant\n"
+    shown = [words.decode(stream.prompt(n).token_ids) for n in range(3)]
+    assert shown == [told, told, told.removeprefix("<tool calculator>\n")]
+    assert stream.files.longest == len(stream.prompt(0).token_ids)
+    config.max_prompt_length = stream.files.longest - 1
+    with pytest.raises(InputError, match="tools' schemas included. is longer"):
+        PromptStream(config, words, 1, tools_of=loop.tools_of)
+
+
+def test_examples_that_choose_what_is_not_there_are_refused_before_a_start(tmp_path):
+    loop = loop_of(tmp_path, users=USERS)
+    prompt = Prompt(0, "q3", (1,), (), "4", "test", {"interaction_kwargs": {"name": "nobody"}})
+    other = replace(prompt, extra_info={"tool_selection": ["other"]})
+    with pytest.raises(InputError) as error:
+        check_examples(loop, [prompt, other, replace(prompt, extra_info=USER)])
+    (line,) = error.value.problems
+    assert "in 2 rows" in line and "chooses 'nobody'" in line and "asks for other" in line
+    options = [f"{MULTI}.enable=True", f"{MULTI}.tool_config_path={tmp_path}/tool_config_path.yaml"]
+    assert isinstance(make_agent_loop(compose("grpo", options), tokenizer()), ToolAgentLoop)
 
 
 # --- limits ---
 
 
 def test_no_more_calls_are_made_than_an_episode_has(tmp_path):
-    turn = call("calculator", expression="1 + 1")
-    trajectory, loop = played(tmp_path, [turn, turn, "2"], f"{MULTI}.max_tool_calls=1")
+    trajectory, loop = played(tmp_path, [ONE_AND_ONE, ONE_AND_ONE, "2"], f"{MULTI}.max_tool_calls=1")
     assert trajectory.tool_calls == 1
-    assert "error: no call is left: an episode has 1" in tool_text(trajectory)
-    assert loop.metrics() == {
-        "agent/calls": 2,
-        "agent/invalid_calls": 0.5,
-        "agent/refused_calls": 0.0,
-        "agent/timeout_calls": 0.0,
-        "agent/failed_calls": 0.0,
-    }
+    assert "error: no call is left: an episode has 1" in added(trajectory)
+    names = ("invalid", "refused", "timeout", "failed")
+    shares = dict(zip((f"agent/{name}_calls" for name in names), (0.5, 0.0, 0.0, 0.0), strict=True))
+    assert loop.metrics() == {"agent/calls": 2, **shares, "agent/tool_state_failures": 0}
 
 
 def test_calls_of_a_turn_beyond_the_limit_are_not_answered(tmp_path):
-    turn = call("calculator", expression="1 + 1") + call("calculator", expression="2 + 2")
+    turn = ONE_AND_ONE + call("calculator", expression="2 + 2")
     one, _ = played(tmp_path, [turn, "2"])
     both, _ = played(tmp_path, [turn, "2"], f"{MULTI}.max_parallel_calls=2")
-    assert tool_text(one) == "\n<bos>tool\n2<eos>\n<bos>assistant\n"
-    assert tool_text(both) == "\n<bos>tool\n2<eos>\n<bos>tool\n4<eos>\n<bos>assistant\n"
+    assert added(one) == "\n<bos>tool\n2<eos>\n<bos>assistant\n"
+    assert added(both) == "\n<bos>tool\n2<eos>\n<bos>tool\n4<eos>\n<bos>assistant\n"
     assert (one.tool_calls, both.tool_calls) == (1, 2)
 
 
-@pytest.mark.parametrize("name", ["max_assistant_turns", "max_user_turns"])
-def test_turns_are_bounded(tmp_path, name):
-    turn = call("calculator", expression="1 + 1")
-    trajectory, _ = played(tmp_path, [turn] * 9, f"{MULTI}.{name}=3")
-    answered = 2 if name == "max_assistant_turns" else 3
-    assert tool_text(trajectory).count("<bos>tool") == answered
-    assert trajectory.turns == answered + 1
-
-
-def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path):
-    yaml = f"tools:\n  - class_name: {__file__}:Slow\n"
-    trajectory, loop = played(tmp_path, [call("slow"), "2"], f"{MULTI}.tool_timeout_s=0.05", yaml=yaml)
-    assert "error: no answer in 0.05 s" in tool_text(trajectory)
-    assert trajectory.turns == 2 and loop.metrics()["agent/timeout_calls"] == 1
-
-
-@pytest.mark.parametrize(
-    "yaml",
-    [
-        f"tools:\n  - class_name: {__file__}:Slow\n    config: {{type: native}}\n    timeout_s: 0.05\n",
-        f"- class_name: {__file__}:Slow\n  timeout_s: 0.05\n",
-    ],
-)
-def test_a_tool_may_have_a_time_of_its_own(tmp_path, yaml):
-    trajectory, _ = played(tmp_path, [call("slow"), "2"], f"{MULTI}.tool_timeout_s=600", yaml=yaml)
-    assert "error: no answer in 0.05 s" in tool_text(trajectory)
-
-
-def test_a_time_that_is_none_is_refused(tmp_path):
-    entry = "- {{class_name: core.rollout.tools.Calculator, {}}}\n"
-    said = problems_of(
-        tmp_path, "".join(map(entry.format, ("timeout_s: 0", "timeout_s: soon", "timeout_s: .inf", "timeout_s: true")))
-    )
-    assert [line.partition("timeout_s=")[2][:4] for line in said.splitlines()] == ["0 mu", "'soo", "inf ", "True"]
-    assert "'mcp' is not supported" in problems_of(tmp_path, f"{CALCULATOR}    config: {{type: mcp}}\n")
+@pytest.mark.parametrize(("name", "answered"), [("max_assistant_turns", 2), ("max_user_turns", 3)])
+def test_turns_are_bounded(tmp_path, name, answered):
+    with_tools, _ = played(tmp_path, [ONE_AND_ONE] * 9, f"{MULTI}.{name}=3")
+    with_user, _ = played(tmp_path, ["3"] * 9, f"{MULTI}.{name}=3", users=USERS, extra=USER)
+    for trajectory in (with_tools, with_user):
+        assert added(trajectory).count("<bos>assistant") == answered == trajectory.turns - 1
 
 
 @pytest.mark.parametrize(
@@ -348,34 +417,127 @@ def test_a_time_that_is_none_is_refused(tmp_path):
 def test_a_long_answer_is_cut_on_one_side(tmp_path, side, kept):
     options = (f"{MULTI}.max_tool_response_length=6", f"{MULTI}.tool_response_truncate_side={side}")
     trajectory, _ = played(tmp_path, [call("calculator", expression="1234567890"), "2"], *options)
-    assert f"<bos>tool\n{kept}<eos>" in tool_text(trajectory)
+    assert f"<bos>tool\n{kept}<eos>" in added(trajectory)
 
 
 def test_an_answer_without_room_ends_the_episode_as_truncated(tmp_path):
-    turn = call("calculator", expression="1 + 1")
-    trajectory, _ = played(tmp_path, [turn], length=len(turn) + 10)
-    assert trajectory.truncated and trajectory.turns == 1 and tool_text(trajectory) == ""
+    trajectory, _ = played(tmp_path, [ONE_AND_ONE], length=len(ONE_AND_ONE) + 10)
+    assert trajectory.truncated and trajectory.turns == 1 and added(trajectory) == ""
 
 
-# --- the sandboxed Python tool ---
+# --- tools that fail, and their state ---
 
 
-@pytest.mark.skipif(isolation().mode == "none", reason="programs cannot be isolated here")
-def test_a_script_runs_in_the_sandbox_and_its_output_comes_back(tmp_path):
-    (tmp_path / "tools.yaml").write_text(
-        "tools:\n  - class_name: core.rollout.tools:PythonSandbox\n    config: {seconds: 2, memory_mb: 256}\n"
+@pytest.mark.parametrize("kind", ["Any", "InTheLoop"])
+def test_what_a_tool_raises_or_returns_is_an_error_for_the_policy(tmp_path, caplog, kind):
+    turns = [call("any", what=what) for what in (*RAISES, *RETURNS)]
+    with caplog.at_level(logging.WARNING):
+        trajectory, loop = played(tmp_path, [*turns, "2"], tools=own(kind), length=9000)
+    assert added(trajectory).count("error: the tool failed: ") == len(turns) == trajectory.turns - 1
+    assert added(trajectory).count("not text") == 4 and "nan as reward" in added(trajectory)
+    assert loop.metrics()["agent/failed_calls"] == 1 and trajectory.tool_rewards == ()
+    assert caplog.text.count("the tool 'any' failed") == 1 and "Traceback" in caplog.text  # then counted alone
+    caplog.text.encode()  # a log on disk takes it
+    loop.close()
+
+
+def test_any_text_is_an_answer_and_a_refusal_is_counted(tmp_path):
+    turns = [call("any", what=what) for what in (*TEXTS, "refuse")]
+    trajectory, loop = played(tmp_path, [*turns, "2"], tools=own("Any"))
+    shown = [text.partition("<eos>\n<bos>assistant")[0] for text in added(trajectory).split("<bos>tool\n")[1:]]
+    assert shown[1:] == ["", "a\ufffd b\ufffd\ufffd", "<eos><bos>", "error: not that"] and len(shown[0]) < 300
+    metrics = loop.metrics()
+    assert metrics["agent/refused_calls"] == 1 / 5 and metrics["agent/failed_calls"] == 0
+
+
+@pytest.mark.parametrize("what", ["hang", "block"])
+def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path, what):
+    started = time.monotonic()
+    trajectory, loop = played(tmp_path, [call("any", what=what), "2"], f"{MULTI}.tool_timeout_s=0.05", tools=own("Any"))
+    assert "error: no answer in 0.05 s" in added(trajectory) and trajectory.turns == 2
+    assert loop.metrics()["agent/timeout_calls"] == 1 and time.monotonic() - started < 0.9
+    trajectory = play(loop, [call("any", what="empty"), "2"])  # a blocked loop was left behind
+    assert loop.metrics()["agent/timeout_calls"] == 0
+    loop.close()
+
+
+def test_a_sample_that_is_given_up_is_cancelled_wherever_its_tool_waits():
+    async def give_up(run):
+        task = asyncio.create_task(run(lambda: asyncio.sleep(60)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for run in (guarded, ApartLoop().run):
+        asyncio.run(give_up(run))
+
+
+def test_a_tool_keeps_the_state_of_each_episode_and_rewards_it(tmp_path):
+    extra = {"tools_kwargs": {"counter": {"create_kwargs": {"start": [4]}}}}
+    for _ in range(2):  # the tool cannot change the data
+        trajectory, loop = played(tmp_path, [call("counter"), call("counter"), "6"], tools=own("Counter"), extra=extra)
+        assert added(trajectory).count("tool\n5<eos>") == added(trajectory).count("tool\n6<eos>") == 1
+        assert trajectory.tool_rewards == (0.5, 0.5) and trajectory.tool_scores == {"counter": 6.0}
+    assert Counter.counts == {} and loop.metrics()["agent/tool_state_failures"] == 0
+
+
+@pytest.mark.parametrize(("fails", "answer"), [("create", "error: the tool failed: KeyError"), ("release", "1")])
+def test_a_tool_that_cannot_begin_or_end_costs_no_run(tmp_path, monkeypatch, fails, answer):
+    monkeypatch.setattr(Counter, "fails", fails)
+    trajectory, loop = played(tmp_path, [call("counter"), "2"], tools=own("Counter"))
+    assert f"<bos>tool\n{answer}" in added(trajectory) and loop.metrics()["agent/tool_state_failures"] == 1
+
+
+# --- simulated users ---
+
+
+def with_user(folder, turns, *options, length=2000, **facts):
+    ENDED.clear()
+    extra = {"interaction_kwargs": {**USER["interaction_kwargs"], **facts}}
+    return played(folder, turns, *options, users=USERS, extra=extra, length=length)
+
+
+def test_the_user_answers_in_the_template_outside_the_mask_until_the_episode_ends(tmp_path):
+    trajectory, loop = with_user(tmp_path, ["3", "4"])
+    words = tokenizer()
+    assert words.decode(trajectory.response_ids) == (
+        "3<eos>\n<bos>user\nnot 3, <eos> again<eos>\n<bos>assistant\n4<eos>"
     )
-    tool = load_tools(tmp_path / "tools.yaml")["python"].tool
+    assert words.decode(trajectory.response_ids[trajectory.response_mask]) == "3<eos>4<eos>"
+    ids = trajectory.response_ids[~trajectory.response_mask].tolist()
+    assert ids.count(words.eos_token_id) == 1  # the template's own: the user's is text
+    assert [segment.role for segment in trajectory.segments] == ["policy", "user", "policy"]
+    assert (trajectory.turns, trajectory.tool_calls, trajectory.stop) == (2, 0, Stop.EOS)
+    assert trajectory.user_scores == (-0.5, 1.0) and len(ENDED) == 1
+    assert loop.metrics()["agent/user_turns"] == 2
 
-    def run(code: str) -> str:
-        return asyncio.run(tool.execute("0", {"code": code}))
 
-    assert run("print(sum(range(10)))") == "45\n"
-    for code, said in (
-        ("1 / 0", "ZeroDivisionError"),
-        ("while True: pass", "too long"),
-        ("import socket; socket.create_connection(('127.0.0.1', 1))", "Error"),
-        ("print(open('/etc/passwd').read())", "Error"),
-    ):
-        with pytest.raises(ToolError, match=said):
-            run(code)
+def test_tools_and_a_user_in_one_episode_and_an_example_without_a_user(tmp_path):
+    trajectory, loop = with_user(tmp_path, [call("calculator", expression="2 + 2"), "5", "4"])
+    assert [segment.role for segment in trajectory.segments] == ["policy", "tool", "policy", "user", "policy"]
+    assert trajectory.tool_calls == 1 and trajectory.user_scores == (-0.5, 1.0)
+    assert play(loop, ["3"]).turns == 1
+
+
+def test_a_user_without_room_or_time_ends_the_episode_as_truncated(tmp_path):
+    full, _ = with_user(tmp_path, ["3"], length=9)
+    assert full.truncated and full.turns == 1 and full.user_scores == (-0.5,) and len(ENDED) == 1
+    late, loop = with_user(tmp_path, ["hang"], f"{MULTI}.tool_timeout_s=0.05")
+    assert late.truncated and late.user_scores == () and len(ENDED) == 1
+    assert loop.metrics()["agent/user_timeouts"] == 1
+
+
+@pytest.mark.parametrize("said", ["text", "score", "number", "exit", "deep"])
+def test_what_is_no_reply_is_an_error_that_the_policy_reads(tmp_path, said):
+    trajectory, loop = with_user(tmp_path, [said, "4"])
+    assert trajectory.segments[1].text.startswith("\n<bos>user\nerror: ") and trajectory.user_scores == (1.0,)
+    assert loop.metrics()["agent/user_failures"] == 1 and len(ENDED) == 1
+
+
+def test_a_user_that_cannot_start_or_end_costs_no_run(tmp_path):
+    trajectory, loop = with_user(tmp_path, ["3", "4"], f"{MULTI}.max_user_turns=1", start="key")
+    assert "error: KeyError" in trajectory.segments[1].text and not ENDED
+    assert loop.metrics()["agent/user_failures"] == 2  # the start, and the turn
+    trajectory, loop = with_user(tmp_path, ["4"], end="exit")
+    assert trajectory.user_scores == (1.0,) and loop.metrics()["agent/user_failures"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from core import export
 from core.checkpoint.run_state import load_tensors
 from core.config import compose
+from core.data.encoder import Encoder
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.models import load_modality, load_policy, load_tokenizer
@@ -150,6 +152,7 @@ def test_every_turn_of_an_episode_has_the_prompts_pictures_and_its_tools(tmp_pat
     keys = [f"{TOOLS}.enable=True", f"{TOOLS}.tool_config_path={tmp_path}/tools.yaml", "data.train_batch_size=256"]
     loop = ToolAgentLoop(compose("ppo", keys), words)
     prompt = Prompt(0, "q", (), ({"role": "user", "content": f"how {MARKER}?"},), "2", "x", media=media)
+    prompt = replace(prompt, token_ids=Encoder(words).encode(prompt.messages, loop.tools_of(prompt), media))
     options = {"engine": engine, "tokenizer": words, "run_seed": 1}
     episode = Episode(prompt, 0, SamplingParams(max_tokens=900), Limits(900, 900), **options)
     asyncio.run(loop.run(episode))

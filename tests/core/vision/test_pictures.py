@@ -179,7 +179,7 @@ def test_equal_questions_about_other_pictures_are_other_questions(tmp_path):
 
 def test_a_plain_string_has_places_too():
     encoder = Encoder(tokenizer(), modality=READING)
-    assert encoder.encode([pictures(picture(0)).mark(f"x{MARKER}y")])[0][1:-1] == [100, 101, 102]
+    assert encoder.encode(pictures(picture(0)).mark(f"x{MARKER}y"))[1:-1] == [100, 101, 102]
 
 
 @pytest.mark.parametrize("kind", KINDS)
