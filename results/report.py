@@ -20,7 +20,8 @@ from pathlib import Path
 from core.errors import InputError, printable
 from core.files import written_here
 from results.reporting import readme_tables
-from results.reporting.run_reader import RecordedRun, load_run, run_copy
+from results.reporting.comparison_report import verdicts, with_baseline
+from results.reporting.run_reader import RecordedRun, load_run, run_copy, told_apart
 from results.reporting.run_report import headline, write_report
 from results.reporting.summaries import group_name, group_runs
 
@@ -80,8 +81,10 @@ def _report(args: argparse.Namespace, bad: list[str]) -> str:
 def _written(runs: Sequence[RecordedRun], args: argparse.Namespace) -> str:
     if not runs:
         return ""
+    runs = told_apart(runs)
     path = write_report(runs, args.out or _default_folder(runs), args.baseline)
-    return printable(f"{headline(runs)}\nreport: {path}\n")
+    last = verdicts(with_baseline(group_runs(runs), args.baseline))
+    return printable("\n".join([headline(runs), f"report: {path}", *last, ""]))
 
 
 def _can_be_shown(run: RecordedRun, bad: list[str]) -> bool:

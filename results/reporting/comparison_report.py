@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import InputError
+from core.tracking.confidence_intervals import Estimate
 from results.reporting.answers import Flip, Row, answers, flips
 from results.reporting.comparison import holm, paired_comparison, question_p, welch_interval, welch_p
 from results.reporting.curves import Group
-from results.reporting.numbers import change, percent
+from results.reporting.numbers import change, shown
 from results.reporting.pages import Block, Fold, Heading, Table, Text
 from results.reporting.readme_tables import experiments
 from results.reporting.run_reader import RecordedRun
@@ -78,40 +79,139 @@ def sides(groups: Sequence[Group]) -> dict[str, list[Side]]:
     return dict(sorted(found.items()))
 
 
-def comparison(groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield every experiment against the first one: by question, and over seeds where both have several."""
+@dataclass(frozen=True)
+class Compared:
+    """Two experiments on one data source, with p by question and over seeds (None where there is none)."""
+
+    source: str
+    a: Side
+    b: Side
+    by_question: float | None
+    over_seeds: float | None
+
+    @property
+    def is_score(self) -> bool:
+        return any(self.source in run.scored for side in (self.a, self.b) for run in side.group)
+
+    @property
+    def difference(self) -> Estimate:
+        """``b`` minus ``a``: over seeds where both have several, else by question, else of the two means."""
+        if self.over_seeds is None and _shared(self.a, self.b):
+            return paired_comparison(self.a.questions, self.b.questions).difference
+        return welch_interval(self.a.seeds, self.b.seeds)
+
+    @property
+    def verdict(self) -> str:
+        p = self.over_seeds if self.over_seeds is not None else self.by_question
+        if p is None:
+            return "none possible"
+        if p >= LEVEL:
+            return "no difference was shown" + ("" if self.over_seeds is None else " over seeds")
+        word = "better" if self.difference.value > 0 else "worse"
+        if self.over_seeds is not None:
+            return f"{word} over seeds"
+        return f"{word} on these questions; another seed may not be"
+
+    @property
+    def sentence(self) -> str:
+        p, unit = (
+            self.over_seeds if self.over_seeds is not None else self.by_question,
+            "" if self.is_score else " points",
+        )
+        if p is None:
+            names = f"{name_of(self.b.group)} and {name_of(self.a.group)}"
+            return f"{names} are not compared on {self.source}: they share no question"
+        said = self.verdict if self.verdict.startswith("n") else f"{name_of(self.b.group)} is {self.verdict}"
+        seeds = f"{len(self.a.seeds)} and {len(self.b.seeds)} seeds"
+        over = seeds if self.over_seeds is not None else f"{len(_shared(self.a, self.b))} shared questions"
+        p = "" if p is None else f", p {_p(p)}" if p < 0.001 else f", p = {_p(p)}"
+        return (
+            f"{_name(self.a, self.b)} on {self.source}: {shown(self.difference, self.is_score, '+')}{unit} "
+            f"({over}{p}): {said}"
+        )
+
+
+def compared(groups: Sequence[Group]) -> list[Compared]:
+    """Compare every experiment that may be with the first one, on each data source; p is Holm's over all of them."""
     pairs = [
         (source, same[0], other)
         for group in groups[1:]
-        for source, same in sides(groups).items()
+        if not why_not_compared(groups[0], group)
+        for source, same in sides([groups[0], group]).items()
         if same[0].group is groups[0]
         for other in same[1:]
-        if other.group is group
     ]
-    yield Heading("Comparison")
-    if not pairs:
-        yield Text(f"No data source was evaluated by {name_of(groups[0])} and by another experiment.")
-        return
     by_question = {i: question_p(a.questions, b.questions) for i, (_, a, b) in enumerate(pairs) if _shared(a, b)}
     over_seeds = {i: p for i, (_, a, b) in enumerate(pairs) if (p := welch_p(a.seeds, b.seeds)) is not None}
     by_question, over_seeds = holm(by_question), holm(over_seeds)
+    return [Compared(*pair, by_question.get(i), over_seeds.get(i)) for i, pair in enumerate(pairs)]
+
+
+def why_not_compared(a: Group, b: Group) -> str:
+    """Return why a difference of two experiments would not be one of their policies; '' where it would be."""
+    reasons = []
+    if _scorer(a) != _scorer(b):
+        reasons.append(f"scored by different functions ({_scorer(a)}; {_scorer(b)})")
+    ours, theirs = decoding(a[0].config), decoding(b[0].config)
+    if ours != theirs:
+        reasons.append(f"decoded differently ({ours}; {theirs})")
+    files, files_too = _validation_files(a), _validation_files(b)
+    if files and files_too and files != files_too:
+        reasons.append("evaluated on different files (SHA-256 in the manifests), where one uid may be two questions")
+    return "; ".join(reasons)
+
+
+def _scorer(group: Group) -> str:
+    """Return in words what scored: a user's function with its hash, or this repository's scorers with their options."""
+    config, names = group[0].config, ("custom_reward_function.", "reward_model.reward_kwargs", "reward_model.enable")
+    path = config.get("custom_reward_function.path")
+    sha = {d["path"]: d["sha256"][:12] for d in group[0].manifest.get("data", ())}.get(path)
+    function = f"{path}:{config.get('custom_reward_function.name')}" if path else "by data source"
+    options = {k: v for k, v in config.items() if k.startswith(names) and v not in (None, {}, False)}
+    for name in ("path", "name"):
+        options.pop(f"custom_reward_function.{name}", None)
+    told = [f"{key}={value}" for key, value in sorted(options.items())]
+    return ", ".join([function, *([f"SHA-256 {sha}"] if sha else []), *told])
+
+
+def verdicts(groups: Sequence[Group]) -> list[str]:
+    """Return a line a comparison with the first experiment: the difference, its interval and what it says."""
+    pairs, lines = compared(groups), []
+    for group in groups[1:]:
+        why = why_not_compared(groups[0], group)
+        if not why and not any(each.b.group is group for each in pairs):
+            why = "no data source was evaluated by both"
+        if why:
+            lines.append(f"{name_of(group)} and {name_of(groups[0])} are not compared: {why}")
+    return [*lines, *(each.sentence for each in pairs)]
+
+
+def comparison(groups: Sequence[Group]) -> Iterator[Block]:
+    """Yield every experiment against the first one: by question, and over seeds where both have several."""
+    pairs = compared(groups)
+    yield Heading("Comparison")
+    if not pairs:
+        yield Text("\n".join(verdicts(groups)))
+        return
     rows = []
-    for i, (source, a, b) in enumerate(pairs):
-        p = by_question.get(i), over_seeds.get(i)
-        paired = change(paired_comparison(a.questions, b.questions)) if _shared(a, b) else ""
-        welch = percent(welch_interval(a.seeds, b.seeds), "+") if min(len(a.seeds), len(b.seeds)) > 1 else ""
-        rows.append([_name(a, b), source, _count(a, b), paired, _p(p[0]), welch, _p(p[1]), _verdict(*p)])
+    for each in pairs:
+        a, b, is_score = each.a, each.b, each.is_score
+        paired = change(paired_comparison(a.questions, b.questions), is_score) if _shared(a, b) else ""
+        several = min(len(a.seeds), len(b.seeds)) > 1
+        welch = shown(welch_interval(a.seeds, b.seeds), is_score, "+") if several else ""
+        p = [_p(each.by_question), _p(each.over_seeds)]
+        rows.append([_name(a, b), each.source, _count(a, b), paired, p[0], welch, p[1], each.verdict])
     header = ["difference", "evaluated on", "shared questions", "by question, paired", "p"]
     yield Table([*header, "over seeds, Welch", "p", "verdict"], rows)
     yield Text(
-        "Accuracy in points with 95 % intervals. The paired interval is over questions for these very policies; what "
+        "Accuracy in points, other scores as they are, with 95 % intervals. The paired interval is over questions for "
+        "these very policies; what "
         "another seed would give is the interval over seeds, which needs at least two seeds on both sides. A verdict "
         f"is p < {LEVEL} after Holm's correction over the rows, over seeds where there are several. By question p is "
         "McNemar's exact test, or a randomization test where few questions differ."
     )
-    yield from _cautions(groups)
-    for source, a, b in pairs:
-        yield from _flipped(source, a, b)
+    for each in pairs:
+        yield from _flipped(each.source, each.a, each.b)
 
 
 def _shared(a: Side, b: Side) -> list[str]:
@@ -134,23 +234,6 @@ def _count(a: Side, b: Side) -> str:
 
 def _p(value: float | None) -> str:
     return "" if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _verdict(by_question: float | None, over_seeds: float | None) -> str:
-    if over_seeds is not None:
-        return "differs over seeds" if over_seeds < LEVEL else "not told apart over seeds"
-    if by_question is None:
-        return "none possible"
-    return "these policies differ, another seed may not" if by_question < LEVEL else "not told apart by question"
-
-
-def _cautions(groups: Sequence[Group]) -> Iterator[Block]:
-    if len({decoding(group[0].config) for group in groups}) > 1:
-        yield Text("The runs decoded differently in validation: the difference is not one of the policies alone.")
-    if len({files for group in groups if (files := _validation_files(group))}) > 1:
-        yield Text(
-            "The validation files differ (sha256 in the manifests): equal uids may stand for other questions there."
-        )
 
 
 def _validation_files(group: Group) -> frozenset[str]:

@@ -134,7 +134,8 @@ def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
             same = [_accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group]
             lines += _with_mean(same)
     note = "held-out, 95 % interval" if all(len(g) == 1 for g in groups) else "held-out, mean over seeds"
-    return Curves("Validation accuracy", lines, note=note) if lines else None
+    scored = any(source in run.scored for group in groups for run in group for source in sources)
+    return Curves(f"Validation {'score' if scored else 'accuracy'}", lines, note=note) if lines else None
 
 
 def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool) -> Line:
@@ -156,7 +157,9 @@ def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
     whole = sum(map(sum, seconds.values()))
     largest = sorted(seconds, key=lambda name: -sum(seconds[name]))
     note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
-    shown = [Line(name, steps, seconds[name]) for name in largest if sum(seconds[name]) > 0.005 * whole]
+    colours = [*step_time.PARTS, step_time.REST]  # a phase has one colour in every chart
+    kept = [name for name in largest if sum(seconds[name]) > 0.005 * whole]
+    shown = [Line(name, steps, seconds[name], colours.index(name)) for name in kept]
     return Curves("Time by phase", shown, stacked=True, note=note) if len(shown) > 1 else None
 
 

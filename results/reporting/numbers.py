@@ -27,8 +27,17 @@ def percent(estimate: Estimate, sign: str = "") -> str:
     return with_interval(estimate, lambda value, sign: f"{100 * value:{sign}.1f}", sign)
 
 
-def change(paired: Paired) -> str:
-    return f"{percent(paired.difference, '+')}, {paired.better} up, {paired.worse} down"
+def score(estimate: Estimate, sign: str = "") -> str:
+    """Return an estimate of a score that is no share, with its interval."""
+    return with_interval(estimate, lambda value, sign: f"{value:{sign}.3g}", sign)
+
+
+def shown(estimate: Estimate, is_score: bool, sign: str = "") -> str:
+    return score(estimate, sign) if is_score else percent(estimate, sign)
+
+
+def change(paired: Paired, is_score: bool = False) -> str:
+    return f"{shown(paired.difference, is_score, '+')}, {paired.better} up, {paired.worse} down"
 
 
 def evidence(name: str, runs: Sequence[Mapping[str, Any]], verified: Sequence[Mapping[str, str]] = ()) -> str:

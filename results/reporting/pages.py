@@ -185,9 +185,9 @@ def _told(panel: Curves) -> list[list[Any]]:
     """Return label, colour, places and values of the curves that a pointer tells the values of, in four digits."""
     colours = PHASE_COLOURS if panel.stacked else COLOURS
     found = []
-    for at, line in enumerate(panel.lines):
+    for line in panel.lines:
         if not line.faint:
-            colour = colours[(at if panel.stacked else line.group) % len(colours)]
+            colour = colours[line.group % len(colours)]
             digits = [[float(f"{value:.4g}") for value in values] for values in (line.steps, line.values)]
             found.append([line.label, colour, *digits])
     return found
@@ -209,7 +209,7 @@ def _draw_lines(axes, lines: Sequence[Line]) -> None:
 
 def _draw_stack(axes, lines: Sequence[Line]) -> None:
     steps = lines[0].steps
-    colours = [PHASE_COLOURS[i % len(PHASE_COLOURS)] for i in range(len(lines))]
+    colours = [PHASE_COLOURS[line.group % len(PHASE_COLOURS)] for line in lines]
     labels = [line.label for line in lines]
     axes.stackplot(steps, [line.values for line in lines], labels=labels, colors=colours, linewidth=0, step="mid")
     axes.set_ylim(bottom=0)

@@ -17,7 +17,7 @@ from core.tracking.run_manifest import ROOT
 from results.reporting.ablations import NUMBERS, PAGE, render_ablations
 from results.reporting.comparison import Paired, seed_interval
 from results.reporting.curves import learning_curve
-from results.reporting.numbers import change, evidence, percent
+from results.reporting.numbers import change, evidence, shown
 from results.reporting.pages import Table, markdown_table, sparkline
 from results.reporting.references import (
     closed_table,
@@ -48,7 +48,7 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        return group_name([f"{run['recipe']}/{run['run']}" for run in self.runs])
+        return group_name([run["name"] for run in self.runs])
 
     @property
     def source(self) -> str:
@@ -58,6 +58,10 @@ class Experiment:
     def metric(self) -> str:
         return self.results[0]["metric"]
 
+    @property
+    def is_score(self) -> bool:
+        return any(self.source in run.get("scored", ()) for run in self.runs)
+
     def values(self, when: str) -> list[float]:
         """Return the accuracies ``before`` or ``after``, one for each run."""
         return [result[when]["estimate"]["value"] for result in self.results if result[when]]
@@ -66,8 +70,8 @@ class Experiment:
         """Return the mean over several seeds, or one run's accuracy with its interval; '' if not measured."""
         if len(self.results) > 1:
             values = self.values(when)
-            return percent(seed_interval(values)) if len(values) == len(self.results) else ""
-        return _point(self.results[0], when)
+            return shown(seed_interval(values), self.is_score) if len(values) == len(self.results) else ""
+        return _point(self.results[0], when, self.is_score)
 
     @property
     def sentence(self) -> str:
@@ -76,7 +80,8 @@ class Experiment:
         result = self.results[0]
         details = [f"{self.metric}, {result['questions']} questions, step {result['after']['step']}{seeds}"]
         details += sorted({run["status"] for run in self.runs} - {"finished"})
-        return f"{self.name}: accuracy on {self.source} {before}{self.text('after')} % ({'; '.join(details)})"
+        what, unit = ("score", "") if self.is_score else ("accuracy", " %")
+        return f"{self.name}: {what} on {self.source} {before}{self.text('after')}{unit} ({'; '.join(details)})"
 
 
 def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
@@ -91,12 +96,12 @@ def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
     return found
 
 
-def _point(result: Mapping[str, Any], when: str) -> str:
-    return percent(Estimate(**result[when]["estimate"])) if result[when] else ""
+def _point(result: Mapping[str, Any], when: str, is_score: bool) -> str:
+    return shown(Estimate(**result[when]["estimate"]), is_score) if result[when] else ""
 
 
-def _change(paired: Mapping[str, Any] | None) -> str:
-    return change(Paired(**{**paired, "difference": Estimate(**paired["difference"])})) if paired else ""
+def _change(paired: Mapping[str, Any] | None, is_score: bool) -> str:
+    return change(Paired(**{**paired, "difference": Estimate(**paired["difference"])}), is_score) if paired else ""
 
 
 # --- tables ---
@@ -152,14 +157,16 @@ def run_table(
     header = ["run", "seed", "status", "evaluated on", "metric", "before", "after", "change by question", "curve"]
     rows = []
     for summary in summaries:
-        name = f"{summary['recipe']}/{summary['run']}"
+        name = summary["name"]
         for result in summary["results"] or [None]:
             cells = [f"[{name}]({name}/)" if linked else name, str(summary["seed"]), summary["status"]]
             if result is None:
                 cells += ["no validation", *[""] * 5]
             else:
-                cells += [result["data_source"], result["metric"], _point(result, "before"), _point(result, "after")]
-                cells += [_change(result["change"]), sparkline([value for _, value in result["curve"]])]
+                is_score = result["data_source"] in summary.get("scored", ())
+                before, after = (_point(result, when, is_score) for when in ("before", "after"))
+                cells += [result["data_source"], result["metric"], before, after]
+                cells += [_change(result["change"], is_score), sparkline([value for _, value in result["curve"]])]
             last = summary["commit"] if verified is None else evidence(name, [summary], verified)
             base = (summary.get("base") or NOT_RECORDED)[:12]
             rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], last, base])

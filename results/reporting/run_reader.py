@@ -15,7 +15,7 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,10 +64,11 @@ class RecordedRun:
     metrics: Sequence[Mapping[str, float]]
     validation: Mapping[int, Sequence[ValRecord]]
     samples: Sequence[Mapping[str, Any]]
+    alias: str = ""  # its name beside another run of the same name
 
     @property
     def name(self) -> str:
-        return f"{self.manifest['recipe']}/{self.manifest['run']}"
+        return self.alias or f"{self.manifest['recipe']}/{self.manifest['run']}"
 
     @property
     def is_published(self) -> bool:
@@ -159,9 +160,12 @@ class RecordedRun:
 
     @cached_property
     def scored(self) -> frozenset[str]:
-        """The data sources whose ``acc`` is a score, below 0 or above 1 in some answer, and no accuracy."""
+        """The data sources whose ``acc`` is a score and no accuracy: it is neither 0 nor 1 in some answer."""
         keys = {key for row in self.metrics for key in row if key.startswith("val-aux/") and key.endswith("/acc/min")}
-        return frozenset(key.removeprefix("val-aux/").removesuffix("/acc/min") for key in keys)
+        found = {key.removeprefix("val-aux/").removesuffix("/acc/min") for key in keys}
+        records = (record for of_step in self.validation.values() for record in of_step)
+        found |= {record.data_source for record in records if not set(record.values["acc"]) <= {0.0, 1.0}}
+        return frozenset(found)
 
     def accuracy_at(self, step: int) -> dict[str, dict[str, float]]:
         """Return ``data_source -> uid -> accuracy`` at a validated step; {} where the records were not kept."""
@@ -195,6 +199,18 @@ def load_run(folder: str | Path) -> RecordedRun:
         validation=_part(folder / "validation", lambda path: _read_validation(path.parent)),
         samples=_part(folder / "samples.jsonl", _read_samples),
     )
+
+
+def told_apart(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Return the runs, those of one name with the shortest ends of their folders that differ."""
+    found = []
+    for run in runs:
+        same = [Path(other.folder).resolve().parts for other in runs if other.name == run.name]
+        mine, length = Path(run.folder).resolve().parts, 1
+        while length < len(mine) and sum(parts[-length:] == mine[-length:] for parts in same) > 1:
+            length += 1
+        found.append(run if len(same) == 1 else replace(run, alias="/".join(mine[-length:])))
+    return found
 
 
 def _part(path: Path, read: Callable[[Path], Item]) -> Item:

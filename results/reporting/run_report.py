@@ -16,7 +16,7 @@ from typing import Any
 from core.errors import printable
 from core.tracking import step_time
 from core.tracking.samples import spread_out
-from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
+from results.reporting.comparison_report import comparison, flipped_in_run, verdicts, with_baseline
 from results.reporting.curves import Group, curves, panels
 from results.reporting.pages import (
     Block,
@@ -94,7 +94,7 @@ def _how_to_read(runs: Sequence[RecordedRun]) -> str:
         "after their standard deviation (±) over seeds."
     )
     if scored := sorted(frozenset().union(*(run.scored for run in runs))):
-        note += f" On {', '.join(scored)} they are hundredths of a score that leaves 0 to 1, and no accuracy."
+        note += f" On {', '.join(scored)} the scorer gives more than right and wrong: these are mean scores."
     return note
 
 
@@ -246,7 +246,8 @@ def page(
     """
     groups = with_baseline(group_runs(runs), baseline)
     drawn = panels(groups)
-    blocks = [*learnt([run for group in groups for run in group], drawn[:1], links), *curves(drawn[1:])]
+    blocks: list[Block] = [Text("\n".join(lines), strong=True)] if (lines := verdicts(groups)) else []
+    blocks += [*learnt([run for group in groups for run in group], drawn[:1], links), *curves(drawn[1:])]
     blocks += step_times(groups)
     if len(groups) > 1:
         blocks += comparison(groups)

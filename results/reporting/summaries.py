@@ -113,7 +113,8 @@ def read_summaries(results: Path) -> list[Summary]:
 
 def comparable(run: RecordedRun, summary: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the run's summary (made, or as recorded) with what tells its experiment, which is not recorded."""
-    return {**(summarise(run) if summary is None else summary), "experiment": run.experiment, "base": run.base}
+    found = summarise(run) if summary is None else dict(summary)
+    return {**found, "experiment": run.experiment, "base": run.base, "scored": run.scored, "name": run.name}
 
 
 def summarise(run: RecordedRun) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import InputError
 from results import report
-from results.reporting.comparison_report import comparison, with_baseline
+from results.reporting.comparison_report import comparison, verdicts, why_not_compared, with_baseline
 from results.reporting.pages import Fold, Table, Text
 from results.reporting.run_reader import RecordedRun, load_run
 from results.reporting.summaries import group_runs
@@ -78,10 +78,10 @@ def test_runs_without_a_shared_question_are_refused_in_the_table(root, tmp_path)
     path = other / "validation" / "20.jsonl"
     path.write_text(path.read_text().replace("lab/hops/", "else/"))
     assert report.main([str(root / "grpo/slow"), str(other), "--out", str(tmp_path)]) == 0
-    row = next(
-        line for line in (tmp_path / "report.md").read_text().splitlines() if "grpo/elsewhere − grpo/slow" in line
-    )
-    assert "refused: none is shared, they answered 200 and 200 different questions" in row and "none possible" in row
+    text = (tmp_path / "report.md").read_text()
+    assert "grpo/elsewhere and grpo/slow are not compared on lab/hops: they share no question" in text
+    row = next(line for line in text.splitlines() if "grpo/elsewhere − grpo/slow" in line)
+    assert "none is shared" in row and "none possible" in row and "+" not in row
 
 
 def test_a_half_written_record_leaves_the_complete_questions(root, tmp_path):
@@ -92,7 +92,7 @@ def test_a_half_written_record_leaves_the_complete_questions(root, tmp_path):
     assert rows[0][2] == "199, of 200 and 199"
 
 
-def test_other_validation_files_are_cautioned_against(root):
+def test_other_validation_files_are_not_compared(root):
     groups = loaded(root, "grpo/slow", "ppo/other")
     run = groups[1][0]
     files = {"data.val_files": ["test.parquet"]}
@@ -106,13 +106,62 @@ def test_other_validation_files_are_cautioned_against(root):
             [dataclasses.replace(group[0], manifest=manifest, config={**group[0].config, **files})]
             for group, manifest in zip(groups, manifests, strict=True)
         ]
-        return " ".join(block.text for block in comparison(changed) if isinstance(block, Text))
+        assert (
+            "\n".join(verdicts(changed)) in " ".join(b.text for b in comparison(changed) if isinstance(b, Text))
+            or sha == "0"
+        )
+        return verdicts(changed)
 
-    assert (
-        run.name == "ppo/other"
-        and "validation files differ" in texts("1")
-        and "validation files differ" not in texts("0")
+    assert run.name == "ppo/other"
+    assert len(texts("1")) == 1 and "not compared: evaluated on different files" in texts("1")[0]
+    assert "is better on these questions" in texts("0")[0]
+
+
+def test_other_scorers_and_other_decoding_are_not_compared(root):
+    a, b = loaded(root, "grpo/slow", "ppo/other")
+
+    def why(**changes):
+        config = {**b[0].config, **{key.replace("__", "."): value for key, value in changes.items()}}
+        return why_not_compared(a, [dataclasses.replace(b[0], config=config)])
+
+    assert why() == ""
+    assert "different functions" in why(custom_reward_function__path="mine.py") and "mine.py" in why(
+        custom_reward_function__path="mine.py"
     )
+    assert "different functions" in why(reward_model__reward_kwargs__gsm8k__method="robust")
+    assert "decoded differently" in why(data__max_response_length=7)
+    data = [{"path": "mine.py", "sha256": "1"}], [{"path": "mine.py", "sha256": "2"}]
+    same_path = [
+        [
+            dataclasses.replace(
+                g[0],
+                config={**g[0].config, "custom_reward_function.path": "mine.py"},
+                manifest={**g[0].manifest, "data": d},
+            )
+        ]
+        for g, d in zip((a, b), data, strict=True)
+    ]
+    assert "different functions" in why_not_compared(*same_path)
+
+
+def test_the_verdict_is_the_last_line_and_the_first_of_the_page(root, tmp_path, capsys):
+    assert report.main([str(root / "grpo/slow"), str(root / "ppo/other"), "--out", str(tmp_path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("ppo/other − grpo/slow on lab/hops: +") and "points" in last and "shared questions" in last
+    assert (tmp_path / "report.md").read_text().index(last) < (tmp_path / "report.md").read_text().index("accuracy on")
+
+
+def test_a_score_is_no_accuracy_and_equal_names_are_told_apart(root, tmp_path, capsys):
+    for place in ("a", "b"):
+        run = make_run(tmp_path / place / "grpo" / "one", configured({"algorithm.kl_ctrl.kl_coef": 0.5}))
+        path = run / "validation" / "20.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**row, "acc": [0.3 if place == "a" else 0.1]}) + "\n" for row in rows))
+    assert report.main([str(tmp_path / "a/grpo/one"), str(tmp_path / "b/grpo/one"), "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out.replace(str(tmp_path), "")
+    assert "score on lab/hops" in text and "accuracy" not in text and "%" not in text and "points" not in text
+    last = text.splitlines()[-1]
+    assert last.startswith("b/grpo/one − a/grpo/one on lab/hops: -0.2") and "b/grpo/one is worse" in last
 
 
 # --- what the tables state ---
@@ -120,7 +169,7 @@ def test_other_validation_files_are_cautioned_against(root):
 
 def test_one_seed_gives_a_verdict_on_these_policies_only(root):
     rows = first_table(comparison(loaded(root, "grpo/slow", "ppo/other")))
-    assert rows[0][-1] == "these policies differ, another seed may not" and rows[0][5:7] == ["", ""]
+    assert rows[0][-1] == "better on these questions; another seed may not be" and rows[0][5:7] == ["", ""]
 
 
 def test_several_seeds_decide_over_seeds(root):
@@ -130,7 +179,7 @@ def test_several_seeds_decide_over_seeds(root):
         for i, run in enumerate(a)
     ]
     blocks = [block for block in comparison([a, twin]) if isinstance(block, Table)]
-    assert blocks[0].rows[0][-1] == "not told apart over seeds"
+    assert blocks[0].rows[0][-1] == "no difference was shown over seeds"
 
 
 def test_rows_are_corrected_for_their_number(root):
@@ -149,11 +198,11 @@ def test_rows_are_corrected_for_their_number(root):
             dataclasses.replace(base[0], validation={20: rows}, manifest=manifest, config={**base[0].config, "x": name})
         ]
 
-    def verdicts(*groups):
+    def in_table(*groups):
         return [row[-1] for row in first_table(comparison([base, *groups]))]
 
-    assert verdicts(changed("six", 6)) == ["these policies differ, another seed may not"]
-    assert verdicts(changed("six", 6), changed("one", 1), changed("two", 2)) == ["not told apart by question"] * 3
+    assert in_table(changed("six", 6)) == ["better on these questions; another seed may not be"]
+    assert in_table(changed("six", 6), changed("one", 1), changed("two", 2)) == ["no difference was shown"] * 3
     folds = [block for block in comparison([base, changed("six", 6)]) if isinstance(block, Fold)]
     assert folds[0].title.endswith("(6 up, 0 down)") and len(folds[0].blocks[0].rows) == 6
 
