@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,8 +38,8 @@ from core.learner.step_needs import StepNeeds
 from core.rewards.layer import RewardLayer
 from core.rewards.scorer_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Barrier, Limits, check_examples, make_agent_loop
-from core.rollout.background import Ahead
 from core.rollout.collect import (
+    Ahead,
     Collected,
     CollectLimits,
     CollectState,
@@ -187,7 +188,10 @@ class RayPPOTrainer:
 
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
-        with self.run.running(self.workers, self.agent_loop, self.reward) as self.runner, self.make_ahead() as ahead:
+        with (
+            self.run.running(self.workers, self.agent_loop, self.reward) as self.runner,
+            closing(self.make_ahead()) as ahead,
+        ):
             self.run.bound_mismatch(lambda: self.workers.logprob_noise(self.opening_text()))
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()

@@ -9,22 +9,26 @@ Timing decides only how many ordinals beyond the last chosen one were begun in v
 step's first ordinals answered and filtered by the policy that the update starts from: as many as this step went through
 and, where groups are dropped, a tenth more; all of them and no others. What the next step lacks beyond them its own
 policy answers, and what it does not reach is drawn again. Which policy answers and filters an ordinal is thus fixed,
-whatever finishes when. Samples that are in flight when a step has its groups go on if they are among those ordinals.
+whatever finishes when.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
-from core.types import Dropped, ScoredGroup
+from core.tracking.step_time import BusyClock
+from core.types import Dropped, ScoredGroup, StepMetrics
 
 log = logging.getLogger(__name__)
 
 FilteredGroup = ScoredGroup | Dropped
-
+RollGroup = Callable[[int], Awaitable[ScoredGroup]]
+KeepGroup = Callable[[ScoredGroup], bool]
 STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sample still decodes
 
 
@@ -61,14 +65,13 @@ class CollectLimits:
 class Collected:
     """The step's groups in the order of their ordinals, the state for the next step, and counts.
 
-    ``window`` are the ordinals that :func:`collect_ahead` is for, ``in_flight`` samples of them that go on.
+    ``window`` are the ordinals that :func:`collect_ahead` is for.
     """
 
     groups: tuple[ScoredGroup, ...]
     state: CollectState
     metrics: Mapping[str, float]
     window: range = range(0)
-    in_flight: Mapping[asyncio.Task, int] = field(default_factory=dict)
 
 
 class Exhausted(RuntimeError):
@@ -80,182 +83,96 @@ class StopRequested(Exception):
 
 
 async def collect(
-    roll_group: Callable[[int], Awaitable[ScoredGroup]],
-    keep_group: Callable[[ScoredGroup], bool],
+    roll_group: RollGroup,
+    keep_group: KeepGroup,
     state: CollectState,
     limits: CollectLimits,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
     ahead: bool = False,
 ) -> Collected:
-    """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known.
+    """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known, and abort the others.
 
     Raises :class:`Exhausted` where ``limits.drawn`` prompts do not contain enough of them: always with
     none, otherwise only if ``limits.raise_on_exhausted``. Raises :class:`StopRequested` when ``stop_requested()``
-    turns true.
-    Samples in flight at the end are aborted; with ``ahead`` not those that :func:`collect_ahead` is to go on with.
+    turns true. ``ahead``: :func:`collect_ahead` follows.
     """
-    step, window = _Step(roll_group, keep_group, state, limits), range(0)
+    groups, drawing = _Groups(roll_group, keep_group, state.carried), state.next_ordinal
     try:
-        if stop_requested():
+        while not stop_requested():
+            while groups.may_begin(drawing, state.keep_rate, limits):  # carried groups alone may be enough
+                groups.begin(drawing)
+                drawing += 1
+            if not groups.in_flight or groups.settled(state.next_ordinal, limits.wanted):
+                break
+            await groups.filter_finished()
+        else:
             raise StopRequested
-        while step.draw() and not step.settled():  # drawn first: carried groups alone may be enough
-            await step.filter_finished()
-            if stop_requested():
-                raise StopRequested
-        chosen = step.chosen()
-        if len(chosen) < limits.wanted:
-            message = step.exhausted_message(len(chosen))
-            if limits.raise_on_exhausted or not chosen:
-                raise Exhausted(message)
-            log.warning("%s; training on the %d groups there are", message, len(chosen))
-        if ahead:
-            window = step.window(chosen)
     finally:
-        await step.abort_rest(window)
-    return step.result(chosen, window, ahead=ahead)
+        aborted = await groups.abort()
+    chosen = groups.passed(drawing)[: limits.wanted]
+    if len(chosen) < limits.wanted:
+        dropped = sum(isinstance(one, Dropped) for one in groups.decided.values())
+        message = (
+            f"{len(chosen)} of the {limits.wanted} groups a step needs passed keep_group after {groups.drawn} prompts "
+            f"({dropped} dropped): the data may be too easy or too hard for the policy; raise {limits.keys}, or "
+            "change the data"
+        )
+        if limits.raise_on_exhausted or not chosen:
+            raise Exhausted(message)
+        log.warning("%s; training on the %d groups there are", message, len(chosen))
+    following = chosen[-1].prompt.ordinal + 1 if len(chosen) == limits.wanted else drawing
+    through = following - state.next_ordinal
+    spare = -(-through // 10) if through > len(chosen) else 0
+    window = range(following, following + min(through + spare, limits.drawn)) if ahead else range(0)
+    return _collected(groups, chosen, state, limits, window, following, aborted)
+
+
+def _collected(
+    groups: _Groups,
+    chosen: list[ScoredGroup],
+    state: CollectState,
+    limits: CollectLimits,
+    window: range,
+    following: int,
+    aborted: int,
+) -> Collected:
+    surplus = {ordinal: one for ordinal, one in groups.decided.items() if ordinal >= following}
+    dropped = [v for o, v in groups.decided.items() if o < following and isinstance(v, Dropped)]
+    old = set(state.carried) if window else set()  # too old for the next step
+    metrics = {
+        "collect/prompts_drawn": groups.drawn,
+        "collect/prompts_dropped": len(dropped),
+        "collect/keep_rate": groups.keep_rate(state.keep_rate, limits.wanted),
+        "collect/dropped_tokens": sum(one.tokens for one in dropped),
+        "collect/surplus_groups": sum(isinstance(one, ScoredGroup) for one in surplus.values()),
+        "collect/aborted_groups": aborted,
+        "collect/wasted_tokens": sum(v.tokens for o, v in surplus.items() if o not in window or o in old),
+        "collect/next_ordinal": following,
+    }
+    carried = {ordinal: one for ordinal, one in surplus.items() if ordinal not in old}
+    return Collected(tuple(chosen), CollectState(following, metrics["collect/keep_rate"], carried), metrics, window)
 
 
 async def collect_ahead(
-    roll_group: Callable[[int], Awaitable[ScoredGroup]],
-    keep_group: Callable[[ScoredGroup], bool],
-    collected: Collected,
-    limits: CollectLimits,
+    roll_group: RollGroup, keep_group: KeepGroup, collected: Collected, limits: CollectLimits
 ) -> CollectState:
     """Have the ordinals of ``collected.window`` answered and filtered with the current policy.
 
-    Goes on with ``collected.in_flight`` and keeps what ``collected.state`` has of those ordinals; the same policy
-    answered them. Nothing else is begun.
+    Keeps what ``collected.state`` has of those ordinals; the same policy answered them. Nothing else is begun.
     """
-    window = collected.window
-    step = _Step(roll_group, keep_group, collected.state, limits)
-    step.decided = {ordinal: step.decided[ordinal] for ordinal in window if ordinal in step.decided}
-    step.in_flight = dict(collected.in_flight)
+    state, window = collected.state, collected.window
+    groups = _Groups(roll_group, keep_group, {o: one for o, one in state.carried.items() if o in window})
+    missing = [ordinal for ordinal in window if ordinal not in groups.decided]
     try:
-        while step.draw_all(window):
-            await step.filter_finished()
+        while missing or groups.in_flight:
+            while missing and len(groups.in_flight) < limits.in_flight:
+                groups.begin(missing.pop(0))
+            await groups.filter_finished()
     finally:
-        await step.abort_rest()
-    carried = {ordinal: step.decided[ordinal] for ordinal in window}
-    return CollectState(collected.state.next_ordinal, step.keep_rate(), carried)
-
-
-class _Step:
-    """The bookkeeping of one call: what is in flight, what was kept or dropped, what to begin next."""
-
-    def __init__(self, roll_group, keep_group, state: CollectState, limits: CollectLimits):
-        self.roll_group, self.keep_group = roll_group, keep_group
-        self.state, self.limits = state, limits
-        self.decided: dict[int, FilteredGroup] = dict(state.carried)
-        self.in_flight: dict[asyncio.Task, int] = {}
-        self.next_to_draw = state.next_ordinal
-        self.drawn = len(self.decided)  # for this step, some of them ahead of it
-
-    def settled(self) -> bool:
-        """Whether the lowest ``wanted`` ordinals that pass are known: no undecided ordinal below the last."""
-        kept, ordinal = 0, self.state.next_ordinal
-        while ordinal in self.decided:
-            kept += isinstance(self.decided[ordinal], ScoredGroup)
-            if kept == self.limits.wanted:
-                return True
-            ordinal += 1
-        return False
-
-    def draw(self) -> bool:
-        """Begins as many groups as the keep rate suggests. False where nothing is left to wait for."""
-        while self.may_draw() and self.too_few_expected():
-            if self.next_to_draw not in self.decided:
-                self.begin(self.next_to_draw)
-            self.next_to_draw += 1
-        return bool(self.in_flight)
-
-    def draw_all(self, window: range) -> bool:
-        """Begins what the window lacks, as many at once as may be. False where nothing is left to wait for."""
-        known = {*self.decided, *self.in_flight.values()}
-        missing = [ordinal for ordinal in window if ordinal not in known]
-        for ordinal in missing[: max(0, self.limits.in_flight - len(self.in_flight))]:
-            self.begin(ordinal)
-        return bool(self.in_flight)
-
-    def begin(self, ordinal: int) -> None:
-        self.in_flight[asyncio.ensure_future(self.roll_group(ordinal))] = ordinal
-        self.drawn += 1
-
-    def may_draw(self) -> bool:
-        return len(self.in_flight) < self.limits.in_flight and self.drawn < self.limits.drawn
-
-    def too_few_expected(self) -> bool:
-        # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.
-        kept = sum(_passed(one) for ordinal, one in self.decided.items() if ordinal < self.next_to_draw)
-        return kept + len(self.in_flight) * max(self.keep_rate(), 0.01) < self.limits.wanted
-
-    def keep_rate(self) -> float:
-        """Last step's rate, corrected by what this step has seen; one step's worth of groups weighs as much."""
-        seen, passed = len(self.decided), sum(map(_passed, self.decided.values()))
-        return (self.state.keep_rate * self.limits.wanted + passed) / (self.limits.wanted + seen)
-
-    async def filter_finished(self) -> None:
-        """Wait for groups and filter them."""
-        done, _ = await asyncio.wait(self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in sorted(done, key=self.in_flight.__getitem__):  # a set has no order, a replay needs one
-            ordinal = self.in_flight.pop(task)
-            group = task.result()
-            self.decided[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
-
-    async def abort_rest(self, goes_on: range = range(0)) -> None:
-        """Aborts what is in flight but for the ordinals of ``goes_on``."""
-        aborted = [task for task, ordinal in self.in_flight.items() if ordinal not in goes_on]
-        for task in aborted:
-            task.cancel()
-        await asyncio.gather(*aborted, return_exceptions=True)
-
-    def chosen(self) -> list[ScoredGroup]:
-        reached = [self.decided[ordinal] for ordinal in sorted(self.decided) if ordinal < self.next_to_draw]
-        return [group for group in reached if _passed(group)][: self.limits.wanted]
-
-    def following(self, chosen: list[ScoredGroup]) -> int:
-        """Return the next step's first ordinal."""
-        return chosen[-1].prompt.ordinal + 1 if len(chosen) == self.limits.wanted else self.next_to_draw
-
-    def window(self, chosen: list[ScoredGroup]) -> range:
-        """Return the next step's ordinals to collect ahead: they depend on what was trained, never on timing."""
-        following = self.following(chosen)
-        passed_through = following - self.state.next_ordinal
-        spare = -(-passed_through // 10) if passed_through > len(chosen) else 0
-        return range(following, following + min(passed_through + spare, self.limits.drawn))
-
-    def result(self, chosen: list[ScoredGroup], goes_on: range, *, ahead: bool) -> Collected:
-        following = self.following(chosen)
-        surplus = {ordinal: one for ordinal, one in self.decided.items() if ordinal >= following}
-        old = set(self.state.carried) if ahead else set()  # too old for the next step
-        wasted = sum(v.tokens for o, v in surplus.items() if o not in goes_on or o in old)
-        state = CollectState(following, self.keep_rate(), {o: v for o, v in surplus.items() if o not in old})
-        dropped = [v for o, v in self.decided.items() if o < following and not _passed(v)]
-        in_flight = {task: ordinal for task, ordinal in self.in_flight.items() if ordinal in goes_on}
-        metrics = {
-            "collect/prompts_drawn": self.drawn,
-            "collect/prompts_dropped": len(dropped),
-            "collect/keep_rate": self.keep_rate(),
-            "collect/dropped_tokens": sum(one.tokens for one in dropped),
-            "collect/surplus_groups": sum(map(_passed, surplus.values())),
-            "collect/aborted_groups": len(self.in_flight) - len(in_flight),
-            "collect/surplus_tokens": sum(one.tokens for one in surplus.values()),
-            "collect/wasted_tokens": wasted,
-            "collect/next_ordinal": following,
-        }
-        return Collected(tuple(chosen), state, metrics, goes_on, in_flight)
-
-    def exhausted_message(self, kept: int) -> str:
-        dropped = sum(not _passed(one) for one in self.decided.values())
-        return (
-            f"{kept} of the {self.limits.wanted} groups a step needs passed keep_group after {self.drawn} prompts "
-            f"({dropped} dropped): the data may be too easy or too hard for the policy; raise "
-            f"{self.limits.keys}, or change the data"
-        )
-
-
-def _passed(one: FilteredGroup) -> bool:
-    return isinstance(one, ScoredGroup)
+        await groups.abort()
+    carried = {ordinal: groups.decided[ordinal] for ordinal in window}
+    return CollectState(state.next_ordinal, groups.keep_rate(state.keep_rate, limits.wanted), carried)
 
 
 def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
@@ -265,3 +182,104 @@ def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
     """
     carried = {ordinal: one for ordinal, one in state.carried.items() if one.version >= oldest_version}
     return CollectState(state.next_ordinal, state.keep_rate, carried)
+
+
+class _Groups:
+    """The groups of one call: in flight, and decided, which is kept or dropped."""
+
+    def __init__(self, roll_group: RollGroup, keep_group: KeepGroup, decided: Mapping[int, FilteredGroup]):
+        self.roll_group, self.keep_group = roll_group, keep_group
+        self.decided: dict[int, FilteredGroup] = dict(decided)
+        self.in_flight: dict[asyncio.Task, int] = {}
+        self.drawn = len(self.decided)  # for this step, some of them ahead of it
+
+    def begin(self, ordinal: int) -> None:
+        """Begin a group, unless it is decided already."""
+        if ordinal not in self.decided:
+            self.in_flight[asyncio.ensure_future(self.roll_group(ordinal))] = ordinal
+            self.drawn += 1
+
+    async def filter_finished(self) -> None:
+        """Wait for groups and filter them."""
+        done, _ = await asyncio.wait(self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in sorted(done, key=self.in_flight.__getitem__):  # a set has no order, a replay needs one
+            ordinal = self.in_flight.pop(task)
+            group = task.result()
+            self.decided[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
+
+    async def abort(self) -> int:
+        """Cancel what is in flight and wait until it has ended. Return how many there were."""
+        for task in self.in_flight:
+            task.cancel()
+        await asyncio.gather(*self.in_flight, return_exceptions=True)
+        return len(self.in_flight)
+
+    def passed(self, below: int) -> list[ScoredGroup]:
+        """Return the groups of lower ordinals that passed, in their order."""
+        found = (self.decided[ordinal] for ordinal in sorted(self.decided) if ordinal < below)
+        return [one for one in found if isinstance(one, ScoredGroup)]
+
+    def may_begin(self, drawing: int, keep_rate: float, limits: CollectLimits) -> bool:
+        """Return whether the ordinal ``drawing`` is expected to be needed, and may be drawn."""
+        if len(self.in_flight) >= limits.in_flight or self.drawn >= limits.drawn:
+            return False
+        # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.
+        expected = len(self.in_flight) * max(self.keep_rate(keep_rate, limits.wanted), 0.01)
+        return len(self.passed(drawing)) + expected < limits.wanted
+
+    def keep_rate(self, last: float, wanted: int) -> float:
+        """Return the last step's rate, corrected by what was seen; one step's worth of groups weighs as much."""
+        passed = sum(isinstance(one, ScoredGroup) for one in self.decided.values())
+        return (last * wanted + passed) / (wanted + len(self.decided))
+
+    def settled(self, ordinal: int, wanted: int) -> bool:
+        """Return whether the lowest ``wanted`` from ``ordinal`` on that pass are known: none below is undecided."""
+        kept = 0
+        while ordinal in self.decided and kept < wanted:
+            kept += isinstance(self.decided[ordinal], ScoredGroup)
+            ordinal += 1
+        return kept == wanted
+
+
+class Ahead:
+    """Answers the next step's first prompts while a step trains (``trainer.max_staleness=1``).
+
+    The work runs on the runner's event loop in a thread of its own; until :meth:`result` nobody else may use the
+    runner. Where engine and learner cannot work at the same time (in one process, on one GPU) :meth:`start` itself
+    waits, with the same outcome.
+    """
+
+    def __init__(self, runner: asyncio.Runner, clock: BusyClock, *, overlaps: bool):
+        self.runner, self.clock, self.overlaps = runner, clock, overlaps
+        self._state: CollectState | None = None
+        self._task: asyncio.Task | None = None
+        self._future: Future | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+
+    def start(self, work: Coroutine[Any, Any, CollectState] | None, metrics: StepMetrics) -> None:
+        """Begin the work of a step, if there is any, and add the seconds of what was collected for the step itself."""
+        self._state = None
+        if work is not None and not self.overlaps:
+            with metrics.time("gen_ahead"):
+                self._state = self.runner.run(work)
+        metrics.add({f"timing_s/{name}": seconds for name, seconds in self.clock.take().items()})
+        if work is not None and self.overlaps:
+            self._task = self.runner.get_loop().create_task(work)
+            self._future = self._thread.submit(self.runner.run, asyncio.wait_for(self._task, None))
+
+    def result(self, metrics: StepMetrics) -> CollectState | None:
+        """Return the state to go on from, complete with the answers, or None where there was no work."""
+        if self._future is not None:
+            with metrics.time("wait_ahead"):
+                self._state = self._future.result()
+            self._future = None
+            hidden = sum(self.clock.take().values()) - metrics.values["timing_s/wait_ahead"]
+            metrics.add({"timing_s/hidden_ahead": max(0.0, hidden)})
+        return self._state
+
+    def close(self) -> None:
+        """Cancel what is not done yet, as when a step fails, and wait until it has ended."""
+        if self._future is not None:
+            self.runner.get_loop().call_soon_threadsafe(self._task.cancel)
+            wait([self._future])
+        self._thread.shutdown()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import math
 import random
 import shutil
 import threading
+from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from core.config import examine
 from core.data.draw_order import derive_seed, sampling_seed
-from core.rollout.background import Background
-from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
-from core.types import Dropped
+from core.rollout.collect import Ahead, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
+from core.tracking.step_time import BusyClock
+from core.types import Dropped, StepMetrics
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.rollout.test_collect import Rollouts, group
@@ -73,7 +73,7 @@ async def two_phases(rollouts, keep_group, state, limits):
 )
 def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_flight, stop_after):
     """Verdicts depend on the policy here, so a sample of another version than expected would change what is trained."""
-    state, trained, begun = CollectState(), [], []
+    state, trained = CollectState(), []
     limits = CollectLimits(P, in_flight, 10_000)
     for step in range(1, STEPS + 1):
         rollouts = Rollouts(timing + step, version=step - 1, longest=60)
@@ -84,33 +84,16 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
         trained.append([(g.prompt.ordinal, g.version) for g in collected.groups])
         assert all(g.version >= step - 2 for g in collected.groups)
         assert rollouts.most_in_flight <= in_flight
-        begun.append(rollouts.begun)
+        finished = list(rollouts.begun)
+        for ordinal in rollouts.aborted:
+            finished.remove(ordinal)
+        assert len(finished) == len(set(finished))
         assert list(state.carried) == list(collected.window)
         assert state.next_ordinal == collected.window.start >= start + P and len(collected.window) >= P
         assert {verdict.version for verdict in state.carried.values()} == {step - 1}
         if step == stop_after:  # killed and resumed: only the state is left
             state = CollectState(state.next_ordinal, state.keep_rate, dict(state.carried))
     assert trained == expected(STEPS, share)
-    assert all(len(one) == len(set(one)) for one in begun)
-
-
-def test_a_sample_that_the_next_step_wants_is_not_aborted():
-    async def roll(ordinal):
-        for _ in range(200 if ordinal == 4 else 2):
-            await asyncio.sleep(0)
-        return group(ordinal)
-
-    limits, begun = CollectLimits(4, 9, 100), []
-
-    async def counted(ordinal):
-        begun.append(ordinal)
-        return await roll(ordinal)
-
-    state = CollectState(keep_rate=0.4)  # overdraws: five and more are begun for four
-    collected, after = asyncio.run(two_phases(counted, lambda g: True, state, limits))
-    assert 4 in collected.in_flight.values()
-    assert list(after.carried) == [4, 5, 6, 7] and begun.count(4) == 1
-    assert collected.metrics["collect/wasted_tokens"] == 3 * sum(ordinal > 7 for ordinal in begun) > 0
 
 
 def test_a_verdict_of_an_old_policy_does_not_stay():
@@ -180,8 +163,7 @@ def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(fold
     runs = [fit(folder, f"t{overlapping}{timing}", *STALE, timing=timing, overlapping=overlapping) for timing in (1, 2)]
     for run in runs:
         assert run.details == written_out(STEPS, mixed)
-        if overlapping:
-            assert run.workers.threads_seen == [1] * (STEPS - 1) + [0]  # the last step has none to look ahead for
+        assert not overlapping or run.workers.threads_seen == [1] * STEPS
     ages = [step - 1 - version for step, one in enumerate(runs[0].details, start=1) for _, version in one]
     assert set(ages) == {0, 1}
     rows = load_run(runs[0].run.run_dir).metrics
@@ -238,55 +220,24 @@ def test_a_fault_in_the_collection_surfaces_after_the_update(folder):
     assert run.run.step == 1
 
 
-def test_background_work_runs_beside_and_can_be_given_up():
-    with asyncio.Runner() as runner:
-        begun, released = threading.Event(), threading.Event()
-
-        async def work():
-            begun.set()
-            while not released.is_set():
-                await asyncio.sleep(0)
-            return 7
-
-        beside = Background(runner, work())
-        assert begun.wait(10)  # it runs while this thread does what it likes
-        released.set()
-        assert beside.result() == 7
-        beside.close()
-        released.clear()
-        endless = Background(runner, work())
-        endless.close()
-        with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
-            endless.result()
-        assert runner.run(asyncio.sleep(0, 3)) == 3  # the loop is free again
-
-
-def test_what_is_given_up_before_it_began_never_begins(monkeypatch):
-    given_up, begun = threading.Event(), []
-
-    class Late(asyncio.Runner):
-        def run(self, *args, **kwargs):
-            given_up.wait(10)
-            return super().run(*args, **kwargs)
+def test_work_runs_beside_and_can_be_given_up():
+    begun, released, metrics = threading.Event(), threading.Event(), StepMetrics(1)
 
     async def work():
-        begun.append(True)
-        await asyncio.sleep(5)
+        begun.set()
+        while not released.is_set():
+            await asyncio.sleep(0)
+        return CollectState(7)
 
-    with Late() as runner:
-        schedule = runner.get_loop().call_soon_threadsafe
-
-        def noted(*args, **kwargs):
-            handle = schedule(*args, **kwargs)
-            given_up.set()
-            return handle
-
-        monkeypatch.setattr(runner.get_loop(), "call_soon_threadsafe", noted)
-        beside = Background(runner, work())
-        beside.close()
-        with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
-            beside.result()
-    assert not begun
+    with asyncio.Runner() as runner, closing(Ahead(runner, BusyClock("decode"), overlaps=True)) as ahead:
+        ahead.start(work(), metrics)
+        assert begun.wait(10)  # it runs while this thread does what it likes
+        released.set()
+        assert ahead.result(metrics) == CollectState(7) and "timing_s/hidden_ahead" in metrics.values
+        released.clear()
+        ahead.start(work(), StepMetrics(2))
+        ahead.close()  # endless otherwise
+        assert runner.run(asyncio.sleep(0, 3)) == 3  # the loop is free again
 
 
 def test_more_than_one_step_is_refused():
