@@ -142,7 +142,7 @@ def checked_at_start(config: Config) -> list[str]:
         where = f"for the device of the run (actor_rollout_ref.rollout.name={rollout.name})"
         lines.append(f"package: {package} is installed, {where}")
     if rollout.name == "sglang":
-        lines.append("server: SGLang has an environment (environment/sglang.sh), or answers at its engine_kwargs' url")
+        lines.append("server: SGLang has an environment (environment/sglang.sh)")
     if model.lora_rank or (config.critic.enable and config.critic.model.lora_rank):
         lines.append("package: peft can be imported (lora_rank)")
     if trainer.backend == "ray":

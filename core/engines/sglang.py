@@ -20,16 +20,12 @@ the configuration's rules read:
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -40,7 +36,7 @@ from core.config.limits import FULL_PRECISION
 from core.config.section import thaw
 from core.engines import SampleRequest
 from core.engines.in_process_engine import Engine, Row, positions
-from core.engines.sglang_server import KEY, OWN, ResponsePart, SGLangServer, launch, problems, python_of
+from core.engines.sglang_server import SGLangServer, launch, problems, python_of_sglang
 from core.engines.stopping import eos_ids
 from core.engines.weight_buckets import Proof, Weight
 from core.errors import InputError
@@ -58,19 +54,20 @@ FIXED = {
     **{"skip_tokenizer_init": True, "skip_server_warmup": True, "incremental_streaming_output": True},
     **{"log_level": "warning", "random_seed": 0},
 }
+# All that a model's generation_config could set beside what a request sets
+NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_p": 0.0}
 SPARE = 8  # positions that SGLang keeps free behind prompt and response
 CPU_CACHE_TOKENS = 1 << 18  # the most that a CPU's cache holds; SGLang's own default is a share of the machine's memory
 NEVER = -1e9  # JSON has no infinity
-CLOSE_S = 10.0  # for a server that goes on to forget this engine
-JOIN_S = 300.0  # for the server to join the update group
+GROUP = "weights"  # in which this process broadcasts to the server's
+JOIN_S = 300.0  # for the server to join it
 
 
 class SGLangEngine(Engine):
     """Satisfies :class:`core.engines.RolloutEngine`, but for what the module's head names.
 
     ``skeleton`` is the model without weights (on the meta device). At most ``max_rows`` requests are with the server
-    at once. With ``sleeps`` the server was started such that it can free its memory. ``close`` ends the server where
-    it is this process's own. Raises InputError where the server has another model or number format.
+    at once. With ``sleeps`` the server was started such that it can free its memory. ``close`` ends the server.
     """
 
     def __init__(
@@ -90,26 +87,20 @@ class SGLangEngine(Engine):
         self.server, self.sleeps = server, sleeps
         # Added to the logits before the log-probs are taken
         self.never = {str(one): NEVER for one in self.unknown.tolist()}
-        self.ends = self.eos | eos_ids(
-            skeleton.config.get_text_config()
-        )  # what ends a response of the server's own accord
-        self.name = uuid.uuid4().hex[:8]  # of this engine, among those that a server has met
-        self._numbers = count()
+        # What ends a response of the server's own accord
+        self.ends = self.eos | eos_ids(skeleton.config.get_text_config())
+        self._names = map(str, count())
         self._room = asyncio.Semaphore(max_rows)  # of the client's thread
         self._sent: dict[str, tuple[Future, asyncio.AbstractEventLoop]] = {}
         self._group: dist.ProcessGroupGloo | None = None
-        self.served = server.get("/model_info")["weight_version"]  # the server's name of its weights
-
-    def _check(self, request: SampleRequest) -> None:
-        super()._check(request)
-        if request.media:
-            raise ValueError("SampleRequest.media: rollout.name=sglang sends none; use rollout.name=hf or vllm")
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Sample a trajectory. Raises ValueError for a request that this model cannot hold, RuntimeError once the
         engine is closed, FloatingPointError where the weights give no finite logits, WorkersLost without a server."""
         self._check(request)
-        row, name = self._row(request), f"{self.name}-{next(self._numbers)}"
+        if request.media:
+            raise ValueError("SampleRequest.media: rollout.name=sglang sends none; use rollout.name=hf or vllm")
+        row, name = self._row(request), next(self._names)
         future = self.server.loop.submit(self._follow(name, row))
         self._sent[name] = future, asyncio.get_running_loop()
         try:
@@ -120,29 +111,29 @@ class SGLangEngine(Engine):
 
     async def _follow(self, name: str, row: Row) -> None:
         """Write what the server samples to the row until it ends, and abort the request unless the server ended it."""
+        ids = row.rule.eos | row.rule.stop_ids
+        # Each token is examined here where stop strings may end the row, or ids of the server's own must not.
+        streams = row.rule.strings is not None or (bool(ids) and not self.ends <= ids)
+        body, why = self._body(name, row, streams), None
         async with self._room:
-            ended = False
             try:
-                async with aclosing(self.server.generate(self._body(name, row))) as parts:
-                    async for part in parts:
-                        ended = part.ended is not None
-                        if self._write(row, part):
+                async with aclosing(self.server.generate(body)) as parts:
+                    async for tokens, logprobs, why in parts:
+                        left, done = list(zip(tokens, logprobs, strict=True))[::-1], False
+                        while left and not done:  # a stream may have more: several come at once to a busy process
+                            done = row.write(*left.pop())
+                        if (why is not None and not done) or (left and not streams):
+                            found = f"{why}, {len(left)} tokens after {len(row.ids)}"
+                            raise RuntimeError(f"SGLang ended a response with {found}")
+                        if done:
                             return
             finally:
-                if not ended:
+                if why is None:
                     self.server.send("/abort_request", {"rid": name})
 
-    def _watches(self, row: Row) -> bool:
-        """Return whether each token is examined here: stop strings may end it, or the server's own ids must not."""
-        watched = row.rule.eos | row.rule.stop_ids
-        return row.rule.strings is not None or (bool(watched) and not self.ends <= watched)
-
-    def _body(self, name: str, row: Row) -> dict[str, Any]:
-        sampling, streams = row.request.sampling, self._watches(row)
-        ids = sorted(row.rule.eos | row.rule.stop_ids)
-        # All that a model's generation_config could set is set here.
-        params: dict[str, Any] = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-        params |= {"min_p": 0.0, "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens}
+    def _body(self, name: str, row: Row, streams: bool) -> dict[str, Any]:
+        sampling, ids = row.request.sampling, sorted(row.rule.eos | row.rule.stop_ids)
+        params: dict[str, Any] = {**NEUTRAL, "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens}
         if self.never:
             params["logit_bias"] = self.never
         params |= {"ignore_eos": streams or not ids, "stop_token_ids": ids}  # the former would ignore the latter too
@@ -152,22 +143,6 @@ class SGLangEngine(Engine):
             params |= {"top_p": sampling.top_p, "top_k": top_k}
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
         return {**body, "sampling_params": params}
-
-    def _write(self, row: Row, part: ResponsePart) -> bool:
-        """Append what the server wrote to the row; return whether it ended."""
-        if part.version != self.served:
-            problem = f"the weights of SGLang's server are {part.version}, this engine's are {self.served}"
-            raise RuntimeError(f"{problem}: another process updates them; a server serves one run at a time")
-        done, left = False, len(part.ids)
-        for token, logprob in zip(part.ids, part.logprobs, strict=True):
-            if logprob is None or not np.isfinite(logprob):
-                raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
-            done, left = row.write(token, logprob), left - 1
-            if done:  # a stream may have more: it brings several at once where this process was busy
-                break
-        if part.ended is not None and not done or left and not self._watches(row):
-            raise RuntimeError(f"SGLang ended a response {left} tokens after {len(row.ids)} with {part.ended}")
-        return done
 
     def _in_flight(self) -> int:
         for name, (future, loop) in list(self._sent.items()):
@@ -193,18 +168,12 @@ class SGLangEngine(Engine):
     def _joined(self) -> dist.ProcessGroupGloo:
         """Return a group of this process and the server's, which torch there makes as ``init_process_group`` does."""
         timeout = timedelta(seconds=min(JOIN_S, self.server.timeout_s))
-        with socket.socket(
-            socket.AF_INET, socket.SOCK_DGRAM
-        ) as probe:  # the address of this machine towards the server
-            probe.connect((urlsplit(self.server.url).hostname, 9))  # sends nothing
-            host = probe.getsockname()[0]
         ranks = 1 + self.server.get("/server_info")["tp_size"]
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        where = {"master_address": host, "master_port": store.port, "group_name": self.name}
-        reply = self.server.send(
-            "/init_weights_update_group", {**where, "rank_offset": 1, "world_size": ranks, "backend": "gloo"}
-        )
-        for prefix in (self.name, f"{self.name}/", "cpu/"):  # torch puts the latter two before a group's names
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        where = {"master_address": "127.0.0.1", "master_port": store.port, "group_name": GROUP}
+        joining = {**where, "rank_offset": 1, "world_size": ranks, "backend": "gloo"}
+        reply = self.server.send("/init_weights_update_group", joining)
+        for prefix in (GROUP, f"{GROUP}/", "cpu/"):  # torch puts the latter two before a group's names
             store = dist.PrefixStore(prefix, store)
         group = dist.ProcessGroupGloo(store, 0, ranks, timeout)
         reply.result()
@@ -217,12 +186,10 @@ class SGLangEngine(Engine):
             "names": [weight.names[0] for weight in weights],
             "dtypes": [str(value.dtype).removeprefix("torch.") for value in values],
             "shapes": [list(value.shape) for value in values],
-            **{"group_name": self.name, "flush_cache": False},
+            **{"group_name": GROUP, "flush_cache": False},
         }
         reply = self.server.send("/update_weights_from_distributed", body)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        sent = [self._group.broadcast([value], options) for value in values]
+        sent = [self._group.broadcast(value, root=0) for value in values]
         reply.result()  # before waiting: a server that refuses receives nothing
         for one in sent:
             one.wait()
@@ -235,12 +202,6 @@ class SGLangEngine(Engine):
         ranks = self.server.post("/weights_checker", {"action": "checksum"})["ranks"]
         self.server.post("/continue_generation", {})
         return [Proof(tuple(self._received), (int(rank["per_gpu_checksum"], 16),)) for rank in ranks]
-
-    def end_update(self, version: int) -> list[Proof]:
-        proofs = super().end_update(version)
-        self.served = f"{self.name}/{version}"  # every response has it: the updates of another run would show
-        self.server.post("/update_weight_version", {"new_version": self.served, "abort_all_requests": False})
-        return proofs
 
     def _sleep(self) -> None:
         self.server.post("/release_memory_occupation", {})
@@ -256,34 +217,8 @@ class SGLangEngine(Engine):
         return np.array([np.nan if one is None else one for one in log_probs], np.float32)
 
     def _free(self) -> None:
-        if self.server.process is None and self._group is not None:
-            with suppress(RuntimeError, TimeoutError):
-                self.server.send("/destroy_weights_update_group", {"group_name": self.name}).result(CLOSE_S)
         self._group = None
         self.server.close()
-
-
-def check_server(server: SGLangServer, arguments: dict[str, Any]) -> None:
-    """Check that a server which others started can stand for one with these arguments.
-
-    Of the same model means of the same path: SGLang loads weights of another size in part, without an error. Raises
-    InputError with what differs in model, number format or room, or that nothing answers there.
-    """
-    try:
-        facts = {**server.get("/model_info"), **server.get("/server_info")}
-    except RuntimeError as error:
-        raise InputError(f"{KEY}.url={server.url}: {error}; start a server there, or leave the key out") from error
-    wrong = []
-    if facts["dtype"] != arguments["dtype"]:
-        wrong.append(f"dtype {facts['dtype']}, not {arguments['dtype']}")
-    if os.path.realpath(facts["model_path"]) != os.path.realpath(arguments["model_path"]):
-        wrong.append(f"model_path {facts['model_path']}, not {arguments['model_path']}")
-    room, longest = facts["max_req_input_len"] + SPARE, arguments["context_length"] - SPARE
-    if room < longest:
-        wrong.append(f"room for {room} tokens, not {longest}")
-    if wrong:
-        fix = "start one for this run's model, or leave the key out to have one started"
-        raise InputError(f"{KEY}.url={server.url}: the server has {'; '.join(wrong)}; {fix}")
 
 
 def server_arguments(
@@ -292,11 +227,10 @@ def server_arguments(
     """Return the server's arguments for a configuration; those of ``engine_kwargs.sglang`` override the others."""
     part, data = config.actor_rollout_ref, config.data
     model, rollout = part.model, part.rollout
-    options = thaw(rollout.engine_kwargs.get("sglang") or {})
     longest = min(rollout.max_model_len or data.max_prompt_length + data.max_response_length, positions(skeleton))
     on_cpu, cuda = device.type == "cpu", device.type == "cuda"
     overrides = {name: value for name, value in thaw(model.override_config).items() if name != "attn_implementation"}
-    arguments = {
+    return {
         **FIXED,
         **(ON_CPU if on_cpu else {}),
         "model_path": resolve_path(model.path),
@@ -316,38 +250,27 @@ def server_arguments(
         # The learner needs the GPU in its turn, unless the engine has one of its own.
         "enable_memory_saver": cuda and rollout.free_cache_engine and part.hybrid_engine and not reads_weights,
         "sampling_mask_max_tokens": skeleton.config.get_text_config().vocab_size,  # top_p alone may keep them all
+        **thaw(rollout.engine_kwargs.get("sglang") or {}),
     }
-    return arguments | {name: value for name, value in options.items() if name not in OWN}
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SGLangEngine:
-    """Make an engine on the server that a configuration names, or on one that is started for it.
+    """Make an engine on a server that is started for it; ``rollout.engine_kwargs.sglang.*`` are its arguments.
 
-    ``rollout.engine_kwargs.sglang.*`` are the arguments of its server, ``python`` and ``url``. Without ``model`` the
-    server has the weights of the model's folder, because no update brings any. Raises InputError for a server that
-    cannot be had, or has another model.
+    Without ``model`` the server has the weights of the model's folder, because no update brings any. Raises InputError
+    for a server that cannot be had.
     """
-    rollout, timeout_s = config.actor_rollout_ref.rollout, float(config.trainer.phase_timeout_s)
-    options = thaw(rollout.engine_kwargs.get("sglang") or {})
-    if missing := problems(config):
+    if missing := problems():
         raise InputError(missing)
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
     arguments = server_arguments(config, skeleton, device, reads_weights=model is None)
-    if options.get("url"):
-        server = SGLangServer(options["url"], timeout_s)
-        try:
-            check_server(server, arguments)
-        except BaseException:
-            server.close()
-            raise
-    else:
-        server = launch(python_of(options), arguments, timeout_s, on_cpu=device.type == "cpu")
+    timeout_s = float(config.trainer.phase_timeout_s)
     return SGLangEngine(
         tokenizer,
         skeleton,
-        server,
+        launch(python_of_sglang(), arguments, timeout_s, on_cpu=device.type == "cpu"),
         device=device,
         max_length=arguments["context_length"] - SPARE,
-        max_rows=rollout.max_num_seqs,
+        max_rows=config.actor_rollout_ref.rollout.max_num_seqs,
         sleeps=bool(arguments["enable_memory_saver"]),
     )

@@ -18,20 +18,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.errors import InputError, WorkersLost
 from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFailed
 
-if TYPE_CHECKING:
-    from core.config.schema import Config
-
-KEY = "actor_rollout_ref.rollout.engine_kwargs.sglang"
-OWN = ("python", "url")  # options that are this repository's; the others are arguments of the server
+KEY = "actor_rollout_ref.rollout.name=sglang"
 ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-sglang"
 CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
 SHOWN = 15  # last lines of the log, in a message
@@ -45,28 +39,27 @@ sys.exit(subprocess.Popen(sys.argv[1:]).wait())
 """
 
 
-@dataclass(frozen=True)
-class ResponsePart:
-    """What came of a response: all of it, or where it is streamed what is new.
+def python_of_sglang() -> str | None:
+    """Return the Python that has SGLang: this one, or that of ``environment/sglang.sh``."""
+    if find_spec("sglang") is not None:
+        return sys.executable
+    return str(ENVIRONMENT / "bin" / "python") if (ENVIRONMENT / ".installed").exists() else None
 
-    ``ended`` is SGLang's reason, None before the end; ``version`` is the server's name of its weights.
-    """
 
-    ids: list[int]
-    logprobs: list[float | None]
-    ended: str | None
-    version: str
+def problems(config: Any = None) -> list[str]:
+    """Return why a run cannot have a server, a line each."""
+    return [] if python_of_sglang() else [f"{KEY}: SGLang is not installed; type bash environment/sglang.sh"]
 
 
 class SGLangServer:
-    """A server that answers at ``url``; ``process`` and ``log`` where it is this process's own.
+    """A server that answers at ``url``, and its ``process`` and ``log``.
 
     Coroutines run on the thread of ``loop``. Requests raise RuntimeError with the server's words where it refuses one,
     and WorkersLost where it is gone or gives no answer within ``timeout_s``.
     """
 
     def __init__(self, url: str, timeout_s: float, process: subprocess.Popen | None = None, log: Any = None):
-        self.url, self.timeout_s, self.process, self.log = url.rstrip("/"), timeout_s, process, log
+        self.url, self.timeout_s, self.process, self.log = url, timeout_s, process, log
         # No connection is kept: the server ends idle ones, at times under a request that just took one. A proxy of the
         # environment is for what is elsewhere.
         options = HttpOptions(timeout_s, connections=CONNECTIONS, keep_alive=False, trust_env=False)
@@ -84,7 +77,7 @@ class SGLangServer:
         return self.send(path, body).result()
 
     def close(self) -> None:
-        """End requests, and the server and the processes that it started where it is this process's own."""
+        """End requests, the server and the processes that it started."""
         self._http.close()
         if self.process is not None:
             with suppress(ProcessLookupError):
@@ -93,39 +86,41 @@ class SGLangServer:
 
     # -- on the thread ---------------------------------------------------------------------------
 
-    async def generate(self, body: Mapping[str, Any]) -> AsyncIterator[ResponsePart]:
-        """Yield a response in one part, or part by part where ``body`` has it streamed."""
+    async def generate(
+        self, body: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[list[int], list[float | None], str | None]]:
+        """Yield ids, log-probs and SGLang's reason for the end (None before it) of a response: all of it, or where
+        ``body`` has it streamed what is new."""
         known = 0
-        async for reply in self._stream(body) if body["stream"] else self._whole(body):
-            meta = reply["meta_info"]
-            # A stream has all tokens each time, or with --incremental-streaming-output the new ones.
-            known, new = meta["completion_tokens"], meta["completion_tokens"] - known
-            pairs = meta["output_token_logprobs"] if new else []
-            # Those of the truncated distribution, which is what was sampled from, are apart.
-            logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
-            ids, logprobs = (values[len(values) - new :] for values in (reply["output_ids"], logprobs))
-            yield ResponsePart(ids, logprobs, (meta["finish_reason"] or {}).get("type"), meta["weight_version"])
-
-    async def _whole(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        yield await self._reply("/generate", body)
-
-    async def _stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         try:
             async for line in self._http.lines("POST", f"{self.url}/generate", body):
-                if line.startswith("data: {"):
-                    reply = json.loads(line.removeprefix("data: "))
-                    if "error" in reply:
-                        raise _refused("/generate", str(reply["error"]))
-                    yield reply
+                text = line.removeprefix("data: ")
+                if not text.startswith("{"):
+                    continue
+                reply = json.loads(text)
+                if "error" in reply:
+                    raise _refused("/generate", str(reply["error"]))
+                meta = reply["meta_info"]
+                # A stream has all tokens each time, or with --incremental-streaming-output the new ones.
+                known, new = meta["completion_tokens"], meta["completion_tokens"] - known
+                pairs = meta["output_token_logprobs"] if new else []
+                # Those of the truncated distribution, which is what was sampled from, are apart.
+                logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
+                ids, logprobs = (values[len(values) - new :] for values in (reply["output_ids"], logprobs))
+                yield ids, logprobs, (meta["finish_reason"] or {}).get("type")
         except RequestFailed as failure:
             raise self._error("/generate", failure) from failure
 
     async def _reply(self, path: str, body: Mapping[str, Any] | None) -> Any:
         try:
-            method = "GET" if body is None else "POST"
-            return await self._http.request(method, f"{self.url}{path}", body, partial(_read, path))
+            reply: Reply = await self._http.request("GET" if body is None else "POST", f"{self.url}{path}", body)
+            json_type = reply.headers.get("content-type", "").startswith("application/json")
+            value = reply.json() if json_type else reply.text
         except RequestFailed as failure:
             raise self._error(path, failure) from failure
+        if isinstance(value, dict) and value.get("success") is False:
+            raise _refused(path, reply.text)
+        return value
 
     def _error(self, path: str, failure: RequestFailed) -> Exception:
         if failure.status == 404:
@@ -138,44 +133,11 @@ class SGLangServer:
         return WorkersLost(f"SGLang's server at {self.url} is lost: {state}{log_end(self.log)}")
 
 
-def _read(path: str, reply: Reply) -> Any:
-    if not reply.headers.get("content-type", "").startswith("application/json"):
-        return reply.text
-    value = reply.json()
-    if isinstance(value, dict) and value.get("success") is False:
-        raise _refused(path, reply.text)
-    return value
-
-
 def _refused(path: str, words: str) -> RuntimeError:
     return RuntimeError(f"SGLang refused {path}: {words:.600}")
 
 
 # -- its process -----------------------------------------------------------------------------------
-
-
-def problems(config: Config) -> list[str]:
-    """Return why a run has no server of its own and no address of one, a line each."""
-    options = config.actor_rollout_ref.rollout.engine_kwargs.get("sglang") or {}
-    if options.get("url"):
-        return []
-    python = options.get("python")
-    if python and not os.access(Path(python).expanduser(), os.X_OK):
-        return [f"{KEY}.python={python}: is no program; name the Python of an environment that has SGLang"]
-    if python or python_of(options) is not None:
-        return []
-    fix = f"type bash environment/sglang.sh, name another Python with {KEY}.python, or a server with {KEY}.url"
-    return [f"actor_rollout_ref.rollout.name=sglang: SGLang is not installed; {fix}"]
-
-
-def python_of(options: Mapping[str, Any]) -> str | None:
-    """Return the Python that has SGLang: the one that is named, this one, or that of ``environment/sglang.sh``."""
-    if options.get("python"):
-        return str(Path(options["python"]).expanduser())
-    if find_spec("sglang") is not None:
-        return sys.executable
-    executable = ENVIRONMENT / "bin" / "python"
-    return str(executable) if (ENVIRONMENT / ".installed").exists() else None
 
 
 def launch(python: str, arguments: Mapping[str, Any], timeout_s: float, *, on_cpu: bool) -> SGLangServer:
@@ -193,13 +155,16 @@ def launch(python: str, arguments: Mapping[str, Any], timeout_s: float, *, on_cp
     if on_cpu:  # two threads were 35 times slower
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the server)
-    started = line if sys.platform != "linux" else [sys.executable, "-c", WITH_PARENT, *line]
     # A session of its own: a Ctrl-C is the driver's, and its processes end together
-    process = subprocess.Popen(started, env=environment, stdout=log, stderr=log, start_new_session=True)
+    watched = [sys.executable, "-c", WITH_PARENT, *line]
+    process = subprocess.Popen(watched, env=environment, stdout=log, stderr=log, start_new_session=True)
     server = SGLangServer(f"http://127.0.0.1:{port}", timeout_s, process, log)
     end = time.monotonic() + timeout_s
     try:
-        while not _healthy(server):
+        while True:
+            with suppress(WorkersLost, RuntimeError):
+                server.get("/health")
+                return server
             if (code := process.poll()) is not None:
                 raise InputError(f"{KEY}: SGLang's server ended with status {code} as it started{log_end(log)}")
             if time.monotonic() > end:
@@ -209,14 +174,6 @@ def launch(python: str, arguments: Mapping[str, Any], timeout_s: float, *, on_cp
     except BaseException:
         server.close()
         raise
-    return server
-
-
-def _healthy(server: SGLangServer) -> bool:
-    with suppress(WorkersLost, RuntimeError):
-        server.get("/health")
-        return True
-    return False
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

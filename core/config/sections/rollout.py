@@ -196,14 +196,6 @@ def options_of_engines(c: View) -> Broken:
             "actor_rollout_ref.rollout.engine_kwargs",
             f"hf has {', '.join(HF_OPTIONS)} and no other option; leave out what it lacks",
         )
-    sglang = c.rollout.engine_kwargs.get("sglang")
-    has_url = isinstance(sglang, Mapping) and sglang.get("url")
-    if c.rollout.name == "sglang" and has_url and c.trainer.backend != "local":
-        yield (
-            "actor_rollout_ref.rollout.engine_kwargs",
-            "sglang.url is one server, and over Ray each engine starts its own; leave url out, or set "
-            "trainer.backend=local",
-        )
     if (
         c.engine.one_receiver
         and c.cluster

@@ -9,60 +9,67 @@ import pytest
 import torch
 
 from core.cluster.local_workers import LocalWorkers
-from core.engines.sglang import SGLangEngine
+from core.engines import sglang
+from core.engines.sglang import FIXED, ON_CPU, SPARE, SGLangEngine
+from core.engines.sglang_server import launch, python_of_sglang
 from core.engines.weight_buckets import Bucket
-from core.errors import InputError
 from core.learner.model_checks import WeightSyncError
 from tests.core.engine_contract import HELLO, ModelEngineContract, ask, ids, sample_all
-from tests.core.engines.sglang_fixture import attached, needs_sglang, serving
-from tests.core.ray_cluster import cluster_config, write_model
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.core.ray_cluster import cluster_config
+from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_sglang]  # a busy machine starts a server in minutes
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),  # a busy machine starts a server in minutes
+    pytest.mark.skipif(python_of_sglang() is None, reason="bash environment/sglang.sh makes SGLang's environment"),
+]
 SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.14)
-ROLLOUT, CPU = "actor_rollout_ref.rollout", torch.device("cpu")
+CPU, POSITIONS = torch.device("cpu"), 256
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(**SHAPE).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-    with serving(folder, **SHAPE) as one:
-        yield one
-
-
-def on(server, model):
-    """A run in one process whose engine is on a server that runs already."""
-    local = (f"{ROLLOUT}.name=sglang", "trainer.backend=local", f"+{ROLLOUT}.engine_kwargs.sglang.url={server.url}")
-    return cluster_config(model, *local, "actor_rollout_ref.actor.use_kl_loss=False", "trainer.phase_timeout_s=120")
+def engine_of_all(model):
+    """An engine on a server of a tiny model with random weights: starting one takes a minute."""
+    arguments = {"model_path": str(model), "load_format": "dummy", "dtype": "float32", "max_total_tokens": 20_000}
+    arguments |= {"context_length": POSITIONS + SPARE, "sampling_mask_max_tokens": VOCAB_SIZE}
+    server = launch(python_of_sglang(), {**FIXED, **ON_CPU, **arguments}, 1000.0, on_cpu=True)
+    server.timeout_s = 120.0
+    with torch.device("meta"):
+        skeleton = tiny_model(**SHAPE)
+    engine = SGLangEngine(tiny_tokenizer(), skeleton, server, device=CPU, max_length=POSITIONS, max_rows=200)
+    engine._free = lambda: None  # close() is to be undone
+    yield engine
+    server.close()
 
 
 @pytest.fixture
-def engine(server):
-    one = attached(server, **SHAPE)
-    one.update_weights(tiny_model(**SHAPE).state_dict().items(), 0)
-    yield one
-    one.close()
+def engine(engine_of_all):
+    engine_of_all._closed = False
+    engine_of_all.update_weights(tiny_model(**SHAPE).state_dict().items(), 0)
+    return engine_of_all
 
 
 class TestSGLang(ModelEngineContract):
-    """One server for all of the tests; each has an engine, and so an update group, of its own."""
-
     model_options = SHAPE
     seeded = top_p_within_top_k = False
     draws, long = 1200, 200  # a server does not wait for its client
 
     @pytest.fixture(scope="class", autouse=True)
-    def shared(self, server):
-        type(self).server = server
+    def shared(self, engine_of_all):
+        type(self).engine_of_all = engine_of_all
 
     def make(self) -> SGLangEngine:
-        engine = attached(self.server, **SHAPE)
-        engine.update_weights(self.model().state_dict().items(), 0)
-        return engine
+        self.engine_of_all._closed = False
+        self.engine_of_all.update_weights(self.model().state_dict().items(), 0)
+        return self.engine_of_all
 
     # What no seed can promise
     test_two_settings_share_a_seed = test_a_replay_is_the_same_to_the_bit = None
@@ -105,41 +112,13 @@ def test_the_proof_is_of_the_weights_that_are_served(engine):
     assert one == again != other
 
 
-def test_weights_of_another_run_are_noticed(engine, server):
-    other = attached(server, **SHAPE)
-    other.update_weights(tiny_model(seed=1, **SHAPE).state_dict().items(), 0)
-    other.close()
-    with pytest.raises(RuntimeError, match="another process updates them"):
-        sample_all(engine, [ask()])
-
-
-@pytest.fixture
-def workers(server, folder):
-    """Learner and engine of a run in one process."""
-    one = LocalWorkers(on(server, folder), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
-    yield one
-    one.close()
-
-
-@torch.no_grad()
-def train(workers, seed):
-    """Every weight moves."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in workers.actor.module.parameters():
-        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-
-
-def test_every_sync_of_a_run_brings_every_weight(workers):
-    for version in (1, 2):
-        train(workers, version)
-        assert workers.sync_weights(version)["rollout_corr/probe_diff"] < 1e-4
-        (found,) = sample_all(workers.engine, [ask(max_tokens=4)])
-        assert found.policy_version == version
-
-
-def test_any_stale_weight_is_noticed(workers, monkeypatch):
-    """One weight of each sync is left out, in turn."""
-    load, unnoticed = workers.engine.load, []
+def test_any_stale_weight_of_a_run_is_noticed(engine, model, monkeypatch):
+    """A sync brings every weight, and one that is left out is noticed: each in its turn."""
+    monkeypatch.setattr(sglang, "make", lambda *_: engine)  # the server that runs already
+    local = ("actor_rollout_ref.rollout.name=sglang", "trainer.backend=local", "trainer.phase_timeout_s=120")
+    config = cluster_config(model, *local, "actor_rollout_ref.actor.use_kl_loss=False")
+    workers = LocalWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+    load, unnoticed = engine.load, []
     for number, left_out in enumerate(workers.actor.module.state_dict()):
         train(workers, number)
 
@@ -150,14 +129,17 @@ def test_any_stale_weight_is_noticed(workers, monkeypatch):
             load(Bucket(tuple(weight for weight, _ in kept), tensors=tuple(value for _, value in kept)))
 
         with monkeypatch.context() as patch, suppress(WeightSyncError):
-            patch.setattr(workers.engine, "load", without)
+            patch.setattr(engine, "load", without)
             workers.sync_weights(number)
             unnoticed.append(left_out)
         assert workers.sync_weights(number)["rollout_corr/probe_diff"] < 1e-3, left_out
+        assert engine.policy_version == number
     assert unnoticed == []
 
 
-def test_a_server_of_another_model_is_refused(server, tmp_path):
-    other = write_model(tmp_path)
-    with pytest.raises(InputError, match=f"the server has model_path .*, not {other}; start one for this run's model"):
-        LocalWorkers(on(server, other), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+@torch.no_grad()
+def train(workers, seed):
+    """Move every weight."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in workers.actor.module.parameters():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))

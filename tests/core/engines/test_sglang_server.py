@@ -1,4 +1,4 @@
-"""What SGLang's engine makes of a server that refuses, lies, dies or is another's; the real one is tested beside it."""
+"""What SGLang's engine makes of a server that refuses, lies or dies; the real one is tested beside it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from tests.core.ray_cluster import write_model
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 ROLLOUT, CPU = "actor_rollout_ref.rollout", torch.device("cpu")
-INFO = {"model_type": "qwen2", "model_path": "/m", "weight_version": "default"}
-STATE = {"dtype": "float32", "tp_size": 1, "max_req_input_len": 250}
 
 
 @contextmanager
@@ -41,7 +39,7 @@ def scripted(generate):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self):
-            self.reply({"/model_info": INFO, "/server_info": STATE}.get(self.path, {}))
+            self.reply({})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -78,11 +76,10 @@ def scripted(generate):
         server.server_close()
 
 
-def written(tokens, why="length", total=None, version="default", **meta):
+def written(tokens, why="length", total=None, **meta):
     pairs = [[-0.5 - token / 100, token, None] for token in tokens]
     meta = {"output_token_logprobs": pairs, "completion_tokens": total or len(tokens), **meta}
-    reason = why and {"type": why}
-    return {"output_ids": list(tokens), "meta_info": {"finish_reason": reason, "weight_version": version, **meta}}
+    return {"output_ids": list(tokens), "meta_info": {"finish_reason": why and {"type": why}, **meta}}
 
 
 @contextmanager
@@ -149,10 +146,9 @@ def test_a_stream_is_examined_token_by_token(incremental):
 @pytest.mark.parametrize(
     ("reply", "error", "words"),
     [
-        (written([5, 6], version="other/3"), RuntimeError, "are other/3, this engine's are default: another process"),
         (written([5, 6], "abort"), None, ""),  # it is whole all the same
-        (written([5], "abort"), RuntimeError, "ended a response 0 tokens after 1 with abort"),
-        (written([5, 6, 7]), RuntimeError, "ended a response 1 tokens after 2 with length"),
+        (written([5], "abort"), RuntimeError, "ended a response with abort, 0 tokens after 1"),
+        (written([5, 6, 7]), RuntimeError, "ended a response with length, 1 tokens after 2"),
         (400, RuntimeError, "refused /generate: .*scripted"),
         (404, RuntimeError, "older than SGLang 0.5.23"),
         (None, WorkersLost, "server at .* is lost"),
@@ -237,38 +233,12 @@ def test_the_configuration_reaches_the_server(model):
     assert words == ["--a-b", "--e", "1", "2", "--f", '{"x": 1}', "--g", "0"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"model_path": "/other"}, "model_path /other, not "),
-        ({"dtype": "bfloat16"}, "dtype bfloat16, not float32"),
-        ({"max_req_input_len": 20}, "room for 28 tokens, not 40"),
-    ],
-)
-def test_a_server_of_another_model_is_refused(model, monkeypatch, wrong, words):
-    monkeypatch.setitem(INFO, "model_path", str(model))
-    for told in (INFO, STATE):
-        for name in wrong.keys() & told.keys():
-            monkeypatch.setitem(told, name, wrong[name])
-    with scripted(lambda _: {}) as (url, _):
-        config = configured(model, f"+{ROLLOUT}.engine_kwargs.sglang.url={url}")
-        with pytest.raises(InputError, match=f"sglang.url={url}: the server has {words}"):
-            make_engine(config, None, tiny_tokenizer(), CPU)
-
-
-def test_an_address_where_nothing_answers(model):
-    config = configured(model, f"+{ROLLOUT}.engine_kwargs.sglang.url=http://127.0.0.1:9")
-    with pytest.raises(InputError, match=r"url=http://127.0.0.1:9: .*is lost.*start a server there"):
-        make_engine(config, None, tiny_tokenizer(), CPU)
-
-
 def test_what_is_missing_is_said_before_a_start(model, monkeypatch, tmp_path):
     monkeypatch.setattr(sglang_server, "ENVIRONMENT", tmp_path)
     (line,) = problems(configured(model))
     assert "SGLang is not installed; type bash environment/sglang.sh" in line
-    (line,) = problems(configured(model, f"+{ROLLOUT}.engine_kwargs.sglang.python={tmp_path}/none"))
-    assert "none: is no program" in line
-    assert problems(configured(model, f"+{ROLLOUT}.engine_kwargs.sglang.url=http://x:1")) == []
+    with pytest.raises(InputError, match="rollout.name=sglang: SGLang is not installed"):
+        make_engine(configured(model), None, tiny_tokenizer(), CPU)
 
 
 def program(folder, text):
