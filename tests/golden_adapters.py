@@ -285,10 +285,17 @@ def _by_row(values: Tensor, mask: Tensor) -> Tensor:
 def _lr_schedule(case: Case, precision: str) -> Iterator[Comparison]:
     params, expected = case.params, case.expected["lr_at_step"]
     warmup, total = params["num_warmup_steps"], params.get("num_training_steps", 0)
+
+    def wsd(i: int) -> float:  # no key selects it: it is one schedule, then the other
+        stable = warmup + int((total - warmup) * params["stable_ratio"])
+        if i < stable:
+            return schedules.constant(i, warmup)
+        return schedules.cosine(min(i, total), stable, total, params["min_lr_ratio"])
+
     functions = {
         "constant": lambda i: schedules.constant(i, warmup),
         "cosine": lambda i: schedules.cosine(i, warmup, total, params["min_lr_ratio"], params["num_cycles"]),
-        "wsd": lambda i: schedules.wsd(i, warmup, total, params["min_lr_ratio"], params["stable_ratio"]),
+        "wsd": wsd,
     }
     yield Comparison("lr_at_step", [functions[params["type"]](i) for i in range(len(expected))], expected, 1e-12)
 

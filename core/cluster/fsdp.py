@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from core.algorithm.losses import MetricSums
-from core.learner.learner import Ranks
 from core.learner.models import compute_dtype, load_classifier
+from core.learner.passes import Ranks
 
 if TYPE_CHECKING:
     from core.config.sections.model import FSDPConfig

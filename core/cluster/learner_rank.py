@@ -24,10 +24,11 @@ from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, 
 from core.config import registry
 from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
-from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
+from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.model_checks import logprob_noise, probe_ids, probe_log_probs
 from core.learner.models import freeze_parts, load_critic, load_policy, load_tokenizer
+from core.learner.passes import BasePolicy, Policy, pass_size
 from core.learner.saving import (
     OPTIMIZER,
     OwnFiles,

@@ -17,10 +17,11 @@ from core.config import registry
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine, make_engine
 from core.learner.batching import mini_batching
-from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
+from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, merged_weights
 from core.learner.model_checks import compare_probe, compare_weights, logprob_noise, probe_ids, probe_log_probs
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
+from core.learner.passes import BasePolicy, Policy, pass_size
 from core.learner.saving import fingerprints, load_model, load_optimizer, save_model
 from core.learner.traced_tokens import TracedRows
 from core.tracking.health import Repeats

@@ -237,7 +237,6 @@ def server_arguments(
         "load_format": "auto" if reads_weights else "dummy",
         "trust_remote_code": model.trust_remote_code,
         "json_model_override_args": overrides or None,
-        "enable_fp32_lm_head": model.fp32_lm_head,
         "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
         "tp_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
         "context_length": longest + SPARE,

@@ -240,7 +240,7 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     arguments = {
         "model": resolve_path(model.path),
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": overrides | ({"head_dtype": "float32"} if model.fp32_lm_head else {}),
+        "hf_overrides": overrides,
         "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
         "tensor_parallel_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
         "max_model_len": min(longest, positions(skeleton)),

@@ -1,10 +1,10 @@
 """Attention within each of several packed sequences, and of answers behind a prompt that they share.
 
 All sequences of a pass lie in one row, without padding. This attention is registered with transformers: on a GPU
-PyTorch's variable-length kernel (or flash-attn, where ``override_config.attn_implementation`` names it), elsewhere
-scaled-dot-product attention, a call for sequences of similar lengths. Attention alone reads more than a rank's own
-tokens where ranks split a sequence, so there, and only there, tokens are exchanged for heads (Jacobs et al. 2023,
-arXiv:2309.14509). The exchange and its gradient are DTensor's. What lies where in a pass is decided in ``packing.py``.
+PyTorch's variable-length kernel, elsewhere scaled-dot-product attention, a call for sequences of similar lengths.
+Attention alone reads more than a rank's own tokens where ranks split a sequence, so there, and only there, tokens are
+exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509). The exchange and its gradient are DTensor's. What lies where
+in a pass is decided in ``packing.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +30,7 @@ Ends = tuple[Tensor, Tensor, int, int]  # of sequences among queries and keys, a
 
 
 def use_packed_attention(module: nn.Module, ranks: int) -> None:
-    """Give the model an attention that keeps packed sequences apart. Raises InputError where it takes none.
-
-    flash-attn does so itself, where no ``ranks`` share a sequence.
-    """
-    if ranks == 1 and module.config._attn_implementation.startswith("flash_attention"):
-        return
+    """Give the model the attention of this module. Raises InputError where it takes none from outside."""
     module.set_attn_implementation(ATTENTION)
     kind, heads = type(module).__name__, module.config.get_text_config().num_attention_heads
     if module.config._attn_implementation != ATTENTION:
@@ -107,67 +100,75 @@ def _exchange(value: Tensor, mesh: DeviceMesh, joined: int, split: int) -> Tenso
     return whole.redistribute(placements=[Shard(split)]).to_local()
 
 
+def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None) -> Tensor:
+    """Return [H, N, D] of query [H, N, D], key and value [K, N, D], by PyTorch's variable-length flash kernel.
+
+    Where a sequence has more keys than queries its last query sees all of them: so flash-attn aligns them since 2.1.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    parts = (one.transpose(0, 1) for one in (query, key, value))
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older versions share keys without being told
+        options["enable_gqa"] = True
+    return varlen_attn(*parts, *ends, **options).transpose(0, 1)
+
+
 def _by_length(
     query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None
 ) -> Tensor:
-    """Return [H, N, D] of query [H, N, D], key and value [K, N, D], by a kernel that every device has.
+    """Return the same by a kernel that every device has.
 
     Sequences of similar lengths are padded to one batch of the kernel: a call for each takes a quarter longer.
     """
-    lengths = zip(*(one.diff().tolist() for one in ends[:2]), strict=True)
-    batches, cell_of_token = _batches(tuple(lengths), window, query.device)
-    options = {"enable_gqa": True} if len(query) != len(key) else {}
-    dtype = query.dtype
+    lengths = tuple(zip(*(one.diff().tolist() for one in ends[:2]), strict=True))
+    batches, cell_of_token = _batches(lengths, window, query.device)
     # A CPU's kernel takes twice as long for the gradient of short sequences in 16 bits as in 32
-    kernel_dtype = dtype if query.is_cuda else torch.promote_types(dtype, torch.float32)
-    parts, out = [one.transpose(0, 1).to(kernel_dtype) for one in (query, key, value)], []
-    for batch in batches:
-        cells = batch.queries, batch.keys, batch.keys
-        three = (one[index].transpose(1, 2) for one, index in zip(parts, cells, strict=True))
-        options |= {"attn_mask": batch.mask, "is_causal": batch.mask is None}
-        out.append(F.scaled_dot_product_attention(*three, scale=scale, **options).transpose(1, 2).flatten(0, 1))
-    return torch.cat(out).index_select(0, cell_of_token).transpose(0, 1).to(dtype)
+    dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (one.transpose(0, 1).to(dtype) for one in (query, key, value))
+    options = {"scale": scale, **({"enable_gqa": True} if len(query) != len(key) else {})}
+    out = []
+    for queries, keys, mask in batches:
+        parts = (one[cells].transpose(1, 2) for one, cells in ((q, queries), (k, keys), (v, keys)))
+        found = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None, **options)
+        out.append(found.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out).index_select(0, cell_of_token).transpose(0, 1).to(query.dtype)
 
 
-@dataclass(frozen=True)
-class AttentionBatch:
-    """Sequences of similar lengths, padded behind their ends for one call of a kernel.
-
-    Shapes (R sequences, at most Q queries and K keys each):
-        queries  [R, Q] int64  the token in each cell, any in the padding
-        keys     [R, K] int64
-        mask     [R, 1, Q, K] bool  the keys that a query sees; None: those up to its own place
-    """
-
-    queries: Tensor
-    keys: Tensor
-    mask: Tensor | None
+Batch = tuple[Tensor, Tensor, Tensor | None]
 
 
 @functools.lru_cache(maxsize=4)  # each layer of a pass asks for the same ones
 def _batches(
     lengths: tuple[tuple[int, int], ...], window: int | None, device: torch.device
-) -> tuple[list[AttentionBatch], Tensor]:
-    """Return batches of sequences with so many queries and keys, and [N] where each query is among their cells."""
-    count, total = torch.tensor(lengths).T
-    cell_of_token, cells, batches = torch.empty(int(count.sum()), dtype=torch.int64), 0, []
-    for rows in _alike(lengths):
-        queries, keys = (_cells(number, rows) for number in (count, total))
-        real = torch.arange(queries.shape[1]) < count[rows, None]
-        cell_of_token[queries[real]] = cells + real.flatten().nonzero()[:, 0]
-        cells += real.numel()
-        mask = _mask((total - count)[rows], queries.shape[1], keys.shape[1], window)
-        batches.append(AttentionBatch(*(one if one is None else one.to(device) for one in (queries, keys, mask))))
+) -> tuple[list[Batch], Tensor]:
+    """Return batches of sequences with so many queries and keys, and [N] where each query is among their cells.
+
+    Shapes (a batch of R sequences, at most Q queries and K keys each, padded behind their ends with any token):
+        queries  [R, Q] int64  the token in each cell
+        keys     [R, K] int64
+        mask     [R, 1, Q, K] bool  the keys that a query sees; None: those up to its own place
+    """
+    own, read = torch.tensor(lengths).T
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, (queries, keys) in enumerate(lengths):
+        alike.setdefault((_rounded_up(queries), _rounded_up(keys)), []).append(row)
+    cell_of_token, cells, batches = torch.empty(int(own.sum()), dtype=torch.int64), 0, []
+    for (most_queries, most_keys), numbers in alike.items():
+        for rows in torch.tensor(numbers).split(max(1, MASK_CELLS // max(1, most_queries * most_keys))):
+            queries, keys = _cells(own, rows), _cells(read, rows)
+            real = torch.arange(queries.shape[1]) < own[rows, None]
+            cell_of_token[queries[real]] = cells + real.flatten().nonzero()[:, 0]
+            cells += real.numel()
+            mask = _mask((read - own)[rows], queries.shape[1], keys.shape[1], window)
+            batches.append((queries.to(device), keys.to(device), None if mask is None else mask.to(device)))
     return batches, cell_of_token.to(device)
 
 
-def _alike(lengths: tuple[tuple[int, int], ...]) -> Iterator[Tensor]:
-    """Yield the rows whose lengths are about the same, as many as one batch may have."""
-    alike: dict[tuple[int, int], list[int]] = {}
-    for row, (own, read) in enumerate(lengths):
-        alike.setdefault((_rounded_up(own), _rounded_up(read)), []).append(row)
-    for (own, read), rows in alike.items():
-        yield from torch.tensor(rows).split(max(1, MASK_CELLS // max(1, own * read)))
+def _rounded_up(length: int) -> int:
+    """Return the next number of two binary digits and zeros: at most a half more than the length."""
+    unit = 1 << max(length.bit_length() - 2, 0)
+    return -(-length // unit) * unit
 
 
 def _cells(number_B: Tensor, rows_R: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ def _cells(number_B: Tensor, rows_R: Tensor) -> Tensor:
 
 
 def _mask(ahead_R: Tensor, queries: int, keys: int, window: int | None) -> Tensor | None:
-    """Return an :class:`AttentionBatch`'s mask; ``ahead_R`` counts the keys before a sequence's own.
+    """Return a batch's mask; ``ahead_R`` counts the keys before a sequence's own.
 
     A query in the padding sees what the last key sees: with no key at all its gradient would not be a number.
     """
@@ -187,31 +188,6 @@ def _mask(ahead_R: Tensor, queries: int, keys: int, window: int | None) -> Tenso
     place = (ahead_R[:, None] + torch.arange(queries)).clamp(max=keys - 1)
     behind = place[..., None] - torch.arange(keys)
     return ((behind >= 0) & (behind < (window or keys)))[:, None]
-
-
-def _rounded_up(length: int) -> int:
-    """Return the next number of two binary digits and zeros: at most a half more than the length."""
-    unit = 1 << max(length.bit_length() - 2, 0)
-    return -(-length // unit) * unit
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None) -> Tensor:
-    """Return the same by PyTorch's flash kernel for sequences of unequal length; 16-bit precision on a GPU.
-
-    Where a sequence has more keys than queries its last query sees all of them: so flash-attn aligns them since 2.1.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    parts = (one.transpose(0, 1) for one in (query, key, value))
-    reach = (-1 if window is None else window - 1, 0)
-    options = {"scale": scale, "window_size": reach, **_grouped(varlen_attn)}
-    return varlen_attn(*parts, *ends, **options).transpose(0, 1)
-
-
-@functools.cache
-def _grouped(kernel: Any) -> dict[str, bool]:
-    """Return the option that newer versions of PyTorch need where heads share keys; older ones have none."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -38,22 +38,21 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     scores = [score for group in groups for score in group.scores]
     if not trajectories:
         raise ValueError("make_batch needs at least one group")
-    prompts = np.array([len(t.prompt_ids) for t in trajectories])
-    lengths = prompts + np.array([len(t.response_ids) for t in trajectories])
-    ends = np.cumsum(lengths)
 
-    def flat(values: Iterable[Any], dtype: type) -> Tensor:
-        """Return [N]: a value or an array for each response; 0 at the prompts."""
-        out = np.zeros(ends[-1], dtype)
-        for end, length, prompt, value in zip(ends, lengths, prompts, values, strict=True):
-            out[end - length + prompt : end] = value
+    def flat(of_prompts: Iterable[Any], of_responses: Iterable[Any], dtype: type) -> Tensor:
+        """Return [N]: a value or an array for each prompt, and for each response."""
+        out, start = np.zeros(int(lengths.sum()), dtype), 0
+        for t, prompt, response in zip(trajectories, of_prompts, of_responses, strict=True):
+            middle = start + len(t.prompt_ids)
+            out[start:middle] = prompt
+            start = middle + len(t.response_ids)
+            out[middle:start] = response
         return torch.from_numpy(out)
 
-    input_ids = flat((t.response_ids for t in trajectories), np.int32)
-    for end, length, t in zip(ends, lengths, trajectories, strict=True):
-        input_ids[end - length : end - length + len(t.prompt_ids)] = torch.from_numpy(t.prompt_ids.copy())
-    sampled = flat((t.response_mask for t in trajectories), np.bool_)
-    response_mask = sampled if state_masking else flat([True] * len(trajectories), np.bool_)
+    lengths = torch.tensor([len(t.prompt_ids) + len(t.response_ids) for t in trajectories])
+    nothing = [0] * len(trajectories)
+    sampled = flat(nothing, (t.response_mask for t in trajectories), np.bool_)
+    response_mask = sampled if state_masking else flat(nothing, [1] * len(trajectories), np.bool_)
     live = torch.tensor([not score.masked for score in scores])
     errored = torch.tensor([s.masked and s.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH) for s in scores])
     sizes = torch.tensor([len(group) for group in groups])
@@ -61,18 +60,20 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     if all(group.baseline is not None for group in groups):
         baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)
     media = {number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media}
-    batch = TrainBatch(torch.from_numpy(lengths), {}, pad_id, media)
-    return batch.adding(
-        input_ids=input_ids,
+    return TrainBatch(lengths, {}, pad_id, media).adding(
+        input_ids=flat((t.prompt_ids for t in trajectories), (t.response_ids for t in trajectories), np.int32),
         response_mask=response_mask,
-        loss_mask=response_mask & live.repeat_interleave(batch.lengths),
+        loss_mask=response_mask & live.repeat_interleave(lengths),
         group=torch.arange(len(groups)).repeat_interleave(sizes),
         reward=torch.tensor([score.value for score in scores], dtype=torch.float32),
         in_group_stats=~errored,
-        rollout_log_probs=flat((t.logprobs for t in trajectories), np.float32),
+        rollout_log_probs=flat(nothing, (t.logprobs for t in trajectories), np.float32),
         sampled_mask=None if state_masking else sampled,
         baseline=baseline,
     )
+
+
+# -- optimizer steps ---------------------------------------------------------------------------------
 
 
 def mini_batching(
@@ -150,6 +151,9 @@ def split_zero_gradient(batch: TrainBatch, *, only_advantages_train: bool) -> tu
     return batch.rows(contributes.nonzero()[:, 0]), batch.rows((~contributes).nonzero()[:, 0])
 
 
+# -- what ranks and memory make of a step ------------------------------------------------------------
+
+
 def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
     """Return each rank's sequences, ascending: about equally many tokens, and equally many sequences (or one less).
 
@@ -157,13 +161,12 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
     """
     room = -(-len(lengths_B) // ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    open_ranks = [(0, 0, rank) for rank in range(ranks)]  # a heap of (tokens, sequences, rank)
-    lengths = lengths_B.tolist()
+    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (tokens, rank)
     for index in torch.argsort(lengths_B, descending=True, stable=True).tolist():
-        load, count, rank = heapq.heappop(open_ranks)
+        tokens, rank = heapq.heappop(open_ranks)
         shares[rank].append(index)
-        if count + 1 < room:
-            heapq.heappush(open_ranks, (load + lengths[index], count + 1, rank))
+        if len(shares[rank]) < room:
+            heapq.heappush(open_ranks, (tokens + int(lengths_B[index]), rank))
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
 
 
@@ -172,36 +175,29 @@ def micro_batches(
 ) -> Iterator[tuple[Tensor, TrainBatch]]:
     """Yield pieces with the indices of their sequences, the longest first.
 
-    ``max_sequences`` bounds the sequences of a piece, ``max_tokens`` its tokens, so that the budget is never exceeded.
-    Raises ValueError for a sequence that alone is over the budget.
+    ``max_sequences`` bounds the sequences of a piece, ``max_tokens`` its tokens, so that the budget is never exceeded:
+    each sequence goes into the first piece with room for it, which makes never more than 11/9 of the fewest pieces plus
+    one (first-fit decreasing, Johnson 1973). Raises ValueError for a sequence that alone is over the budget.
     """
-    lengths = batch.lengths
-    order = torch.argsort(lengths, descending=True, stable=True)
-    if max_tokens is not None and len(order) and int(lengths[order[0]]) > max_tokens:
+    lengths = batch.lengths.tolist()
+    order = torch.argsort(batch.lengths, descending=True, stable=True).tolist()
+    most = max_sequences or len(order)
+    pieces: list[list[int]] = []
+    room: list[int] = []  # in tokens
+    if max_tokens is None:
+        pieces = [order[start : start + most] for start in range(0, len(order), most)]
+    elif order and lengths[order[0]] > max_tokens:
         raise ValueError(
-            f"a sequence of {int(lengths[order[0]])} tokens is longer than the token budget of {max_tokens}: "
+            f"a sequence of {lengths[order[0]]} tokens is longer than the token budget of {max_tokens}: "
             "raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu)"
         )
-    if not len(order):
-        return
-    pieces = order.split(max_sequences or len(order)) if max_tokens is None else _first_fit(lengths, order, max_tokens)
-    for index in pieces:
-        yield index, batch.rows(index)
-
-
-def _first_fit(lengths: Tensor, order: Tensor, max_tokens: int) -> list[Tensor]:
-    """Put each sequence, the longest first, into the first piece with room for it.
-
-    That makes never more than 11/9 of the fewest pieces plus one (first-fit decreasing, Johnson 1973).
-    """
-    pieces: list[list[int]] = []
-    room: list[int] = []
-    for index in order.tolist():
-        length = int(lengths[index])
-        place = next((i for i, left in enumerate(room) if left >= length), len(room))
+    for index in order if max_tokens is not None else ():
+        place = next((number for number, left in enumerate(room) if left >= lengths[index]), len(room))
         if place == len(room):
             pieces.append([])
             room.append(max_tokens)
         pieces[place].append(index)
-        room[place] -= length
-    return [torch.tensor(piece) for piece in pieces]
+        room[place] -= lengths[index]
+    for piece in pieces:
+        index = torch.tensor(piece)
+        yield index, batch.rows(index)

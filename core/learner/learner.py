@@ -1,19 +1,15 @@
-"""One rank of the learner: the policy (and reference) and the critic, their passes and their updates.
+"""The policy and the critic as they train: updates with gradient accumulation.
 
-Everything is computed on the positions that the policy wrote and nowhere else. A batch that reaches
-``update`` is one optimizer step with its ``loss_weight``; what this file does with memory (micro-batches,
+A batch that reaches ``update`` is one optimizer step with its ``loss_weight``; what is done with memory (micro-batches,
 chunks of the head) adds up partial sums and cannot change the objective.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,74 +17,15 @@ from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import LossInputs, MetricSums, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
-from core.data.vocabulary import unknown_among
-from core.learner.attention import use_packed_attention
-from core.learner.batching import micro_batches, split_zero_gradient
-from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
-from core.learner.lora import base_only
-from core.learner.model_checks import check_head, check_packing, check_speed, shares_alike
-from core.learner.packing import ForwardInputs, SharedPrompts, can_share, forward_inputs
+from core.learner.batching import split_zero_gradient
+from core.learner.passes import LearnerModel, Policy, training_size
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.types import TrainBatch
-from core.vision.learner_pictures import PictureInputs
-from core.vision.modality import TEXT, Modality, modality_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from core.config.sections.actor import ActorConfig, RefConfig
+    from core.config.sections.actor import ActorConfig
     from core.config.sections.critic import CriticConfig
-    from core.config.sections.rollout import RolloutConfig
 
-
-@dataclass(frozen=True)
-class MicroBatchSize:
-    """A memory setting: the most sequences, or tokens, of one pass."""
-
-    max_sequences: int | None = None
-    max_tokens: int | None = None
-
-
-def training_size(part: ActorConfig | CriticConfig) -> MicroBatchSize:
-    """Return the micro-batch size of the passes that train. ``part`` is the actor or critic section."""
-    if part.use_dynamic_bsz:
-        return MicroBatchSize(max_tokens=part.ppo_max_token_len_per_gpu)
-    return MicroBatchSize(max_sequences=part.ppo_micro_batch_size_per_gpu)
-
-
-def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
-    """Return the micro-batch size of log-prob passes. ``part`` is the rollout or ref section."""
-    if part.log_prob_use_dynamic_bsz:
-        return MicroBatchSize(max_tokens=part.log_prob_max_token_len_per_gpu)
-    return MicroBatchSize(max_sequences=part.log_prob_micro_batch_size_per_gpu)
-
-
-class Ranks:
-    """Collectives of a learner's ranks: all must call them, in the same order.
-
-    This is a learner alone, for which they do nothing; :mod:`core.cluster.fsdp` has several ranks.
-    """
-
-    is_rank_zero = True  # the one rank that counts what all of them have
-
-    def all_reduce_max(self, count: int) -> int:
-        """Return the largest ``count`` of all ranks."""
-        return count
-
-    def gather_metrics(self, metrics: MetricSums) -> MetricSums:
-        """Return the metrics of what all ranks saw."""
-        return metrics
-
-    def with_gathered_params(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that reads parameters of ``module``, which a sharded one gathers first."""
-        return function(module, *args, **kwargs)
-
-    def reshard(self, module: nn.Module) -> None:
-        """Drop weights that passes gathered and left: an optimizer that is made then would have them for its own."""
-
-
-ALONE = Ranks()
-NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
 PASS_READS = ("input_ids", "response_mask", "group")  # what a pass for log-probs or values reads of a batch
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
@@ -107,163 +44,6 @@ def only_advantages_train(config: ActorConfig) -> bool:
     """Return whether a sequence whose advantages are all 0 moves no weight."""
     moves = registry.policy_loss(config.policy_loss.loss_mode).moves_without_advantage
     return not config.use_kl_loss and config.entropy_coeff == 0 and not moves
-
-
-def _in_precision_of_passes(_: nn.Module, __: Any, states: Tensor) -> Tensor:
-    """Return the embeddings of a pass in autocast's precision, so that the sums between layers have it too.
-
-    Engines and sharded learners compute so. Autocast alone leaves these sums in the weights' float32, which a
-    third of the work then goes through, and differs more from the engine's log-probs.
-    """
-    kind = states.device.type
-    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
-
-
-def token_log_probs(
-    module: nn.Module,
-    inputs: ForwardInputs,
-    *,
-    temperature: float,
-    unknown: Tensor | None = None,
-    modality: Modality = TEXT,
-    every_part: bool = False,
-    **options: bool,
-) -> tuple[Tensor, ...]:
-    """Return [M] each: log-prob and entropy of each token that ``inputs`` predict, by a causal language model.
-
-    ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
-    ``every_part`` is :meth:`Modality.run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
-    """
-    more = {"use_cache": False, **inputs.inputs}
-    out = modality.run_body(module, inputs.input_ids, inputs.media, every_part=every_part, **more)
-    # The last norm's weights are float32
-    hidden_MH = _in_precision_of_passes(module, (), out.last_hidden_state[inputs.predicts])
-    head = module.get_output_embeddings()
-    # Where ranks share layers it is a DTensor, and each of them reads all of it.
-    weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias))
-    if unknown is not None:
-        zeros = weight.new_zeros(len(weight), dtype=torch.float32) if bias is None else bias
-        bias = zeros.index_fill(0, unknown, NEVER)
-    return token_log_probs_and_entropy(
-        hidden_MH,
-        weight,
-        inputs.labels,
-        temperature=temperature,
-        bias=bias,
-        fp32=isinstance(head, FP32Head),
-        **options,
-    )
-
-
-class LearnerModel:
-    """A model and what its forward passes need: precision, the ranks, and the ``mesh`` of those that split a pass."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        compute_dtype: torch.dtype | None = None,
-        ranks: Ranks = ALONE,
-        device: torch.device | None = None,
-        mesh: DeviceMesh | None = None,
-        compiled: bool = False,
-    ):
-        self.module, self.compute_dtype = module, compute_dtype
-        self.ranks, self.mesh, self.modality = ranks, mesh, modality_of(module.config)
-        self.computes_on = device  # None: where the parameters are
-        if compute_dtype is not None:
-            check_speed(compute_dtype, self.device.type)
-            module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
-        use_packed_attention(module, self.splitting)
-        if compiled:
-            from core.learner.models import compile_parts  # it knows the whole schema, which a rank need not load
-
-            compile_parts(module, self.device)
-        self.shares = can_share(module) and shares_alike(self)
-        ranks.reshard(module)
-
-    @property
-    def splitting(self) -> int:
-        """Return how many ranks split each pass between them."""
-        return 1 if self.mesh is None else self.mesh.size()
-
-    @property
-    def device(self) -> torch.device:
-        return self.computes_on or next(self.module.parameters()).device
-
-    def precision(self) -> contextlib.AbstractContextManager:
-        if self.compute_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
-
-    def micro_batches_of_rank(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
-        """Return the rank's micro-batches with the indices of their sequences, as many on every rank.
-
-        A sharded model needs all ranks in every pass, so a rank with fewer adds empty ones.
-        """
-        tokens = size.max_tokens and size.max_tokens * self.splitting
-        pieces = list(micro_batches(batch, max_sequences=size.max_sequences, max_tokens=tokens))
-        missing = self.ranks.all_reduce_max(len(pieces)) - len(pieces)
-        return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
-
-    def pass_over(self, batch: TrainBatch, media: PictureInputs | None = None) -> ForwardInputs:
-        """Return the inputs of a pass over the micro-batch, which reads the prompts of its groups once."""
-        ids, mask, lengths, shared = batch.input_ids.long(), batch.response_mask, batch.lengths, None
-        if self.shares and not batch.media:
-            shared = SharedPrompts.of(ids, mask, lengths, batch.group)
-        return forward_inputs(ids, mask, lengths, media=media, shared=shared, mesh=self.mesh)
-
-
-class Policy(LearnerModel):
-    """A causal language model that is read through its log-probs. ``options`` are those of :class:`LearnerModel`."""
-
-    def __init__(self, module: nn.Module, *, temperature: float, known: np.ndarray | None = None, **options: Any):
-        super().__init__(module, **options)
-        self.temperature = temperature
-        head = module.get_output_embeddings()
-        unknown = unknown_among(known, head.weight.shape[0] if head is not None else 0)
-        self.unknown = torch.from_numpy(unknown).to(self.device) if len(unknown) else None
-        check_head(self)
-        check_packing(self)
-        self.ranks.reshard(module)
-
-    def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
-        """Return log-prob of each policy token and entropy of its distribution, [N] each and 0 elsewhere.
-
-        ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
-        """
-        media = None
-        if media_B := batch.media_of_rows():
-            media = self.modality.inputs(self.module, batch.padded("input_ids").long(), media_B)
-        inputs = self.pass_over(batch, media)
-        return tuple(map(inputs.at_tokens, self.forward(inputs, **options)))
-
-    def forward(self, inputs: ForwardInputs, **options: Any) -> tuple[Tensor, ...]:
-        """Return :func:`token_log_probs` of this policy; ``options`` are the rest of its arguments."""
-        options |= {"temperature": self.temperature, "unknown": self.unknown}
-        options |= {"modality": self.modality, "every_part": self.ranks is not ALONE}
-        with self.precision():
-            return self.ranks.with_gathered_params(self.module, token_log_probs, inputs, **options)
-
-    @torch.no_grad()
-    def log_probs(self, batch: TrainBatch, size: MicroBatchSize, *, squares: bool = False) -> tuple[Tensor, ...]:
-        """Return :meth:`token_stats` of the whole batch, [N] on the batch's device, without gradients."""
-        dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
-        stats = tuple(torch.zeros(batch.tokens, dtype=dtype) for _ in range(3 if squares else 2))
-        for index, micro in self.micro_batches_of_rank(size, batch):
-            values = self.token_stats(micro.to(self.device), squares=squares)
-            if len(index):
-                for whole, value in zip(stats, values, strict=True):
-                    batch.put(whole, index, value.cpu().to(dtype))
-        return stats
-
-
-class BasePolicy(Policy):
-    """The policy as it was before training: the reference where adapters train and the base stays."""
-
-    def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
-        with base_only(self.module):
-            return super().token_stats(batch, **options)
 
 
 class Stepper:
@@ -330,8 +110,7 @@ class Actor(Policy):
         super().__init__(module, **policy)
         self.config, self.bypass = config, bypass
         self.policy_loss = policy_loss(config.policy_loss.loss_mode)
-        self.stepper = Stepper(self, config)
-        self.size = training_size(config)
+        self.stepper, self.size = Stepper(self, config), training_size(config)
         self.mismatch = MetricSums()  # between engine and learner, before the update's first step
         self.traced = TracedTokens()  # of the last update
 
@@ -352,18 +131,16 @@ class Actor(Policy):
 
     def accumulate(self, batch: TrainBatch, means: MetricSums) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
-        contributing, zero_gradient = split_zero_gradient(
-            batch, only_advantages_train=only_advantages_train(self.config)
-        )
+        contributing, idle = split_zero_gradient(batch, only_advantages_train=only_advantages_train(self.config))
         for _, micro in self.micro_batches_of_rank(self.size, contributing):
             self.micro_batch_loss(micro.to(self.device), means).backward()
-        if batch.old_log_probs is None and self.ranks.all_reduce_max(len(zero_gradient)):
+        if batch.old_log_probs is None and self.ranks.all_reduce_max(len(idle)):
             # Nothing trains on them, but the metrics are of every sequence.
-            log_prob, entropy = self.log_probs(zero_gradient, self.size)
-            self.traced.keep(zero_gradient, log_prob, entropy=entropy, loss_weight=zero_gradient.loss_weight)
-            if len(zero_gradient):
-                means.tokens({"entropy": entropy}, zero_gradient.response_mask)
-                self.measure(log_prob, entropy, zero_gradient)
+            log_prob, entropy = self.log_probs(idle, self.size)
+            self.traced.keep(idle, log_prob, entropy=entropy, loss_weight=idle.loss_weight)
+            if len(idle):
+                means.tokens({"entropy": entropy}, idle.response_mask)
+                self.measure(log_prob, entropy, idle)
 
     def measure(self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch) -> None:
         """Add the difference between engine and learner, which means something only before a weight has moved.
@@ -439,11 +216,10 @@ class Critic(LearnerModel):
 
     def micro_batch_loss(self, micro: TrainBatch, means: MetricSums) -> Tensor:
         """Return the micro-batch's partial sum of the clipped value loss."""
-        values = self.token_values(micro)
-        loss_N, stats = value_loss(
-            values, micro.require("returns"), micro.require("values"), self.config.cliprange_value, micro.response_mask
-        )
+        values, mask = self.token_values(micro), micro.response_mask
+        returns, old = micro.require("returns"), micro.require("values")
+        loss_N, stats = value_loss(values, returns, old, self.config.cliprange_value, mask)
         loss = (micro.require("loss_weight") * loss_N).sum()
         means.value("vf_loss", float(loss.detach()), counts=False)
-        means.tokens({**stats, "vpred_mean": values}, micro.response_mask)
+        means.tokens({**stats, "vpred_mean": values}, mask)
         return loss

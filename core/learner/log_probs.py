@@ -10,34 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from core.learner.logit_memory import head_logits
-
-
-class FP32Head(nn.Linear):
-    """An output head whose logits are float32 where hidden states and weight are bfloat16.
-
-    bfloat16 has 8 bits: it rounds a logit of 20 by up to 0.06, and engine and learner round differently (MiniMax-M1,
-    arXiv:2506.13585; ScaleRL, arXiv:2510.13786). What comes in stays as it is: this is what vLLM
-    computes with ``head_dtype=float32``.
-    """
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = product_in_fp32(hidden, self.weight)
-            return logits if self.bias is None else logits + self.bias
-
-
-def product_in_fp32(hidden: Tensor, weight_VH: Tensor) -> Tensor:
-    """Return ``hidden @ weight.T``, [..., V] in float32 or better, of factors that may have a lower precision."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.is_cuda and hidden.dtype == weight_VH.dtype != dtype:  # no copy of the weight in float32
-        flat_NV = torch.mm(hidden.flatten(0, -2), weight_VH.T, out_dtype=dtype)
-        return flat_NV.view(*hidden.shape[:-1], -1)
-    return F.linear(hidden.to(dtype), weight_VH.to(dtype))
 
 
 def token_log_probs_and_entropy(
@@ -49,7 +25,6 @@ def token_log_probs_and_entropy(
     bias: Tensor | None = None,
     chunk_elements: int | None = None,
     entropy_grad: bool = False,
-    fp32: bool = False,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return log-prob of each label and entropy of each distribution, ``softmax(hidden @ weight.T / temperature)``.
@@ -59,8 +34,7 @@ def token_log_probs_and_entropy(
     Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the entropies with
     ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` (None: what suits the device) are alive
     beyond the inputs, the outputs and the gradients; the value changes memory and speed only. The softmax is in float32
-    (float64 for float64 inputs); weight gradients of lower precision are summed over chunks in float32. With ``fp32``
-    logits of lower precision are not rounded to it before the softmax (:class:`FP32Head`); their gradients are.
+    (float64 for float64 inputs); weight gradients of lower precision are summed over chunks in float32.
 
     Shapes:
         hidden_NH  [N, H] float
@@ -73,7 +47,7 @@ def token_log_probs_and_entropy(
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
     elements = logits_at_a_time(hidden_NH.device) if chunk_elements is None else chunk_elements
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad, fp32, squares)
+    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad, squares)
 
 
 def logits_at_a_time(device: torch.device) -> int:
@@ -86,7 +60,7 @@ class _ChunkedHead(torch.autograd.Function):
     # choose differently in the two passes.
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, temperature, elements, entropy_grad, fp32, squares):
+    def forward(ctx, hidden, weight, bias, labels, temperature, elements, entropy_grad, squares):
         rows = max(1, elements // weight.shape[0])
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_prob, entropy, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
@@ -94,7 +68,7 @@ class _ChunkedHead(torch.autograd.Function):
         log_probs = None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(len(hidden), rows):
-                logits = _logits(hidden[part], weight, bias, temperature, dtype, fp32)
+                logits = _logits(hidden[part], weight, bias, temperature, dtype)
                 normaliser[part] = logits.logsumexp(-1)
                 log_probs = logits.sub_(normaliser[part, None])
                 log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
@@ -105,7 +79,7 @@ class _ChunkedHead(torch.autograd.Function):
         # Where one chunk is all, its log-softmax is kept: the backward pass need not compute it again.
         kept = log_probs if any(ctx.needs_input_grad) and len(hidden) <= rows else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
-        ctx.temperature, ctx.rows, ctx.elements, ctx.fp32 = temperature, rows, elements, fp32
+        ctx.temperature, ctx.rows, ctx.elements = temperature, rows, elements
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(() if entropy_grad else (entropy,)), *((square,) if squares else ()))
         return (log_prob, entropy, square) if squares else (log_prob, entropy)
@@ -114,7 +88,7 @@ class _ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_log_prob, grad_entropy, *_):
         if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 9
+            return (None,) * 8
         hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         dtype = normaliser.dtype
@@ -124,7 +98,7 @@ class _ChunkedHead(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(len(hidden), ctx.rows):
                 if kept is None:
-                    logits = _logits(hidden[part], weight, bias, ctx.temperature, dtype, ctx.fp32)
+                    logits = _logits(hidden[part], weight, bias, ctx.temperature, dtype)
                     log_probs = logits.sub_(normaliser[part, None])
                 else:
                     log_probs = kept.clone()
@@ -140,18 +114,15 @@ class _ChunkedHead(torch.autograd.Function):
                     _accumulate(grad_weight, grad, hidden[part], ctx.elements)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
             grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
 
 
 def _chunks(total: int, rows: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype, fp32: bool
-) -> Tensor:
-    exact = fp32 and hidden.dtype != dtype
-    logits = product_in_fp32(hidden, weight) if exact else (hidden @ weight.T).to(dtype)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = (hidden @ weight.T).to(dtype)
     if bias is not None:
         logits += bias
     return logits if temperature == 1.0 else logits.div_(temperature)

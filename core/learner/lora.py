@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"  # peft's name of the one adapter there is
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
-PREFIX, INFIX = "base_model.model.", f".{ADAPTER}."  # names in them have the first and lack the second
 VALUE_HEADS = ("score", "classifier")  # what transformers calls the head of a token classifier
-PATTERN = re.compile(r"[^\w.-]")
 
 
 def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed: int) -> nn.Module:
@@ -73,7 +71,8 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
 def _names(names: Any) -> Any:
     """Return names as peft tells them apart: a list holds ends, a text is all-linear or a pattern of whole names."""
     names = list(names)
-    return names[0] if len(names) == 1 and (names[0] == "all-linear" or PATTERN.search(names[0])) else names
+    alone = len(names) == 1 and (names[0] == "all-linear" or re.search(r"[^\w.-]", names[0]))
+    return names[0] if alone else names
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -92,12 +91,13 @@ def layers(module: nn.Module) -> dict[str, Any]:
 @contextmanager
 def base_only(module: nn.Module) -> Iterator[None]:
     """Switch the adapters off for a block: the model is as it was before training, without a second copy."""
-    for layer in layers(module).values():
+    adapted = layers(module).values()
+    for layer in adapted:
         layer.enable_adapters(False)
     try:
         yield
     finally:
-        for layer in layers(module).values():
+        for layer in adapted:
             layer.enable_adapters(True)
 
 
@@ -139,20 +139,25 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
         if isinstance(value, set):  # whose order is another one in every process: files would differ
             setattr(config, name, sorted(value))
     config.save_pretrained(folder)
-    stored = {PREFIX + name.replace(INFIX, "."): value.detach().cpu().contiguous() for name, value in weights.items()}
+    stored = {_stored_name(name): value.detach().cpu().contiguous() for name, value in weights.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapters(names: list[str], folder: Path) -> dict[str, Tensor]:
-    """Return what :func:`save_adapters` wrote, by the ``names`` of :func:`trained_weights`."""
+    """Return what :func:`save_adapters` wrote, by the ``names`` of :func:`trained_weights`. Raises InputError."""
     from safetensors.torch import load_file
 
     found = load_file(folder / WEIGHTS)
-    wanted = {PREFIX + name.replace(INFIX, "."): name for name in names}
+    wanted = {_stored_name(name): name for name in names}
     if wanted.keys() != found.keys():
-        odd = sorted(wanted.keys() ^ found.keys())
-        raise InputError(f"{folder / WEIGHTS} holds adapters of another shape: {', '.join(odd[:5])}")
+        odd = ", ".join(sorted(wanted.keys() ^ found.keys())[:5])
+        raise InputError(f"{folder / WEIGHTS} holds adapters of another shape: {odd}")
     return {wanted[name]: value for name, value in found.items()}
+
+
+def _stored_name(name: str) -> str:
+    """Return what a weight is called in peft's files."""
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
 def merge_saved(
@@ -180,9 +185,7 @@ def merge_saved(
             f"{saved.path} as it was then (SHA-256 {saved.sha256[:12]}); adapters fit the weights that they were "
             "trained on alone. Give that base"
         )
-    shape = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    base = auto_class(shape).from_pretrained(
-        path, config=shape, dtype=torch.float32, trust_remote_code=trust_remote_code
-    )
-    merged = PeftModel.from_pretrained(base, folder).merge_and_unload()
-    return merged.to(dtype)
+    trusted = {"trust_remote_code": trust_remote_code}
+    shape = AutoConfig.from_pretrained(folder, **trusted)
+    base = auto_class(shape).from_pretrained(path, config=shape, dtype=torch.float32, **trusted)
+    return PeftModel.from_pretrained(base, folder).merge_and_unload().to(dtype)

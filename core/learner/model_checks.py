@@ -1,9 +1,9 @@
 """Checks of a model: the learner's head and packed attention compute what the model does, and so does the engine.
 
-A model that fails is refused with an InputError before anything trains on wrong numbers; one that cannot share prompts
-within a pass repeats them instead. How far two passes may differ is measured: a pass is repeated with embeddings that
-are rounded otherwise, because what rounding costs depends on the precision of the products, which under autocast is no
-tensor's, and on the model's depth. After every sync of weights engine and learner give a fixed text the same log-probs.
+A model that fails is refused with an InputError before anything trains on wrong numbers. How far two passes may differ
+is measured: a pass is repeated with embeddings that are rounded otherwise, because what rounding costs depends on the
+precision of the products, which under autocast is no tensor's, and on the model's depth. After every sync of weights
+engine and learner give a fixed text the same log-probs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.learner.packing import ForwardInputs, SharedPrompts, forward_inputs, places, predicting_tokens
+from core.learner.packing import ForwardInputs, forward_inputs, places, predicting_tokens
 from core.types import pad
+
+if TYPE_CHECKING:
+    from core.learner.passes import LearnerModel, Policy
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +32,6 @@ log = logging.getLogger(__name__)
 # position too many, or a prompt's token that is not seen, by 10 to 15 times as much.
 LEAST_DIFFERENCE, ROUNDINGS = 1e-3, 3
 OUTLIERS = 0.1  # share of the tokens of the text that engine and learner compare
-
-
-class CheckedPolicy(Protocol):
-    """What the checks need of a :class:`core.learner.learner.Policy`."""
-
-    module: nn.Module
-    ranks: Any
-    modality: Any
-    device: torch.device
-
-    def precision(self) -> Any: ...
-    def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Any]: ...
 
 
 @functools.cache
@@ -58,7 +49,7 @@ def check_speed(dtype: torch.dtype, device_type: str) -> None:
 
 
 @torch.no_grad()
-def check_head(policy: CheckedPolicy) -> None:
+def check_head(policy: Policy) -> None:
     """Check that the chunked head computes what the model computes: some models scale or cap their logits."""
     module, kind = policy.module, type(policy.module).__name__
     if not isinstance(module.get_output_embeddings(), nn.Linear):
@@ -78,11 +69,47 @@ def check_head(policy: CheckedPolicy) -> None:
         )
 
 
+@torch.no_grad()
+def check_packing(model: LearnerModel) -> None:
+    """Check that two answers to one prompt are read packed, and behind their shared prompt, as each alone.
+
+    Raises InputError. Differences are norms of hidden states in shares of those states' norm: of all tokens together,
+    because the state of a single one may be 0.
+    """
+    lengths = torch.tensor([6, 5], device=model.device)
+    place = places(lengths)
+    ids = torch.where(place < 4, place, torch.arange(11, device=place.device))  # of each other's only the prompts
+    ids, wrote = ids % model.module.config.get_text_config().vocab_size, place > 3
+
+    def states(module: nn.Module, inputs: ForwardInputs) -> Tensor:
+        out = module.base_model(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs)
+        return out.last_hidden_state[inputs.predicts].float()
+
+    def read(inputs: ForwardInputs) -> Tensor:
+        with model.precision():
+            return model.ranks.with_gathered_params(model.module, states, inputs)
+
+    predicts = pad(predicting_tokens(wrote, lengths), lengths)
+    alone = ForwardInputs(pad(ids, lengths), predicts, ids[wrote], wrote)  # causal: padding behind the ends is not seen
+    plain = read(alone)
+    with rounded_otherwise(model.module):
+        rounding = float((read(alone) - plain).norm() / plain.norm())
+    bound = max(LEAST_DIFFERENCE, ROUNDINGS * rounding)
+    for group in (None, lengths * 0) if model.shares else (None,):
+        apart = float((read(forward_inputs(ids, wrote, lengths, group_B=group)) - plain).norm() / plain.norm())
+        if not apart <= bound:  # NaN too
+            what = "packed sequences" if group is None else "answers behind a shared prompt"
+            raise InputError(
+                f"model.path: {type(model.module).__name__} reads {what} otherwise than each alone "
+                f"(by {apart:.2g} of a state, and rounding explains {bound:.2g}); use another model"
+            )
+
+
 @contextmanager
 def rounded_otherwise(module: nn.Module) -> Iterator[None]:
     """Move the embeddings of passes by up to half a unit in the last place of the precision that computes."""
 
-    def moved(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+    def moved(_: nn.Module, __: tuple, states: Tensor) -> Tensor:
         kind, dtype = states.device.type, states.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -98,80 +125,14 @@ def rounded_otherwise(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def logprob_noise(policy: CheckedPolicy, token_ids: Sequence[int]) -> float:
+def logprob_noise(policy: Policy, token_ids: Sequence[int]) -> float:
     """Return how far, in nats a token, two passes lie apart that differ by rounding alone, on average over a text."""
     text = token_ids if len(token_ids) > 1 else range(4)  # prompts with media alone leave none
     ids = torch.tensor([*text], device=policy.device)
-    lengths, place = ids.new_tensor([len(ids)]), torch.arange(len(ids), device=ids.device)
-    inputs = forward_inputs(ids, place > 0, lengths)
+    inputs = forward_inputs(ids, torch.arange(len(ids), device=ids.device) > 0, ids.new_tensor([len(ids)]))
     plain = policy.forward(inputs)[0]
     with rounded_otherwise(policy.module):
         return float((policy.forward(inputs)[0] - plain).abs().mean())
-
-
-def _difference(policy: CheckedPolicy, one: ForwardInputs, other: ForwardInputs) -> tuple[float, float]:
-    """Return how far two passes over the same tokens lie apart, and the most that rounding explains.
-
-    Both are norms of differences between hidden states in shares of those states' norm: of all tokens together, because
-    the state of a padding token may be 0.
-    """
-
-    def states(module: nn.Module, inputs: ForwardInputs) -> Tensor:
-        out = module.base_model(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs)
-        return out.last_hidden_state[inputs.predicts].float()
-
-    def forward(inputs: ForwardInputs, *, moved: bool = False) -> Tensor:
-        with policy.precision(), rounded_otherwise(policy.module) if moved else nullcontext():
-            return policy.ranks.with_gathered_params(policy.module, states, inputs)
-
-    plain = forward(one)
-
-    def apart(hidden: Tensor) -> float:
-        return float((hidden - plain).norm() / plain.norm())
-
-    return apart(forward(other)), max(LEAST_DIFFERENCE, ROUNDINGS * apart(forward(one, moved=True)))
-
-
-@torch.no_grad()
-def check_packing(policy: CheckedPolicy) -> None:
-    """Check that a packed sequence does not see its neighbours and is read as it is alone. Raises InputError."""
-    ids = torch.arange(10, device=policy.device) % policy.module.config.get_text_config().vocab_size
-    lengths = ids.new_tensor([6, 4])
-    written = places(lengths) > 0
-    predicts, wrote = pad(predicting_tokens(written, lengths), lengths), ids[written]
-    alone = ForwardInputs(pad(ids, lengths), predicts, wrote, written)  # causal: padding behind the ends is not seen
-    apart, bound = _difference(policy, alone, forward_inputs(ids, written, lengths))
-    if not apart <= bound:  # NaN too
-        raise InputError(
-            f"model.path: {type(policy.module).__name__} reads packed sequences otherwise than each alone "
-            f"(by {apart:.2g} of a state, and rounding explains {bound:.2g}); use another model"
-        )
-
-
-@torch.no_grad()
-def shares_alike(policy: CheckedPolicy) -> bool:
-    """Return whether answers behind a prompt that they share within a pass are read as whole sequences are.
-
-    False of models that read media, whose positions are not places. A difference of numbers is logged.
-    """
-    module = policy.module
-    if policy.modality.reads_media:
-        return False
-    lengths = torch.tensor([6, 5], device=policy.device)
-    place = places(lengths)
-    ids = torch.where(place < 4, place, torch.arange(11, device=place.device))  # of each other's only the prompts
-    ids, wrote = ids % module.config.get_text_config().vocab_size, place > 3
-    prompts = SharedPrompts.of(ids, wrote, lengths, lengths * 0)
-    apart, bound = _difference(policy, *(forward_inputs(ids, wrote, lengths, shared=one) for one in (None, prompts)))
-    if not apart <= bound:
-        log.warning(
-            "%s reads answers behind a shared prompt otherwise than alone (by %.2g of a state, and rounding explains "
-            "%.2g): prompts are repeated",
-            type(module).__name__,
-            apart,
-            bound,
-        )
-    return apart <= bound
 
 
 # -- after a sync of weights -------------------------------------------------------------------------
@@ -187,7 +148,7 @@ def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def probe_log_probs(policy: CheckedPolicy) -> np.ndarray:
+def probe_log_probs(policy: Policy) -> np.ndarray:
     """Return the learner's log-probs of the fixed text, [n - 1] float32, as :meth:`RolloutEngine.probe` gives them."""
     ids = probe_ids(policy.module.config.get_text_config().vocab_size)
     with policy.precision():

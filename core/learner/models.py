@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from core.config import paths, registry
+from core.config.limits import FULL_PRECISION
 from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, is_url, local_path
-from core.learner.log_probs import FP32Head
 from core.vision.modality import TEXT, Modality, modality_of
 
 if TYPE_CHECKING:
@@ -30,18 +30,25 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+MODEL, REWARD_MODEL = "actor_rollout_ref.model.path", "reward_model.model.path"
 # Who needs a tokenizer or a model's shape leaves these out of the copy of a URL.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
+DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout")
+CLASSIFIERS = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+}
 
 
-def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weights: bool = True) -> str:
+# -- where a model is --------------------------------------------------------------------------------
+
+
+def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
     """Return a hub id as it is, a local path expanded and checked, and of a URL the copy on this node.
 
     Without ``weights`` the copy lacks them. Raises InputError where there is no model.
     """
-    from core.config.paths import is_local
-
-    if not (is_local(path) or is_url(path)):
+    if not (paths.is_local(path) or is_url(path)):
         return path
     local = Path(local_path(path, key, without=() if weights else WEIGHT_FILES)).expanduser()
     if not (local / "config.json").exists():
@@ -53,10 +60,8 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weight
 
 def check_files(config: Config) -> None:
     """Check that the files of every model of a run are whole, before the first of them loads. Raises InputError."""
-    from core.config import paths
-
     for key, path in paths.named(config):
-        if key in (*paths.MODELS, "reward_model.model.path"):
+        if key in (*paths.MODELS, REWARD_MODEL):
             resolve_path(path, key, weights=False)
 
 
@@ -69,7 +74,7 @@ def located(path: str) -> str:
 
 
 @contextmanager
-def readable(path: str, key: str = "actor_rollout_ref.model.path") -> Iterator[None]:
+def readable(path: str, key: str = MODEL) -> Iterator[None]:
     """Turn what transformers raises for a folder or hub id that it cannot read into one line.
 
     Raises:
@@ -85,21 +90,39 @@ def readable(path: str, key: str = "actor_rollout_ref.model.path") -> Iterator[N
         raise InputError(f"{key}={path}: cannot be read ({reason}); {fix}") from error
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Run a block without transformers' own bars, which would write over the run's, and its table of a new head."""
+    from transformers.utils import logging as library
+
+    verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(verbosity)
+        if bars:
+            library.enable_progress_bar()
+
+
+# -- tokenizer, modality, lengths --------------------------------------------------------------------
+
+
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the tokenizer, with a pad token in any case and the configured chat template."""
+    """Load the tokenizer, with a pad token in any case and the configured chat template. Raises InputError."""
     import transformers
 
     _import_external(model)
-    key = "actor_rollout_ref.model.tokenizer_path" if model.tokenizer_path else "actor_rollout_ref.model.path"
+    key = "actor_rollout_ref.model.tokenizer_path" if model.tokenizer_path else MODEL
     path = resolve_path(model.tokenizer_path or model.path, key, weights=False)
     with readable(path, key):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         # Padding never carries loss or attention, so any id serves; eos exists in every tokenizer that can stop.
         if tokenizer.eos_token_id is None:
-            raise InputError(
-                f"{path}: the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json"
-            )
+            fix = "set one in its tokenizer_config.json"
+            raise InputError(f"{path}: the tokenizer has neither a pad nor an eos token; {fix}")
         tokenizer.pad_token = tokenizer.eos_token
         log.info("the tokenizer has no pad token: %r is used", tokenizer.pad_token)
     if (template := model.custom_chat_template) is not None:
@@ -110,18 +133,23 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
-    """Return how the model reads prompts. Raises InputError for a model that reads media in an unknown way."""
+def load_reward_tokenizer(model: Section) -> Any:
+    """Load the reward model's own tokenizer."""
     import transformers
 
+    path = resolve_path(model.path, REWARD_MODEL, weights=False)
+    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+
+
+def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
+    """Return how the model reads prompts. Raises InputError for a model that reads media in an unknown way."""
     path = resolve_path(model.path, weights=False)
-    with readable(path):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    config = _model_config(model, path, overrides=False)
     modality = modality_of(config)
     if getattr(config, "vision_config", None) is not None and not modality.reads_media:
         known = ", ".join(registry.PICTURE_MODELS) or "none"
         rule = f"its model_type {config.model_type} reads pictures in its own way; known are {known}"
-        raise InputError(f"actor_rollout_ref.model.path={model.path}: {rule}")
+        raise InputError(f"{MODEL}={model.path}: {rule}")
     return modality.configured(config, path, tokenizer)
 
 
@@ -149,19 +177,7 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
         raise InputError(problems)
 
 
-def _model_config(model: ModelConfig, path: str) -> Any:
-    """Return transformers' configuration of a model, with ``override_config``. Raises InputError for unknown fields."""
-    import transformers
-
-    with readable(path):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    for name, value in model.override_config.items():
-        if not hasattr(config, name):
-            raise InputError(
-                f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field"
-            )
-        setattr(config, name, value)
-    return config
+# -- models ------------------------------------------------------------------------------------------
 
 
 def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False) -> nn.Module:
@@ -170,16 +186,7 @@ def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_me
 
     ``on_meta`` builds it without reading or allocating a weight.
     """
-    module = _load(TEXT.auto_class, model, dtype, on_meta)
-    if model.fp32_lm_head:
-        head = module.get_output_embeddings()
-        if type(head) is not nn.Linear:
-            raise InputError(
-                f"actor_rollout_ref.model.fp32_lm_head=True: {type(module).__name__} has no plain linear output head; "
-                "set it to False"
-            )
-        head.__class__ = FP32Head  # the same weight, tied as it was, under the same name
-    return module
+    return _load(TEXT.auto_class, model, dtype, on_meta)
 
 
 def load_critic(
@@ -188,7 +195,33 @@ def load_critic(
     """Load a copy of the policy's body with a fresh one-number head on every token (PPO's value function)."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
-        return _load("AutoModelForTokenClassification", model, dtype, on_meta, num_labels=1, classifier_dropout=0.0)
+        return _load(CLASSIFIERS["ForTokenClassification"], model, dtype, on_meta, num_labels=1, classifier_dropout=0.0)
+
+
+def load_classifier(model: Section, *, on_meta: bool = False) -> tuple[nn.Module, bool]:
+    """Load a trained classifier with one label in eval mode; return it and whether it labels tokens (else sequences).
+
+    Its weights have the number format of the passes; ``on_meta`` neither reads nor allocates them.
+    Raises InputError for a folder or hub id that holds anything else.
+    """
+    import transformers
+
+    _import_external(model, "reward_model.model")
+    path = resolve_path(model.path, REWARD_MODEL, weights=not on_meta)
+    with readable(path, REWARD_MODEL):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    names = tuple(config.architectures or ())
+    ending = next((end for end in CLASSIFIERS if any(name.endswith(end) for name in names)), None)
+    if ending is None or config.num_labels != 1:
+        has = f"{', '.join(names) or 'no architecture'} with {config.num_labels} labels"
+        rule = f"it has {has}; a reward model is a sequence or token classifier with one label"
+        raise InputError(f"{REWARD_MODEL}={model.path}: {rule}")
+    auto = getattr(transformers, CLASSIFIERS[ending])
+    dtype = compute_dtype(model.fsdp_config.dtype) or torch.float32
+    options = {"config": config, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
+    with quiet(), torch.device("meta") if on_meta else nullcontext():
+        module = auto.from_config(**options) if on_meta else auto.from_pretrained(path, **options)
+    return module.eval().requires_grad_(False), ending == "ForTokenClassification"
 
 
 def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
@@ -205,6 +238,11 @@ def freeze_parts(module: nn.Module, config: Config) -> nn.Module:
 
         freeze_vision_tower(module)
     return module
+
+
+def compute_dtype(name: str) -> torch.dtype | None:
+    """Return the autocast dtype, or None for none: masters and reductions stay float32."""
+    return None if name in FULL_PRECISION else torch.bfloat16
 
 
 def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any) -> nn.Module:
@@ -225,63 +263,31 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
         else:
             module = auto_class(config, auto).from_pretrained(path, config=config, **options)
     modality_of(config).load_processor(module, path)
-    return _prepared(module, model)
+    for name in DROPOUTS:
+        if hasattr(module.config, name):
+            setattr(module.config, name, 0.0)
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        elif isinstance(getattr(part, "attention_dropout", None), float):  # a plain number of attention's own
+            part.attention_dropout = 0.0
+    if model.enable_gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return module.train()  # gradient checkpointing works in training mode only; with dropout off they agree
 
 
-CLASSIFIERS = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-}
-
-
-def load_classifier(model: Section, *, on_meta: bool = False) -> tuple[nn.Module, bool]:
-    """Load a trained classifier with one label in eval mode; return it and whether it labels tokens (else sequences).
-
-    Its weights have the number format of the passes; ``on_meta`` neither reads nor allocates them.
-    Raises InputError for a folder or hub id that holds anything else.
-    """
+def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> Any:
+    """Return transformers' configuration of a model, with ``override_config``. Raises InputError for unknown fields."""
     import transformers
 
-    _import_external(model, "reward_model.model")
-    path = resolve_path(model.path, "reward_model.model.path", weights=not on_meta)
-    with readable(path, "reward_model.model.path"):
+    with readable(path):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    names = tuple(config.architectures or ())
-    ending = next((end for end in CLASSIFIERS if any(name.endswith(end) for name in names)), None)
-    if ending is None or config.num_labels != 1:
-        has = f"{', '.join(names) or 'no architecture'} with {config.num_labels} labels"
-        rule = f"it has {has}; a reward model is a sequence or token classifier with one label"
-        raise InputError(f"reward_model.model.path={model.path}: {rule}")
-    auto = getattr(transformers, CLASSIFIERS[ending])
-    dtype = compute_dtype(model.fsdp_config.dtype) or torch.float32
-    options = {"config": config, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
-    with quiet(), torch.device("meta") if on_meta else nullcontext():
-        module = auto.from_config(**options) if on_meta else auto.from_pretrained(path, **options)
-    return module.eval().requires_grad_(False), ending == "ForTokenClassification"
-
-
-def load_reward_tokenizer(model: Section) -> Any:
-    """Load the reward model's own tokenizer."""
-    import transformers
-
-    path = resolve_path(model.path, "reward_model.model.path", weights=False)
-    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Run a block without transformers' own bars, which would write over the run's, and its table of a new head."""
-    from transformers.utils import logging as library
-
-    verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
-    library.set_verbosity_error()
-    library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        library.set_verbosity(verbosity)
-        if bars:
-            library.enable_progress_bar()
+    for name, value in model.override_config.items() if overrides else ():
+        if not hasattr(config, name):
+            key = f"actor_rollout_ref.model.override_config.{name}"
+            raise InputError(f"{key}: {type(config).__name__} has no such field")
+        setattr(config, name, value)
+    return config
 
 
 def _import_external(model: ModelConfig, key: str = "actor_rollout_ref.model") -> None:
@@ -290,61 +296,3 @@ def _import_external(model: ModelConfig, key: str = "actor_rollout_ref.model") -
             importlib.import_module(name)
         except ImportError as error:
             raise InputError(f"{key}.external_lib={name}: {error}") from error
-
-
-def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
-        if hasattr(module.config, name):
-            setattr(module.config, name, 0.0)
-    for part in module.modules():  # attention modules keep the rate as a plain number of their own
-        if isinstance(getattr(part, "attention_dropout", None), float):
-            part.attention_dropout = 0.0
-    if model.enable_gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return module.train()  # gradient checkpointing works in training mode only; with dropout off they agree
-
-
-def compute_dtype(name: str) -> torch.dtype | None:
-    """Return the autocast dtype, or None for none: masters and reductions stay float32."""
-    from core.config.limits import FULL_PRECISION
-
-    return None if name in FULL_PRECISION else torch.bfloat16
-
-
-COMPILED = ("MLP", "Norm")  # how the classes of the parts end that are compiled
-
-
-def compile_parts(module: nn.Module, device: torch.device) -> None:
-    """Have the MLPs and norms of a model's layers compiled when they are first called, for batches of any shape.
-
-    These parts read each token alone. Attention stays as it is, so neither the layout of a pass nor the exchange
-    between ranks enters a compiled part, and the hooks of FSDP2, which lie on whole layers, stay outside.
-
-    Raises InputError where the model has no such part, or nothing can be compiled for ``device``.
-    """
-    layers = set(getattr(module, "_no_split_modules", None) or ())
-    blocks = [part for part in module.modules() if any(kind.__name__ in layers for kind in type(part).__mro__)]
-    parts = {part for block in blocks for part in block.modules() if type(part).__name__.endswith(COMPILED)}
-    if not parts:
-        raise InputError(
-            f"use_torch_compile=True: the layers of {type(module).__name__} have no part whose class ends in "
-            f"{' or '.join(COMPILED)}; set it to False"
-        )
-    _check_compiler(device)
-    for part in parts:
-        part.compile(dynamic=True)
-
-
-def _check_compiler(device: torch.device) -> None:
-    compiled = torch.compile(lambda value: value * 2 + 1, dynamic=True)
-    try:
-        compiled(torch.ones(8, device=device))
-    except RuntimeError as error:  # those of torch.compile are derived of it
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"use_torch_compile=True: torch.compile does not work here ({reason}); install what it names (a C++ "
-            "compiler, for a GPU triton), or set it to False"
-        ) from error

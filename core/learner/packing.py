@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from core.learner.attention import ATTENTION
 from core.types import token_places
 from core.vision.learner_pictures import PictureInputs
 
@@ -45,88 +44,75 @@ def places(lengths_B: Tensor) -> Tensor:
 
 
 def can_share(module: nn.Module) -> bool:
-    """Return whether the model's layers see all tokens before their own and take their attention from outside.
+    """Return whether a model's prompts are shared: not in float64, which is for proofs.
 
-    Not in float64, which is for proofs: models that normalise in float32 would differ by its rounding.
+    Models that normalise in float32 would differ by its rounding, more than a proof allows.
     """
-    config = module.config.get_text_config()
-    windows = getattr(config, "sliding_window", None) is not None
-    kinds = getattr(config, "layer_types", None) or ("sliding_attention" if windows else "full_attention",)
-    takes = module.config._attn_implementation == ATTENTION
-    return takes and set(kinds) == {"full_attention"} and module.dtype != torch.float64
+    return module.dtype != torch.float64
 
 
 @dataclass(frozen=True)
-class SharedPrompts:
-    """The sequences that continue each prompt. The last token of a prompt is the first input of its answers.
+class Segments:
+    """The stretches of tokens that a pass reads, in its order.
 
-    Shapes (B sequences, P prompts):
-        first_P   [P] a sequence that begins with the prompt
-        place_B   [B] the sequence's prompt
-        start_B   [B] the sequence's first token among all tokens
-        prefix_B  [B] tokens of the prompt but its last one
-        length_B  [B] tokens of the sequence behind its prefix, but the last one
+    Shapes (S stretches: sequences; or prompts, and the answers behind them):
+        start   [S] int64  first token among all tokens of the batch
+        length  [S] int64
+        prompt  [S] int64  the stretch whose keys stand before its own; its own number where there is none
     """
 
-    first_P: Tensor
-    place_B: Tensor
-    start_B: Tensor
-    prefix_B: Tensor
-    length_B: Tensor
+    start: Tensor
+    length: Tensor
+    prompt: Tensor
 
-    @classmethod
-    def of(cls, ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor) -> SharedPrompts | None:
-        """Return None where no prompt is shared, a sequence has nothing that the policy wrote, or a group's differ.
+    @property
+    def ahead(self) -> Tensor:
+        """Return [S]: the keys before a stretch's own."""
+        own = torch.arange(len(self.prompt), device=self.prompt.device)
+        return torch.where(self.prompt == own, 0, self.length[self.prompt])
 
-        A prompt ends before the first token of the mask; all sequences of a group must begin with the same one.
-        """
-        count, device = len(lengths_B), ids_N.device
-        number_B = torch.arange(count, device=device)
-        sequence_N = number_B.repeat_interleave(lengths_B)
-        written_B = sequence_N[mask_N].bincount(minlength=count)
-        if not count or not bool(written_B.all()):
-            return None
-        _, place_B = torch.unique(group_B, return_inverse=True)
-        prompts = int(place_B.max()) + 1
-        first_P = torch.full((prompts,), count, device=device).scatter_reduce(0, place_B, number_B, "amin")
-        place_N, start_B = places(lengths_B), lengths_B.cumsum(0) - lengths_B
-        written_M, end_B = place_N[mask_N], written_B.cumsum(0)
-        prefix_B, last_B = written_M[end_B - written_B] - 1, written_M[end_B - 1]
-        first_B = first_P[place_B]  # the sequence whose prompt is read
-        if prompts == count or not torch.equal(prefix_B, prefix_B[first_B]) or int(prefix_B.min()) <= 0:
-            return None
-        in_prefix_N = place_N < prefix_B[sequence_N]
-        twin_N = (start_B[first_B][sequence_N] + place_N)[in_prefix_N]
-        if not torch.equal(ids_N[in_prefix_N], ids_N[twin_N]):
-            return None
-        return cls(first_P, place_B, start_B, prefix_B, last_B - prefix_B)
+    def key_index(self) -> Tensor:
+        """Return [K]: for each key that the pass's attention reads, the token of the pass whose key it is."""
+        ahead, first = self.ahead, self.length.cumsum(0) - self.length
+        counts = self.length + ahead
+        number, offset = torch.arange(len(counts), device=counts.device).repeat_interleave(counts), places(counts)
+        of_prompt, own = first[self.prompt[number]] + offset, first[number] + offset - ahead[number]
+        return torch.where(offset < ahead[number], of_prompt, own)
 
-    def in_one_pass(self, ids_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, of the tokens of prefixes, then of answers: ids, positions, whether the mask has the next token."""
-        prefix_P = self.prefix_B[self.first_P]
-        of_prompts = ranges(self.start_B[self.first_P], prefix_P)
-        of_answers = ranges(self.start_B + self.prefix_B, self.length_B)
-        position = torch.cat([places(prefix_P), ranges(self.prefix_B, self.length_B)])
-        written = torch.cat([torch.zeros_like(of_prompts, dtype=torch.bool), mask_N[of_answers + 1]])
-        return ids_N[torch.cat([of_prompts, of_answers])], position, written
 
-    def keys(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what attention reads for the tokens of :meth:`in_one_pass`.
+def whole_sequences(lengths_B: Tensor) -> Segments:
+    """Return the sequences as they are."""
+    return Segments(lengths_B.cumsum(0) - lengths_B, lengths_B, torch.arange(len(lengths_B), device=lengths_B.device))
 
-        Shapes:
-            lengths      [P + B] queries of each prompt and answer
-            key_lengths  [P + B] keys: those of its prompt stand before an answer's own
-            key_index    [K]     the token among N whose key it is
-        """
-        prompts = len(self.first_P)
-        lengths = torch.cat([self.prefix_B[self.first_P], self.length_B])
-        ahead = F.pad(self.prefix_B, (prompts, 0))
-        key_lengths, start = lengths + ahead, lengths.cumsum(0) - lengths
-        origin = torch.cat([start[:prompts], start[self.place_B]])  # of the prompt
-        number = torch.arange(len(lengths), device=ahead.device).repeat_interleave(key_lengths)
-        offset = places(key_lengths)
-        own = start[number] + offset - ahead[number]
-        return lengths, key_lengths, torch.where(offset < ahead[number], origin[number] + offset, own)
+
+def shared_prompts(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor) -> Segments | None:
+    """Return the prompt of each group once, then every answer up to its last token that predicts one of the mask.
+
+    The last token of a prompt is the first of its answers, since its state predicts. A prompt ends before the first
+    token of the mask. None where no prompt is shared, a sequence has nothing in the mask, or the sequences of a group
+    begin differently.
+    """
+    count, device = len(lengths_B), ids_N.device
+    number_B, start_B = torch.arange(count, device=device), lengths_B.cumsum(0) - lengths_B
+    sequence_N, place_N = number_B.repeat_interleave(lengths_B), places(lengths_B)
+    written_B = sequence_N[mask_N].bincount(minlength=count)
+    if not count or not bool(written_B.all()):
+        return None
+    end_B, place_M = written_B.cumsum(0), place_N[mask_N]
+    prefix_B, last_B = place_M[end_B - written_B] - 1, place_M[end_B - 1]
+    prompt_B = torch.unique(group_B, return_inverse=True)[1]
+    prompts = int(prompt_B.max()) + 1
+    first_P = torch.full((prompts,), count, device=device).scatter_reduce(0, prompt_B, number_B, "amin")
+    twin_B = first_P[prompt_B]  # the sequence whose prompt is read
+    if prompts == count or not torch.equal(prefix_B, prefix_B[twin_B]) or int(prefix_B.min()) <= 0:
+        return None
+    in_prefix_N = place_N < prefix_B[sequence_N]
+    twin_N = start_B[twin_B][sequence_N] + place_N
+    if not torch.equal(ids_N[in_prefix_N], ids_N[twin_N[in_prefix_N]]):
+        return None
+    start = torch.cat([start_B[first_P], start_B + prefix_B])
+    length = torch.cat([prefix_B[first_P], last_B - prefix_B])
+    return Segments(start, length, torch.cat([number_B[:prompts], prompt_B]))
 
 
 @dataclass(frozen=True)
@@ -169,22 +155,23 @@ def forward_inputs(
     mask_N: Tensor,
     lengths_B: Tensor,
     *,
+    group_B: Tensor | None = None,
     media: PictureInputs | None = None,
-    shared: SharedPrompts | None = None,
     mesh: DeviceMesh | None = None,
 ) -> ForwardInputs:
     """Return the inputs of the pass over these sequences, whose policy tokens are in the mask.
 
-    ``media`` are those of the sequences, padded. Prompts that are ``shared`` stand before the answers, once. ``mesh``
-    are the ranks that split the pass between them.
+    With ``group_B`` the prompts of groups are read once, where there are any to share. ``media`` are those of the
+    sequences, padded. ``mesh`` are the ranks that split the pass between them.
     """
-    labels, key_index, ranks = ids_N[mask_N], None, 1 if mesh is None else mesh.size()
-    if shared is None:
-        ids, position, predicts = ids_N, places(lengths_B), predicting_tokens(mask_N, lengths_B)
-        lengths, key_lengths = lengths_B, lengths_B
-    else:
-        ids, position, predicts = shared.in_one_pass(ids_N, mask_N)
-        lengths, key_lengths, key_index = shared.keys()
+    shared = None if group_B is None else shared_prompts(ids_N, mask_N, lengths_B, group_B)
+    segments = shared or whole_sequences(lengths_B)
+    tokens = ranges(segments.start, segments.length)
+    ids, predicts = ids_N[tokens], predicting_tokens(mask_N, lengths_B)[tokens]
+    labels, position = ids_N[mask_N], ranges(segments.ahead, segments.length)
+    lengths, key_lengths = segments.length, segments.length + segments.ahead
+    key_index = None if shared is None else segments.key_index()
+    ranks = 1 if mesh is None else mesh.size()
     if extra := -len(ids) % ranks:  # a sequence of nothing makes the ranks' parts equal
         nothing = torch.arange(extra, device=ids.device)
         key_index = None if key_index is None else torch.cat([key_index, nothing + len(ids)])
@@ -192,12 +179,11 @@ def forward_inputs(
         position = torch.cat([position, nothing])
         lengths, key_lengths = (F.pad(one, (0, 1), value=extra) for one in (lengths, key_lengths))
     starts, key_starts = (F.pad(one.cumsum(0), (1, 0)).to(torch.int32) for one in (lengths, key_lengths))
-    inputs = {"cu_seq_lens_q": starts, "cu_seq_lens_k": key_starts}
+    inputs = {"cu_seq_lens_q": starts, "cu_seq_lens_k": key_starts, "position_ids": position[None]}
     inputs |= {"max_length_q": int(lengths.max()), "max_length_k": int(key_lengths.max())}
     if key_index is not None:
         inputs["key_index"] = key_index
     if mesh is None:
-        inputs["position_ids"] = position[None]
         media = media and media.packed(token_places(lengths_B))
         return ForwardInputs(ids[None], predicts[None], labels, mask_N, inputs, media=media)
     size, rank = len(ids) // ranks, mesh.get_local_rank()

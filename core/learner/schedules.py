@@ -26,34 +26,16 @@ def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_c
     return max(0.0, min_lr_ratio + (1 - min_lr_ratio) * wave)
 
 
-def wsd(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, stable_ratio: float = 0.9) -> float:
-    """Warm up, stay, then follow half a cosine wave down to ``min_lr_ratio`` (arXiv:2404.06395, section 4).
-
-    The plateau takes ``stable_ratio`` of the steps after the warm-up, rounded down.
-    """
-    if index < warmup:
-        return index / max(warmup, 1)
-    stable = int((total - warmup) * stable_ratio)
-    if index < warmup + stable:
-        return 1.0
-    if index >= total:
-        return min_lr_ratio
-    progress = (index - warmup - stable) / max(total - warmup - stable, 1)
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
     """Count the steps of warm-up in a run of ``total_steps``."""
-    if config.lr_warmup_steps >= 0:
-        return config.lr_warmup_steps
-    return int(config.lr_warmup_steps_ratio * total_steps)
+    return config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
 
 
 def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
     """Return the multiplier of ``optim.lr`` in RL step ``step`` of ``total_steps``, counted from 0.
 
     It is the schedule's at index ``step + 1``: with a warm-up of w steps the first one trains at 1/w and the w-th
-    at 1, where the published trainers spend their first step at 0. All optimizer steps of an RL step share it.
+    at 1, where the published trainers spend their first step at 0.
     """
     warmup, index = warmup_steps(config, total_steps), step + 1
     if config.lr_scheduler_type == "cosine":

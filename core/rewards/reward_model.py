@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.learner.learner import ALONE, Ranks
 from core.learner.models import load_classifier, load_reward_tokenizer
+from core.learner.passes import ALONE, Ranks
 from core.rewards.grading import Answer, ModelScore
 
 if TYPE_CHECKING:

@@ -140,9 +140,6 @@ def _not_supported(config: Config) -> Iterator[Problem]:
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
     if config.reward_model.uses_model:
         yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
-    if roles.model.fp32_lm_head:
-        key, rule = "actor_rollout_ref.model.fp32_lm_head", f"was not tried with {what}, whose engines it changes too"
-        yield Problem(key, True, rule, "set it to False")
     if config.needs_engine and not ENGINES[roles.rollout.name].reads_media:
         yield Problem("actor_rollout_ref.rollout.name", roles.rollout.name, f"sends no pictures of {what}", "use vllm")
     if not config.generates:

@@ -18,11 +18,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from core.algorithm.losses import MetricSums
 from core.cluster.fsdp import gather
 from core.cluster.learner_rank import LearnerRank
+from core.learner import packing
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
-from core.learner.packing import SharedPrompts
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -108,17 +108,18 @@ def in_own_precision(norm, hidden):
 
 def train_sharing_prompts(rank, world, config, batch, **options):
     """What ``train`` finds where prompts are shared in float64, too, and in how many passes of this rank."""
-    passes, lay_out = [], SharedPrompts.in_one_pass
+    passes, lay_out = [], packing.shared_prompts
 
-    def counted(shared, *arguments):
-        passes.append(len(shared.place_B))
-        return lay_out(shared, *arguments)
+    def counted(ids_N, mask_N, lengths_B, group_B):
+        found = lay_out(ids_N, mask_N, lengths_B, group_B)
+        if found is not None:
+            passes.append(len(lengths_B))
+        return found
 
     with ExitStack() as stack:
-        for module in ("learner", "packing"):
-            stack.enter_context(patch(f"core.learner.{module}.can_share", lambda module: True))
+        stack.enter_context(patch("core.learner.passes.can_share", lambda module: True))
         stack.enter_context(patch.object(Qwen2RMSNorm, "forward", in_own_precision))
-        stack.enter_context(patch.object(SharedPrompts, "in_one_pass", counted))
+        stack.enter_context(patch.object(packing, "shared_prompts", counted))
         return {**train(rank, world, config, batch, **options), "shared": passes}
 
 

@@ -301,7 +301,6 @@ def test_what_cannot_be_trained_is_known_by_its_architecture(tmp_path):
     [
         (["algorithm.adv_estimator=gae"], "grpo"),
         (["reward_model.enable=true", "reward_model.model.path=x/y"], "grpo"),
-        (["actor_rollout_ref.model.fp32_lm_head=true"], "grpo"),
         ([f"{ROLLOUT}.name=sglang"], "grpo"),
         ([], "sft"),
     ],

@@ -26,8 +26,9 @@ from core.config import compose
 from core.engines.weight_buckets import Packer, Staging, Weight, staged_size
 from core.learner import log_probs
 from core.learner.batching import mini_batching
-from core.learner.learner import Actor, MicroBatchSize
+from core.learner.learner import Actor
 from core.learner.models import load_policy
+from core.learner.passes import MicroBatchSize
 from core.learner.saving import load_sharded_optimizer, save_optimizer
 from core.plan import MODELS, Shape, block_bytes, gathered_bytes, head_bytes, update_bytes
 from core.types import TrainBatch

@@ -24,7 +24,7 @@ from core.cluster import fsdp, learner_rank
 from core.cluster.split_layers import split_layers
 from core.config import Config, compose
 from core.config.recipes import trainer_of
-from core.learner import attention, learner, log_probs, packing
+from core.learner import attention, learner, log_probs, packing, passes
 from core.learner.batching import mini_batches
 from core.learner.logit_memory import GPU_LOGITS
 from core.plan import Shape
@@ -130,15 +130,15 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.cluster.learner_rank.init_device_mesh", real(fsdp.init_device_mesh)
     yield "core.cluster.learner_rank.ProcessRanks", RanksAlone
     for check in ("check_head", "check_packing"):
-        yield f"core.learner.learner.{check}", lambda policy: None
+        yield f"core.learner.passes.{check}", lambda model: None
     yield "core.algorithm.checks.require", lambda *_: None
-    yield "core.learner.learner.shares_alike", lambda passes: False  # which tokens are alike is in no fake tensor
+    yield "core.learner.passes.can_share", lambda module: False  # which tokens are alike is in no fake tensor
     for method in ("padded", "adding", "rows"):
         yield f"core.types.TrainBatch.{method}", real(getattr(TrainBatch, method))
     yield "core.learner.learner.split_zero_gradient", real(learner.split_zero_gradient)
-    yield "core.learner.learner.LearnerModel.micro_batches_of_rank", real(learner.LearnerModel.micro_batches_of_rank)
+    yield "core.learner.passes.LearnerModel.micro_batches_of_rank", real(passes.LearnerModel.micro_batches_of_rank)
     yield "core.learner.learner.Stepper.step", step_of
-    yield "core.learner.learner.forward_inputs", real(packing.forward_inputs)
+    yield "core.learner.passes.forward_inputs", real(packing.forward_inputs)
     yield "core.learner.attention._by_length", attention._varlen
     yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
     yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)

@@ -31,7 +31,6 @@ class ModelConfig(Section):
     trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
     override_config: Open = key(FrozenDict(), "fields of the model's own configuration", code=ARGUMENTS)
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
-    fp32_lm_head: bool = key(False, "logits in float32 where weights and passes are bfloat16, in learner and engine")
     lora_rank: Size = key(0, "rank of the adapters that train in place of the weights; 0: all weights train")
     lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", when.ADAPTERS)
     target_modules: Names = key(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.learner.schedules import constant, cosine, multiplier, warmup_steps, wsd
+from core.learner.schedules import constant, cosine, multiplier, warmup_steps
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
 
@@ -49,4 +49,4 @@ def test_warm_up_by_ratio_or_by_count():
 
 
 def test_without_warm_up_every_schedule_starts_at_one():
-    assert constant(0, 0) == cosine(0, 0, 10) == wsd(0, 0, 10) == 1
+    assert constant(0, 0) == cosine(0, 0, 10) == 1

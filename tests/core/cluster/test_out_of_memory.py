@@ -18,7 +18,8 @@ from core.command_line import work
 from core.config import compose, convert
 from core.engines.hf import HFEngine
 from core.errors import MEMORY_KEYS, OutOfMemory, out_of_memory
-from core.learner.learner import Actor, Critic, Policy
+from core.learner.learner import Actor, Critic
+from core.learner.passes import Policy
 from core.ray_trainer import RayPPOTrainer
 from tests.core.engine_contract import ask
 from tests.core.ray_cluster import cluster_config, local_ray, write_model

@@ -30,7 +30,7 @@ VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text()
 # keys that verl v0.6.1 and its DAPO recipe lack
 ADDED = {
     "reward_model.on_error",
-    *("reward_model.weight", "trainer.resume_with_changes", "actor_rollout_ref.model.fp32_lm_head"),
+    *("reward_model.weight", "trainer.resume_with_changes"),
     *(key for key in convert.all_keys(Config) if key.startswith("reward_model.judge.")),
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),

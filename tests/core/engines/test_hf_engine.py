@@ -15,7 +15,6 @@ from transformers import MistralConfig, MistralForCausalLM
 from core.engines import SampleRequest, make_engine
 from core.engines.hf import HFEngine
 from core.errors import InputError
-from core.learner.log_probs import FP32Head
 from core.types import Stop
 from tests.core.engine_contract import (
     HELLO,

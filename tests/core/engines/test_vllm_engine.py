@@ -275,8 +275,6 @@ def test_the_configuration_reaches_vllm(model, monkeypatch):
     }
     monkeypatch.setattr(vllm, "DEVICE", "cuda")
     assert engine_arguments(config, empty)["enable_sleep_mode"]
-    exact = cluster_config(model, *VLLM, "trainer.backend=ray", "actor_rollout_ref.model.fp32_lm_head=True")
-    assert engine_arguments(exact, empty)["hf_overrides"] == {"head_dtype": "float32"}
     apart = cluster_config(model, *VLLM, "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False")
     assert not engine_arguments(apart, empty)["enable_sleep_mode"]
     kept = cluster_config(model, *VLLM, f"{ROLLOUT}.free_cache_engine=False", f"{ROLLOUT}.max_model_len=1000")

@@ -7,7 +7,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from core.algorithm.losses import MetricSums
 from core.errors import InputError
-from core.learner import models
+from core.learner import passes
 from core.learner.batching import mini_batches
 from core.learner.saving import save_model
 from tests.core.cluster.test_fsdp import BF16, MEMORY, PACKED, WHOLE, distance, local, local_gradients, on_ranks
@@ -23,9 +23,9 @@ def compiled_parts(module):
 
 
 def test_mlps_and_norms_of_all_layers_are_compiled_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(models, "_check_compiler", lambda device: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     module = tiny_model()
-    models.compile_parts(module, CPU)
+    passes.compile_parts(module, CPU)
     parts = ("mlp", "input_layernorm", "post_attention_layernorm")
     assert compiled_parts(module) == {f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts}
 
@@ -33,9 +33,9 @@ def test_mlps_and_norms_of_all_layers_are_compiled_and_nothing_else(monkeypatch)
 def test_a_model_without_such_parts_is_refused():
     module = tiny_model("gpt2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "COMPILED", ("Nothing",))
+        patch.setattr(passes, "COMPILED", ("Nothing",))
         with pytest.raises(InputError, match="use_torch_compile=True: the layers of GPT2LMHeadModel have no part"):
-            models.compile_parts(module, CPU)
+            passes.compile_parts(module, CPU)
     assert any(isinstance(part, GPT2Block) for part in module.modules()) and not compiled_parts(module)
 
 
@@ -49,7 +49,7 @@ def test_a_machine_that_cannot_compile_is_told_before_the_first_pass(monkeypatch
     monkeypatch.setattr(torch, "compile", compile_nothing)
     module = tiny_model()
     with pytest.raises(InputError, match="use_torch_compile=True: .*No working C.. compiler.*set it to False"):
-        models.compile_parts(module, CPU)
+        passes.compile_parts(module, CPU)
     assert not compiled_parts(module)
 
 

@@ -11,7 +11,8 @@ from core.algorithm.losses import MetricSums
 from core.config.sections.actor import PolicyLossConfig
 from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches, mini_batching
-from core.learner.learner import Actor, Critic, MicroBatchSize, Policy, only_advantages_train
+from core.learner.learner import Actor, Critic, only_advantages_train
+from core.learner.passes import MicroBatchSize, Policy
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
@@ -292,6 +293,7 @@ def test_a_model_that_caps_its_logits_is_refused():
     config = Gemma2Config(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.1, initializer_range=1.0,
+        attn_logit_softcapping=None,
     )  # fmt: skip
     with pytest.raises(InputError, match="final_logit_softcapping"):
         Policy(AutoModelForCausalLM.from_config(config), temperature=1.0)

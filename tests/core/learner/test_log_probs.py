@@ -7,17 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.config.sections.model import ModelConfig
-from core.errors import InputError
-from core.learner.attention import use_packed_attention
-from core.learner.learner import token_log_probs
-from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
-from core.learner.models import load_policy
-from core.learner.packing import forward_inputs
+from core.learner.log_probs import token_log_probs_and_entropy
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
-from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("case", parameters(["entropy_logprob"]))
@@ -190,62 +183,6 @@ def test_nothing_larger_than_a_chunk_is_ever_made(dtype):
         log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=4000, entropy_grad=True)
         (log_prob + entropy).sum().backward()
     assert largest.elements == 4000
-
-
-@pytest.mark.parametrize("chunk", [1, 10**6])
-def test_with_a_float32_head_logits_of_bfloat16_factors_are_not_rounded(chunk):
-    hidden, weight, bias, labels = make(n=20, v=50, h=64, dtype=torch.bfloat16)
-    exact = [part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
-    want = naive(exact[0], exact[1], labels, bias=exact[2])[0]
-    want.sum().backward()
-    gaps = {}
-    for fp32 in (False, True):
-        got, _ = token_log_probs_and_entropy(hidden, weight, labels, bias=bias, chunk_elements=chunk, fp32=fp32)
-        gaps[fp32] = (got.detach() - want.detach()).abs().max().item()
-        got.sum().backward()
-        for part, other in zip((hidden, weight, bias), exact, strict=True):
-            torch.testing.assert_close(
-                part.grad.double(), other.grad, rtol=5e-2, atol=5e-2 * float(other.grad.abs().max())
-            )
-            part.grad = None
-    assert gaps[True] < 1e-4 and gaps[False] > 1e-2, gaps
-
-
-def test_a_float32_head_is_the_models_own_under_another_name(tmp_path):
-    tiny_model(tie_word_embeddings=True).save_pretrained(tmp_path)
-    plain, exact = (load_policy(ModelConfig(path=str(tmp_path), fp32_lm_head=on)) for on in (False, True))
-    head = exact.get_output_embeddings()
-    assert isinstance(head, FP32Head) and not isinstance(plain.get_output_embeddings(), FP32Head)
-    assert head.weight is exact.get_input_embeddings().weight and [*exact.state_dict()] == [*plain.state_dict()]
-    hidden = torch.randn(2, 3, head.in_features)
-    torch.testing.assert_close(head(hidden), torch.nn.functional.linear(hidden, head.weight), rtol=0, atol=0)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert head(hidden.bfloat16()).dtype == torch.float32
-        assert plain.get_output_embeddings()(hidden).dtype == torch.bfloat16
-    assert head.double()(hidden.double()).dtype == torch.float64
-
-
-def test_a_head_that_is_not_linear_is_refused(tmp_path, monkeypatch):
-    tiny_model().save_pretrained(tmp_path)
-    monkeypatch.setattr("transformers.Qwen2ForCausalLM.get_output_embeddings", lambda self: None)
-    with pytest.raises(InputError, match="fp32_lm_head=True: Qwen2ForCausalLM has no plain linear"):
-        load_policy(ModelConfig(path=str(tmp_path), fp32_lm_head=True))
-
-
-def test_the_learner_reads_a_float32_head_as_its_engine_does():
-    ids, gaps = torch.tensor([[4, 5, 6, 7]]), {}
-    inputs = forward_inputs(ids[0], torch.tensor([False, True, True, True]), torch.tensor([4]))
-    for kind in (torch.nn.Linear, FP32Head):
-        module = tiny_model(initializer_range=0.6).bfloat16()
-        use_packed_attention(module, 1)
-        head = module.get_output_embeddings()
-        head.__class__ = kind
-        with torch.no_grad():
-            got, _ = token_log_probs(module, inputs, temperature=1.0)
-            hidden = module.base_model(ids).last_hidden_state[0, :-1]
-        want, _ = naive(hidden.double(), head.weight.double(), ids[0, 1:])
-        gaps[kind] = (got - want).abs().max().item()
-    assert gaps[FP32Head] < 1e-5 and gaps[torch.nn.Linear] > 1e-3, gaps
 
 
 def test_sums_of_squared_probabilities_are_those_of_an_explicit_softmax_and_change_nothing_else():

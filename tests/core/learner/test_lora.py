@@ -14,9 +14,9 @@ from core.cluster.local_workers import LocalWorkers
 from core.config import compose
 from core.errors import InputError
 from core.export import main as export
-from core.learner.learner import BasePolicy
 from core.learner.lora import add_adapters, base_only, layers, merged_weights, trained_weights
 from core.learner.models import load_critic, load_policy
+from core.learner.passes import BasePolicy
 from core.learner.saving import planned_fingerprints
 from core.ray_trainer import RayPPOTrainer
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model

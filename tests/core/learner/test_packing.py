@@ -8,11 +8,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import MetricSums
-from core.learner import learner, packing
+from core.learner import packing, passes
 from core.learner.attention import ATTENTION, use_packed_attention
 from core.learner.batching import make_batch
-from core.learner.learner import Actor, Critic, MicroBatchSize, Policy, token_log_probs
-from core.learner.packing import ForwardInputs, SharedPrompts, can_share, forward_inputs, predicting_tokens
+from core.learner.learner import Actor, Critic
+from core.learner.packing import ForwardInputs, forward_inputs, predicting_tokens, shared_prompts
+from core.learner.passes import MicroBatchSize, Policy, token_log_probs
 from core.types import Prompt, ScoredGroup, Stop, Trajectory, pad
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor_config, gradient, random_batch
@@ -33,8 +34,7 @@ def float64(monkeypatch):
     """Everything in float64, and prompts are shared in it."""
     for norm in (LlamaRMSNorm, Qwen2RMSNorm):
         monkeypatch.setattr(norm, "forward", in_own_precision)
-    for module in (learner, packing):
-        monkeypatch.setattr(module, "can_share", lambda module: True)
+    monkeypatch.setattr(passes, "can_share", lambda module: True)
 
 
 def model(arch="qwen2", dtype=torch.float64, **overrides):
@@ -61,7 +61,7 @@ def batch_of(prompt_lengths=(9, 14, 12), answers=4, longest=6, first_is_ours=Tru
 
 
 def shared_of(batch):
-    return SharedPrompts.of(batch.input_ids, batch.response_mask, batch.lengths, batch.group)
+    return shared_prompts(batch.input_ids, batch.response_mask, batch.lengths, batch.group)
 
 
 def plain(batch):
@@ -70,8 +70,9 @@ def plain(batch):
     return ForwardInputs(pad(ids, lengths), pad(predicting_tokens(mask, lengths), lengths), ids[mask], mask)
 
 
-def packed(batch, shared=None):
-    return forward_inputs(batch.input_ids.long(), batch.response_mask, batch.lengths, shared=shared)
+def packed(batch, sharing=False):
+    group = batch.group if sharing else None
+    return forward_inputs(batch.input_ids.long(), batch.response_mask, batch.lengths, group_B=group)
 
 
 def outcome(module, inputs):
@@ -90,13 +91,12 @@ def test_a_packed_pass_is_the_plain_pass(float64, arch, sharing, checkpointing):
     """Sequences in any order, with tokens inside that the policy did not write, values and gradients."""
     module, batch = model(arch), batch_of(longest=9)
     batch = batch.rows(torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)))
-    shared = shared_of(batch) if sharing else None
-    assert (shared is None) != sharing
+    assert shared_of(batch) is not None
     if checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected = outcome(module, plain(batch))
     use_packed_attention(module, 1)
-    found = outcome(module, packed(batch, shared))
+    found = outcome(module, packed(batch, sharing))
     for want, got in zip(expected[:2], found[:2], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
         assert want.abs().sum() > 1
@@ -129,14 +129,14 @@ def test_a_pass_has_each_prompt_once_and_no_padding():
         lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
     )
     reader.log_probs(batch, MicroBatchSize(max_sequences=100))
-    shared = shared_of(batch)
-    last = (batch.padded("response_mask") * torch.arange(int(batch.lengths.max()))).amax(1)
-    prefix, answers = shared.prefix_B[shared.first_P], last - shared.prefix_B
-    assert [one["input_ids"].shape for one in seen] == [(1, int(prefix.sum() + answers.sum()))]
-    position = seen[0]["position_ids"][0]
-    expected = [torch.arange(count) for count in prefix]
-    expected += [torch.arange(begin, end) for begin, end in zip(shared.prefix_B, last, strict=True)]
-    assert torch.equal(position, torch.cat(expected))
+    place = torch.arange(int(batch.lengths.max())).expand(len(batch), -1)
+    mask = batch.padded("response_mask")
+    last, prefix = (place * mask).amax(1), place.masked_fill(~mask, 99).amin(1) - 1  # a prompt but its last token
+    of_prompts = [int(prefix[batch.group == group][0]) for group in range(3)]
+    assert [one["input_ids"].shape for one in seen] == [(1, sum(of_prompts) + int((last - prefix).sum()))]
+    expected = [torch.arange(count) for count in of_prompts]
+    expected += [torch.arange(begin, end) for begin, end in zip(prefix, last, strict=True)]
+    assert torch.equal(seen[0]["position_ids"][0], torch.cat(expected))
     whole = Policy(reader.module.double(), temperature=1.0)  # where nothing is shared
     seen.clear()
     whole.log_probs(batch, MicroBatchSize(max_tokens=60))
@@ -187,23 +187,23 @@ KNOBS = [{}, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 130}, {"ppo_
 @pytest.mark.parametrize("knobs", KNOBS, ids=["whole", "tokens", "sequences"])
 def test_losses_and_gradients_are_those_without_sharing(float64, monkeypatch, knobs, checkpointing):
     """With KL loss and entropy bonus; micro-batches cut groups."""
-    batch, found, passes = batch_of(answers=6, seed=2), [], []
+    batch, found, reads = batch_of(answers=6, seed=2), [], []
     generator, mask = torch.Generator().manual_seed(0), batch.response_mask
     noise = {name: torch.randn(len(mask), generator=generator, dtype=torch.float64) * mask for name in "abc"}
     step = batch.adding(
         advantages=noise["a"], old_log_probs=noise["b"] - 4, ref_log_prob=noise["c"] - 4, loss_weight=mask / mask.sum()
     )
-    lay_out = SharedPrompts.in_one_pass
-    monkeypatch.setattr(SharedPrompts, "in_one_pass", lambda *given: (passes.append(1), lay_out(*given))[1])
+    lay_out = packing.shared_prompts
+    monkeypatch.setattr(packing, "shared_prompts", lambda *given: (reads.append(1), lay_out(*given))[1])
     for shares in (False, True):
         more = {"use_kl_loss": True, "entropy_coeff": 0.03, "ppo_micro_batch_size_per_gpu": 100, **knobs}
         one, means = learner_of(Actor, shares, checkpointing, **more), MetricSums()
         one.mismatch = MetricSums()
         one.module.zero_grad()
-        passes.clear()
+        reads.clear()
         one.accumulate(step, means)
         found.append((gradient(one), means.sums["pg_loss"], means.sums["kl_loss"], *one.log_probs(batch, one.size)))
-        assert bool(passes) == shares
+        assert bool(reads) == shares
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-11, atol=1e-12)
     assert found[0][0].norm() > 0
@@ -223,34 +223,27 @@ def test_values_and_the_critics_gradient_are_those_without_sharing(float64):
         assert expected.abs().sum() > 0.1
 
 
-def test_windows_and_proofs_in_float64_are_not_shared():
+@pytest.mark.parametrize("sharing", [False, True], ids=["whole", "shared"])
+def test_a_sliding_window_ends_where_it_should(sharing):
     shape = {name: getattr(tiny_config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    for window, shares in ((5, False), (None, True)):
-        module = MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=window))
-        module.set_attn_implementation(ATTENTION)
-        assert can_share(module) == shares
-    assert not can_share(module.double())
-
-
-def test_a_sliding_window_ends_where_it_should():
-    config = MistralConfig(
-        **{name: getattr(tiny_config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5},
-        initializer_range=0.08,
-    )
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module = MistralForCausalLM(config).to(torch.float64)
-    batch = random_batch()
-    found = Policy(module, temperature=1.0).log_probs(batch, MicroBatchSize(max_tokens=100))[0]
+        module = MistralForCausalLM(MistralConfig(**shape, **heads, initializer_range=0.08)).to(torch.float64)
+    batch, reader = batch_of(), Policy(module, temperature=1.0)
+    reader.shares = sharing
+    found = reader.log_probs(batch, MicroBatchSize(max_tokens=1000))[0]
     module.set_attn_implementation("sdpa")
     for row in range(len(batch)):
         (span,) = batch.spans(torch.tensor([row]))
         ids = batch.input_ids[span].long()
         logits = module(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1).detach()
         expected = logits[:-1].gather(1, ids[1:, None])[:, 0] * batch.response_mask[span][1:]
-        torch.testing.assert_close(found[span][1:], expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[span][1:], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_proofs_in_float64_repeat_prompts():
+    assert packing.can_share(tiny_model()) and not packing.can_share(tiny_model().double())
 
 
 def test_the_saved_configuration_does_not_name_this_attention(tmp_path):

@@ -13,8 +13,8 @@ import torch
 from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.learner.batching import make_batch
-from core.learner.learner import MicroBatchSize, Policy
 from core.learner.models import load_policy
+from core.learner.passes import MicroBatchSize, Policy
 from core.types import Prompt, ScoredGroup, TrainBatch
 from core.vision.learner_pictures import PictureInputs, run_with_pictures
 from core.vision.pictures import patches

@@ -10,8 +10,8 @@ import torch
 
 from core.engines import SampleRequest, SamplingParams
 from core.learner.batching import make_batch
-from core.learner.learner import MicroBatchSize, Policy
 from core.learner.models import load_policy, load_tokenizer
+from core.learner.passes import MicroBatchSize, Policy
 from core.types import ScoredGroup
 from reward_scores.score import Score
 from tests.core.vision.test_vision import prompts

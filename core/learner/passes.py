@@ -1,0 +1,249 @@
+"""What a pass over sequences computes: log-probs and entropies of a policy, in micro-batches that fit into memory.
+
+Everything is computed on the positions that the policy wrote and nowhere else. Updates are ``learner.py``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from core.algorithm.losses import MetricSums
+from core.data.vocabulary import unknown_among
+from core.errors import InputError
+from core.learner.attention import use_packed_attention
+from core.learner.batching import micro_batches
+from core.learner.log_probs import token_log_probs_and_entropy
+from core.learner.lora import base_only
+from core.learner.model_checks import check_head, check_packing, check_speed
+from core.learner.packing import ForwardInputs, can_share, forward_inputs
+from core.types import TrainBatch
+from core.vision.learner_pictures import PictureInputs
+from core.vision.modality import modality_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from core.config.sections.actor import ActorConfig, RefConfig
+    from core.config.sections.critic import CriticConfig
+    from core.config.sections.rollout import RolloutConfig
+
+NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
+COMPILED = ("MLP", "Norm")  # how the classes of the parts end that are compiled
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """A memory setting: the most sequences, or tokens, of one pass."""
+
+    max_sequences: int | None = None
+    max_tokens: int | None = None
+
+
+def training_size(part: ActorConfig | CriticConfig) -> MicroBatchSize:
+    """Return the micro-batch size of the passes that train. ``part`` is the actor or critic section."""
+    if part.use_dynamic_bsz:
+        return MicroBatchSize(max_tokens=part.ppo_max_token_len_per_gpu)
+    return MicroBatchSize(max_sequences=part.ppo_micro_batch_size_per_gpu)
+
+
+def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
+    """Return the micro-batch size of log-prob passes. ``part`` is the rollout or ref section."""
+    if part.log_prob_use_dynamic_bsz:
+        return MicroBatchSize(max_tokens=part.log_prob_max_token_len_per_gpu)
+    return MicroBatchSize(max_sequences=part.log_prob_micro_batch_size_per_gpu)
+
+
+class Ranks:
+    """Collectives of a learner's ranks: all must call them, in the same order.
+
+    This is a learner alone, for which they do nothing; :mod:`core.cluster.fsdp` has several ranks.
+    """
+
+    is_rank_zero = True  # the one rank that counts what all of them have
+
+    def all_reduce_max(self, count: int) -> int:
+        """Return the largest ``count`` of all ranks."""
+        return count
+
+    def gather_metrics(self, metrics: MetricSums) -> MetricSums:
+        """Return the metrics of what all ranks saw."""
+        return metrics
+
+    def with_gathered_params(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that reads parameters of ``module``, which a sharded one gathers first."""
+        return function(module, *args, **kwargs)
+
+    def reshard(self, module: nn.Module) -> None:
+        """Drop weights that passes gathered and left: an optimizer that is made then would have them for its own."""
+
+
+ALONE = Ranks()
+
+
+def _in_precision_of_passes(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+    """Return the embeddings of a pass in autocast's precision, so that the sums between layers have it too.
+
+    Engines and sharded learners compute so. Autocast alone leaves these sums in the weights' float32, which a
+    third of the work then goes through, and differs more from the engine's log-probs.
+    """
+    kind = states.device.type
+    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
+
+
+def token_log_probs(
+    module: nn.Module,
+    inputs: ForwardInputs,
+    *,
+    temperature: float,
+    unknown: Tensor | None = None,
+    every_part: bool = False,
+    **options: bool,
+) -> tuple[Tensor, ...]:
+    """Return [M] each: log-prob and entropy of each token that ``inputs`` predict, by a causal language model.
+
+    ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
+    ``every_part`` is :meth:`Modality.run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
+    """
+    body = modality_of(module.config).run_body
+    out = body(module, inputs.input_ids, inputs.media, every_part=every_part, use_cache=False, **inputs.inputs)
+    # The last norm's weights are float32
+    hidden_MH = _in_precision_of_passes(module, (), out.last_hidden_state[inputs.predicts])
+    head = module.get_output_embeddings()
+    # Where ranks share layers it is a DTensor, and each of them reads all of it.
+    weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias))
+    if unknown is not None:
+        zeros = weight.new_zeros(len(weight), dtype=torch.float32) if bias is None else bias
+        bias = zeros.index_fill(0, unknown, NEVER)
+    return token_log_probs_and_entropy(hidden_MH, weight, inputs.labels, temperature=temperature, bias=bias, **options)
+
+
+class LearnerModel:
+    """A model and what its forward passes need: precision, the ranks, and the ``mesh`` of those that split a pass."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        ranks: Ranks = ALONE,
+        device: torch.device | None = None,
+        mesh: DeviceMesh | None = None,
+        compiled: bool = False,
+    ):
+        self.module, self.compute_dtype = module, compute_dtype
+        self.ranks, self.mesh, self.modality = ranks, mesh, modality_of(module.config)
+        self.computes_on = device  # None: where the parameters are
+        if compute_dtype is not None:
+            check_speed(compute_dtype, self.device.type)
+            module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
+        self.split = 1 if mesh is None else mesh.size()  # ranks that split each pass between them
+        use_packed_attention(module, self.split)
+        if compiled:
+            compile_parts(module, self.device)
+        self.shares = can_share(module) and not self.modality.reads_media  # whose positions are not places
+        check_packing(self)
+        ranks.reshard(module)
+
+    @property
+    def device(self) -> torch.device:
+        return self.computes_on or next(self.module.parameters()).device
+
+    def precision(self) -> contextlib.AbstractContextManager:
+        if self.compute_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def micro_batches_of_rank(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
+        """Return the rank's micro-batches with the indices of their sequences, as many on every rank.
+
+        A sharded model needs all ranks in every pass, so a rank with fewer adds empty ones.
+        """
+        tokens = size.max_tokens and size.max_tokens * self.split
+        pieces = list(micro_batches(batch, max_sequences=size.max_sequences, max_tokens=tokens))
+        missing = self.ranks.all_reduce_max(len(pieces)) - len(pieces)
+        return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
+
+    def pass_over(self, batch: TrainBatch, media: PictureInputs | None = None) -> ForwardInputs:
+        """Return the inputs of a pass over the micro-batch, which reads the prompts of its groups once."""
+        ids, group = batch.input_ids.long(), batch.group if self.shares else None
+        return forward_inputs(ids, batch.response_mask, batch.lengths, group_B=group, media=media, mesh=self.mesh)
+
+
+class Policy(LearnerModel):
+    """A causal language model that is read through its log-probs. ``options`` are those of :class:`LearnerModel`."""
+
+    def __init__(self, module: nn.Module, *, temperature: float, known: np.ndarray | None = None, **options: Any):
+        super().__init__(module, **options)
+        self.temperature = temperature
+        check_head(self)
+        unknown = unknown_among(known, module.get_output_embeddings().weight.shape[0])
+        self.unknown = torch.from_numpy(unknown).to(self.device) if len(unknown) else None
+        self.ranks.reshard(module)
+
+    def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
+        """Return log-prob of each policy token and entropy of its distribution, [N] each and 0 elsewhere.
+
+        ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
+        """
+        media = None
+        if media_B := batch.media_of_rows():
+            media = self.modality.inputs(self.module, batch.padded("input_ids").long(), media_B)
+        inputs = self.pass_over(batch, media)
+        return tuple(map(inputs.at_tokens, self.forward(inputs, **options)))
+
+    def forward(self, inputs: ForwardInputs, **options: Any) -> tuple[Tensor, ...]:
+        """Return :func:`token_log_probs` of this policy; ``options`` are the rest of its arguments."""
+        options |= {"temperature": self.temperature, "unknown": self.unknown, "every_part": self.ranks is not ALONE}
+        with self.precision():
+            return self.ranks.with_gathered_params(self.module, token_log_probs, inputs, **options)
+
+    @torch.no_grad()
+    def log_probs(self, batch: TrainBatch, size: MicroBatchSize, *, squares: bool = False) -> tuple[Tensor, ...]:
+        """Return :meth:`token_stats` of the whole batch, [N] on the batch's device, without gradients."""
+        dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
+        stats = tuple(torch.zeros(batch.tokens, dtype=dtype) for _ in range(3 if squares else 2))
+        for index, micro in self.micro_batches_of_rank(size, batch):
+            values = self.token_stats(micro.to(self.device), squares=squares)
+            if len(index):
+                for whole, value in zip(stats, values, strict=True):
+                    batch.put(whole, index, value.cpu().to(dtype))
+        return stats
+
+
+class BasePolicy(Policy):
+    """The policy as it was before training: the reference where adapters train and the base stays."""
+
+    def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
+        with base_only(self.module):
+            return super().token_stats(batch, **options)
+
+
+def compile_parts(module: nn.Module, device: torch.device) -> None:
+    """Have the MLPs and norms of a model's layers compiled when they are first called, for batches of any shape.
+
+    These parts read each token alone. Attention stays as it is, so neither the layout of a pass nor the exchange
+    between ranks enters a compiled part, and the hooks of FSDP2, which lie on whole layers, stay outside.
+
+    Raises InputError where the model has no such part, or nothing can be compiled for ``device``.
+    """
+    layers = set(getattr(module, "_no_split_modules", None) or ())
+    blocks = [part for part in module.modules() if any(kind.__name__ in layers for kind in type(part).__mro__)]
+    parts = {part for block in blocks for part in block.modules() if type(part).__name__.endswith(COMPILED)}
+    if not parts:
+        kinds = f"the layers of {type(module).__name__} have no part whose class ends in {' or '.join(COMPILED)}"
+        raise InputError(f"use_torch_compile=True: {kinds}; set it to False")
+    try:
+        torch.compile(lambda value: value * 2 + 1, dynamic=True)(torch.ones(8, device=device))
+    except RuntimeError as error:  # those of torch.compile are derived of it
+        reason = " ".join(str(error).split())[:200]
+        fix = "install what it names (a C++ compiler, for a GPU triton), or set it to False"
+        raise InputError(f"use_torch_compile=True: torch.compile does not work here ({reason}); {fix}") from error
+    for part in parts:
+        part.compile(dynamic=True)
