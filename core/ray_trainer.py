@@ -157,7 +157,7 @@ class RayPPOTrainer:
         self.reward = RewardLayer(config)
         self.reward.check(self._examples())
         examples = list(self.stream.files.first.values())
-        check_hooks(examples, self.reward, self.tokenizer, self.shape_reward, self.keep_group)
+        check_hooks(examples, self.reward.known, self.tokenizer, self.shape_reward, self.keep_group)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return, by the key of their files, the tokens of the longest prompt and those that may follow it."""

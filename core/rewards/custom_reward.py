@@ -1,55 +1,31 @@
-"""A user's own reward function, with verl's signature: how it is loaded and called, and how its result is read.
-
-Where it is called (in this process or in a grader) is not decided here.
-"""
+"""A user's own reward function, with verl's signature: how it is loaded and called."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from core.config.code_by_path import absent, load_object
+from core.config.code_by_path import absent, load_module, load_object
 from core.errors import InputError
 from reward_scores.score import Scorer, any_ground_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-OTHER = {ARGUMENTS: BATCH_ARGUMENTS, BATCH_ARGUMENTS: ARGUMENTS}
-MANAGER = {  # the arguments that the manager gives -> what to do about a function of the other kind
-    ARGUMENTS: "it takes lists (data_sources, solution_strs, ...); set reward_model.reward_manager=batch",
-    BATCH_ARGUMENTS: "it takes one answer, and reward_model.reward_manager=batch calls with lists; set naive or prime",
-}
+LISTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 KEY = "custom_reward_function"
-ALIASES = {  # what verl's own scorers call an argument -> its name under which verl calls a user's function
-    **dict.fromkeys(("predict_str", "model_output", "completion"), "solution_str"),
-    "test_cases": "ground_truth",
-}
-SIGNATURE = f"write a function compute_score({', '.join(ARGUMENTS)}) that calls it"
-FOREIGN = {  # argument that a function of another project requires -> what to do
-    "reward_inputs": f"EasyR1 calls it with dictionaries; {SIGNATURE}",
-    "reward_input": f"EasyR1 calls it with a dictionary; {SIGNATURE}",
-    "completions": f"TRL calls it with lists of completions and columns; {SIGNATURE} for one answer",
-    "queries": f"OpenRLHF calls it with lists of whole texts; {SIGNATURE} for one answer",
-    "data": f"it reads a batch as verl's reward managers do; {SIGNATURE} for one answer",
-    "reward_router_address": "it asks a reward model behind verl's router; set reward_model.judge.url instead",
-    "tokenizer": f"verl passes a tokenizer to reward managers alone; load it in the function, or {SIGNATURE}",
-}
 
 
 class CustomFunction:
     """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
 
-    It is called by argument name, as verl does, with those of the four that it has: one may be left out, unless it is
-    ``solution_str``, and may have the name that verl's own scorers give it (:data:`ALIASES`). ``path`` is a Python file
-    or a module's name; two files of the same name do not collide. Where the module has ``EXAMPLES`` or
-    ``check_ground_truth``, they are used like a scorer's own. A ``batched`` one takes lists,
-    ``compute_score(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs)``, and returns a list.
-    ``settings`` are the arguments that make it anew in another process. Raises InputError.
+    It is called by argument name, as verl does, with those of the four that it takes; it must take ``solution_str``.
+    ``path`` is a Python file or a module's name. Where the module has ``EXAMPLES`` or ``check_ground_truth``, they are
+    used like a scorer's own. A ``batched`` one takes lists, ``compute_score(data_sources, solution_strs, ground_truths,
+    extra_infos, **reward_kwargs)``, and returns a list. ``settings`` are the arguments that make it anew in another
+    process. Raises InputError.
     """
 
     def __init__(
@@ -57,13 +33,46 @@ class CustomFunction:
     ):
         self.settings = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "batched": batched}
         self.name, self.kwargs, self.batched = f"{path}:{name}", dict(kwargs or {}), batched
-        where = without_scheme(path)
-        self.function, self.parameters = _load(where, name, self.kwargs, BATCH_ARGUMENTS if batched else ARGUMENTS)
-        self.examples, self.check_ground_truth = (), any_ground_truth
-        with suppress(InputError):  # the module need not have it
-            self.examples = tuple(load_object(f"{where}:EXAMPLES"))
-        with suppress(InputError):
-            self.check_ground_truth = load_object(f"{where}:check_ground_truth")
+        where = path.removeprefix("file://").removeprefix("pkg://")
+        try:
+            self.function: Callable[..., Any] = load_object(f"{where}:{name}", f"{KEY}.path")
+            module = load_module(where, f"{KEY}.path={where}")
+        except InputError:
+            raise
+        except Exception as error:  # of the user's module, which may raise anything
+            fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
+            trace = traceback.format_exc(limit=-3).rstrip()
+            raise InputError(f"{KEY}.path={where}: importing it failed{fix}\n{trace}") from error
+        self.arguments = self._arguments()
+        self.examples = tuple(getattr(module, "EXAMPLES", ()))
+        self.check_ground_truth = getattr(module, "check_ground_truth", any_ground_truth)
+
+    def _arguments(self) -> tuple[str, ...]:
+        """Return the arguments that the function is called with. Raises InputError where it cannot be called so."""
+        where, known = f"{KEY}.name={self.settings['name']}", LISTS if self.batched else ARGUMENTS
+        if not callable(self.function):
+            raise InputError(f"{where}: {self.settings['path']} has it, but it is not a function")
+        if taken := sorted(set(self.kwargs) & set(known)):
+            raise InputError(f"{KEY}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
+        signature = inspect.signature(self.function)
+        given = signature.parameters
+        if any(one.kind is one.VAR_KEYWORD for one in given.values()):
+            arguments = known
+        else:
+            arguments = tuple(name for name in known if name in given)
+        try:
+            if known[1] not in arguments:
+                raise TypeError(f"it has no argument {known[1]}")
+            signature.bind(**dict.fromkeys(arguments), **self.kwargs)
+        except TypeError as error:
+            call = f"{self.settings['name']}({', '.join([*known, *self.kwargs])})"
+            fix = f"rename its arguments, or correct {KEY}.reward_kwargs"
+            if (ARGUMENTS if self.batched else LISTS)[1] in given:
+                other = "one answer; set naive or prime" if self.batched else "lists; set batch"
+                fix = f"it takes {other} as reward_model.reward_manager"
+            rule = f"it is called by name as {call}, which its signature refuses: {error}"
+            raise InputError(f"{where}: {rule}; {fix}") from error
+        return arguments
 
     def scorer(self, data_source: str) -> Scorer:
         """Return the function in the shape of a built-in scorer, for one data source."""
@@ -71,76 +80,12 @@ class CustomFunction:
 
     def _call(self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Any:
         # Copies: what the function does to its arguments must not reach the example in memory.
-        values = (data_source, response, copy.deepcopy(ground_truth), copy.deepcopy(dict(extra_info)))
-        return self.function(**self._named(ARGUMENTS, values), **self.kwargs)
+        return self._called(ARGUMENTS, (data_source, response, *copy.deepcopy((ground_truth, dict(extra_info)))))
 
     def call_batch(self, *lists: Sequence[Any]) -> Any:
-        """Call a batched function with the lists of BATCH_ARGUMENTS, for :func:`as_scores` to read the result."""
-        return self.function(**self._named(BATCH_ARGUMENTS, lists), **self.kwargs)
+        """Call a batched function with its four lists, for :func:`core.rewards.grading.as_results` to read."""
+        return self._called(LISTS, lists)
 
-    def _named(self, arguments: tuple[str, ...], values: Sequence[Any]) -> dict[str, Any]:
-        pairs = zip(arguments, values, strict=True)
-        return {self.parameters[argument]: value for argument, value in pairs if argument in self.parameters}
-
-
-def without_scheme(path: str) -> str:
-    """Return a path of the configuration without verl's ``file://`` or ``pkg://``."""
-    return path.removeprefix("file://").removeprefix("pkg://")
-
-
-@contextmanager
-def users_code(key: str, what: str) -> Iterator[None]:
-    """Turn whatever a user's module raises at start into an InputError that names the configuration key."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
-        if "relative import" in str(error):
-            fix = "; write it without the dot: the file's folder is on the path while it is imported"
-        raise InputError(f"{key}: {what} failed{fix}\n{traceback.format_exc(limit=-3).rstrip()}") from error
-
-
-def _load(
-    where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]
-) -> tuple[Callable[..., Any], dict[str, str]]:
-    """Return a user's function, and argument -> the parameter that takes it. Raises InputError."""
-    with users_code(f"{KEY}.path={where}", "importing it"):
-        function = load_object(f"{where}:{name}", f"{KEY}.path")
-    if not callable(function):
-        raise InputError(f"{KEY}.name={name}: {where} has it, but it is not a function")
-    if taken := sorted(set(kwargs) & set(arguments)):
-        raise InputError(f"{KEY}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
-    if (misfit := _misfit(function, arguments, kwargs)) is None:
-        return function, _parameters(function, arguments)
-    if _misfit(function, OTHER[arguments], kwargs) is None:
-        raise InputError(f"{KEY}.name={name}: {MANAGER[arguments]}")
-    fix = f"rename its arguments, or correct {KEY}.reward_kwargs"
-    with suppress(ValueError):  # a function of C code need not have a signature
-        required = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
-        fix = next((FOREIGN[one] for one in required if one in FOREIGN and one not in kwargs), fix)
-    call = f"{name}({', '.join([*arguments, *kwargs])})"
-    raise InputError(f"{KEY}.name={name}: it is called by name as {call}, which its signature refuses: {misfit}; {fix}")
-
-
-def _misfit(function: Callable[..., Any], arguments: tuple[str, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return why a function cannot be called with an answer's arguments, or None where it can."""
-    try:
-        parameters = _parameters(function, arguments)
-        if arguments[1] not in parameters:
-            return f"it has no argument {arguments[1]}"
-        inspect.signature(function).bind(**dict.fromkeys(parameters.values()), **kwargs)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _parameters(function: Callable[..., Any], arguments: tuple[str, ...]) -> dict[str, str]:
-    """Return argument -> the parameter that takes it, of those that a function takes by name."""
-    given = inspect.signature(function).parameters.values()
-    taken = {ALIASES.get(one.name, one.name): one.name for one in given if one.kind is not one.POSITIONAL_ONLY}
-    taken |= {one.name: one.name for one in given if one.name in arguments}
-    if any(one.kind is one.VAR_KEYWORD for one in given):
-        taken = {argument: argument for argument in arguments} | taken
-    return {argument: taken[argument] for argument in arguments if argument in taken}
+    def _called(self, names: Sequence[str], values: Sequence[Any]) -> Any:
+        given = {name: value for name, value in zip(names, values, strict=True) if name in self.arguments}
+        return self.function(**given, **self.kwargs)

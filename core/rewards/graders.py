@@ -1,179 +1,80 @@
-"""Grading in processes that can be killed: every job has a deadline, and nothing a scorer does reaches the trainer.
+"""Where answers are graded: in this process, or in graders, processes that can be killed at a deadline.
 
-Here too is the choice of where an answer is graded, :func:`make_manager`.
+A grader is a process in a session of its own, which reads and writes lines of JSON. Its parent counts the time: a
+grader that misses a deadline is killed with everything it started, and the next job starts another. No pickle is read
+on either side. Libraries for this (``concurrent.futures``, pebble) kill a process, but not those that it has started,
+and they unpickle what it sends.
 
-A grader is a process in a session of its own (:mod:`core.rewards.grader_process`), which reads and writes lines. The
-driver counts its time: a grader that misses a deadline is killed with everything it started, and replaced. No pickle is
-read on either side. Libraries for this (``concurrent.futures``, pebble) were tried: they kill a worker, but not the
-processes that it has started, and they unpickle what it sends.
+``python -m core.rewards.graders`` is such a process (:func:`main`); :class:`Grader` alone starts it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import inspect
 import json
-import logging
 import os
+import queue
+import resource
+import select
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
-from core.config import code_by_path, registry
-from core.config.code_by_path import load_module, load_object
-from core.errors import InputError, WorkersLost
-from core.rewards.custom_reward import users_code, without_scheme
-from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers, as_result
-from reward_scores.http_client import BackgroundLoop
+from core.config.code_by_path import load_object
+from core.errors import WorkersLost
+from core.rewards.custom_reward import CustomFunction
+from core.rewards.grading import Failure, Job, Scorers, as_results, as_score, crash
 from reward_scores.score import Score, ScoreStatus
 
-if TYPE_CHECKING:
-    from core.config.sections.reward import RewardModelConfig
-
-START_S = 120.0  # for a grader to import the user's function, which is not the answer's time
-KILL_S = 10.0  # for a grader that was killed to be gone
-TRIES = 3  # graders that may be lost under a job, or die before they have begun it
+START_S = 120.0  # for a grader to import what it needs, which is not the answer's time
 LONGEST_LINE = 64 * 2**20  # bytes of a grader's reply
-SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-log = logging.getLogger(__name__)
-
-
-def cores() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+LONGEST_DETAIL = 10_000  # characters of a traceback: an exception may quote the answer that caused it
+# One thread: a thread's memory counts against the limit
+SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)  # an administrator's, or the kernel's where memory runs out
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Grader:
-    """One grading process, which is started when it is first needed; all methods run on one event loop.
+class InProcess:
+    """Grades in this process, one job after the other. What a library may not finish goes to ``pool``."""
 
-    Lines to it: ``<number> <jobs, JSON>``. Lines from it: ``<number> begun``, ``<number> more|last <result, JSON>``
-    (``last``: the process that graded ends, for its scorer has left something behind), ``0 died <how>``.
-    """
+    def __init__(self, scorers: Scorers, pool: GraderPool | None = None):
+        self.scorers, self.pool = scorers, pool
 
-    def __init__(self, settings: Mapping[str, Any]):
-        self.settings = settings
-        self.process: asyncio.subprocess.Process | None = None
-        self._number = 0
-
-    async def grade(self, jobs: str, seconds: float) -> tuple[str, bytes]:
-        """Return a status and its details: ``graded`` and JSON, or ``timeout``, ``crash`` or ``killed`` and a text.
-
-        ``killed``: by somebody else. Raises WorkersLost where the process itself ends.
-        """
-        if self.process is None or self.process.returncode is not None:
-            await self._start()
-        self._number += 1
+    async def run(self, job: Job) -> Score | Failure:
         try:
-            async with asyncio.timeout(START_S):
-                if died := await self._begin(jobs):
-                    await self.stop()
-                    return "crash", b"the grader %s before it had begun" % died
-        except TimeoutError:
-            await self.stop()
-            return "crash", b"a grader was not ready after %g s" % START_S
-        try:
-            async with asyncio.timeout(seconds):
-                number, kind, text = await self._line()
-        except TimeoutError:
-            await self.kill()
-            return "timeout", b"killed after %g s (reward_model.timeout_s)" % seconds
-        except ValueError:
-            await self.stop()
-            return "crash", b"the scorer's result has more than %d bytes" % LONGEST_LINE
-        if kind == b"died":
-            how = b"the grader %s before it returned a score" % text
-            return ("killed" if text == b"died of SIGKILL" else "crash"), how
-        if number != b"%d" % self._number or kind not in (b"more", b"last"):
-            await self.kill()
-            return "crash", b"the grader wrote what is no message: " + repr(
-                b" ".join((number, kind, text))[:200]
-            ).encode()
-        if kind == b"last":
-            await self._until_dead()
-        return "graded", text
+            if self.pool is not None and self.scorers.libraries(job.data_source):
+                return await self.pool.run(job)
+            result = self.scorers(job)
+            return as_score(await result if inspect.isawaitable(result) else result)
+        except WorkersLost:  # of the pool: never the fault of an answer
+            raise
+        except (Exception, SystemExit) as error:  # sys.exit in a scorer must not end the run, which would look finished
+            return crash(error)
 
-    async def _start(self) -> None:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "core.rewards.grader_process"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LONGEST_LINE,
-            start_new_session=True,  # a Ctrl-C is the driver's: the step it finishes still needs its scores
-            # One thread: it forks, and a thread's memory counts against the limit
-            env={**os.environ, "PYTHONPATH": path, **dict.fromkeys(SINGLE_THREADED, "1")},
-        )
-        # Not awaited: a start that is cancelled has its settings all the same
-        self.process.stdin.write(to_json({**self.settings, "driver": os.getpid()}).encode() + b"\n")
+    async def run_together(self, jobs: Sequence[Job]) -> list[Score | Failure]:
+        return [await self.run(job) for job in jobs]
 
-    async def _write(self, line: str) -> None:
-        with contextlib.suppress(ConnectionError):  # it is dead: the next line that is read tells
-            self.process.stdin.write(line.encode() + b"\n")
-            await self.process.stdin.drain()
-
-    async def _begin(self, jobs: str) -> bytes:
-        """Send jobs and wait until they are begun. Return how grader after grader died, or nothing."""
-        for _ in range(TRIES):
-            await self._write(f"{self._number} {jobs}")
-            number, kind, text = await self._line()
-            while kind != b"died":
-                if kind == b"begun" and number == b"%d" % self._number:
-                    return b""
-                number, kind, text = await self._line()
-            # It died idle: before it had read the jobs, or while. They are sent again; a number is graded once
-        return text
-
-    async def _line(self) -> tuple[bytes, bytes, bytes]:
-        """Return the three parts of the next line. Raises WorkersLost at the end, ValueError for a line too long."""
-        while (line := await self.process.stdout.readline()) == b"\n":
-            pass
-        if not line:
-            status = await self.process.wait()
-            raise WorkersLost(f"a grader ended with status {status}; see the messages above")
-        number, _, rest = line.rstrip(b"\n").partition(b" ")
-        kind, _, text = rest.partition(b" ")
-        return number, kind, text
-
-    async def _until_dead(self) -> None:
-        try:
-            async with asyncio.timeout(KILL_S):
-                while (await self._line())[1] != b"died":
-                    pass
-        except (TimeoutError, ValueError, WorkersLost):
-            await self.stop()
-
-    async def kill(self) -> None:
-        """Kill what grades now, and wait until it is gone. The next jobs get another."""
-        if self.process is not None and self.process.returncode is None:
-            self.process.send_signal(signal.SIGUSR1)
-            await self._until_dead()
-
-    async def stop(self) -> None:
-        """End the process and all that it started."""
-        process, self.process = self.process, None
-        if process is not None and process.returncode is None:
-            process.terminate()
-            try:
-                async with asyncio.timeout(KILL_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
 
 
 class GraderPool:
     """Grades jobs in ``num_workers`` graders (None: one a core, at most 4).
 
-    A job that takes longer than ``timeout_s``, counted from when a grader begins it, gets status timeout; one whose
-    grader dies, or whose scorer raises, gets crash. A grader may map ``memory_limit_mb`` MiB (None: no limit; a limit
-    that is too low for what the user's module imports shows at start). An asynchronous function runs in the grader's
-    own event loop, one job at a time. A job whose grader somebody else killed (``kill -9``, a lack of memory) is graded
-    once more.
-
-    A batched function is called with the jobs of :meth:`run_together`; ``timeout_s`` is then the time of that call.
-    What a job holds must be JSON (:func:`to_json`). No process is started before the first job.
+    A job that takes longer than ``timeout_s`` gets status timeout; one whose grader dies, or whose scorer raises, gets
+    crash. A grader may map ``memory_limit_mb`` MiB (None: no limit). An asynchronous function runs in the grader's own
+    event loop, one job at a time. A batched function is called with the jobs of :meth:`run_together`; ``timeout_s`` is
+    then the time of that call. No process is started before the first job.
     """
 
     def __init__(
@@ -184,99 +85,148 @@ class GraderPool:
         timeout_s: float = 10.0,
         memory_limit_mb: int | None = 1024,
     ):
-        self.timeout_s, self.num_workers = timeout_s, num_workers or min(4, cores())
+        self.timeout_s = timeout_s
         self.settings = {
+            "driver": os.getpid(),
             "memory_limit_mb": memory_limit_mb,
             "reward_kwargs": scorers.reward_kwargs,
             "custom": scorers.custom and scorers.custom.settings,
+            "preload": [],
         }
-        self.preloaded: tuple[str, ...] = ()
-        self.graders: list[Grader] = []
-        self._loop: BackgroundLoop | None = None  # of a thread, so that the callers' event loops may come and go
-        self._idle: asyncio.LifoQueue[Grader] = asyncio.LifoQueue()
+        self.graders = [Grader(self.settings) for _ in range(num_workers or min(4, cores()))]
+        self._idle: queue.LifoQueue[Grader] = queue.LifoQueue()
+        for grader in reversed(self.graders):  # the first one is taken first: as few start as are needed
+            self._idle.put(grader)
+        self._threads = ThreadPoolExecutor(len(self.graders), "grader")  # one waits for each grader
 
     def preload(self, libraries: Iterable[str]) -> None:
-        """Name functions (``module:name``) that import slow libraries once a grader, for all of its forks."""
-        self.preloaded = tuple(sorted({*self.preloaded, *libraries}))
+        """Name functions (``module:name``) that import slow libraries when a grader starts."""
+        self.settings["preload"] = sorted({*self.settings["preload"], *libraries})
 
     async def run(self, job: Job) -> Score | Failure:
         return (await self.run_together([job]))[0]
 
     async def run_together(self, jobs: Sequence[Job]) -> list[Score | Failure]:
-        """Return the results of jobs that one grader gets at once, in the time of one: a batched function's one call.
+        """Return the results of jobs that one grader gets at once, in the time of one.
 
-        Raises WorkersLost where grader after grader is lost: that is never the fault of an answer.
+        Raises WorkersLost where no grader starts: that is never the fault of an answer.
         """
         try:
             body = to_json(list(map(vars, jobs)))
         except (TypeError, ValueError) as error:
             return [Failure(ScoreStatus.CRASH, f"a job for a grader must be JSON: {error}")] * len(jobs)
-        if self._loop is None:
-            self._loop, self._idle = BackgroundLoop("graders"), asyncio.LifoQueue()
-            self.graders = [Grader({**self.settings, "preload": self.preloaded}) for _ in range(self.num_workers)]
-            for grader in reversed(self.graders):  # the first one is taken first: as few start as are needed
-                self._idle.put_nowait(grader)
-        loop = self._loop
-        try:
-            return _results(*await asyncio.wrap_future(loop.submit(self._grade(body))), len(jobs))
-        except asyncio.CancelledError:
-            if self._loop is loop or asyncio.current_task().cancelling():
-                raise
-            return [Failure(ScoreStatus.CRASH, "the graders were closed")] * len(jobs)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, self._grade, body)
+        return [found] * len(jobs) if isinstance(found, Failure) else found
 
-    async def _grade(self, jobs: str) -> tuple[str, bytes]:
-        grader = await self._idle.get()
+    def _grade(self, jobs: str) -> list[Score | Failure] | Failure:
+        grader = self._idle.get()
         try:
-            for tried in range(TRIES):
-                try:
-                    status, text = await grader.grade(jobs, self.timeout_s)
-                except WorkersLost as error:
-                    log.warning("%s; another one grades what it had not finished", error)
-                    lost = error
-                    continue
-                if status == "killed" and not tried:
-                    continue  # once, for the answer may have done it itself
-                return status, text
-            raise lost
-        except asyncio.CancelledError:
-            await grader.kill()
-            raise
+            return grader.grade(jobs, self.timeout_s)
         finally:
-            self._idle.put_nowait(grader)
+            self._idle.put(grader)
 
     def close(self) -> None:
-        """Kill the graders. The next job would start new ones."""
-
-        async def stop() -> None:
-            await asyncio.gather(*(grader.stop() for grader in self.graders))
-
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close(stop)
+        """Kill the graders, whatever they do. A second call does nothing."""
+        for grader in self.graders:
+            grader.closed = True
+            grader.kill()
+        self._threads.shutdown(cancel_futures=True)
 
 
-def _results(status: str, text: bytes, count: int) -> list[Score | Failure]:
-    """Read what a grader wrote: its scorer may have written it."""
-    if status != "graded":
-        failed = ScoreStatus.TIMEOUT if status == "timeout" else ScoreStatus.CRASH
-        return [Failure(failed, text.decode(errors="replace"))] * count
-    try:
-        value = json.loads(text)
-        if isinstance(value, str):
-            return [Failure(ScoreStatus.CRASH, value)] * count
-        if isinstance(value, dict):
-            return [Failure(ScoreStatus.CRASH, f"{value['wrong']}\n", fatal=True)] * count
-        scores = [
-            Failure(ScoreStatus.CRASH, result)
-            if isinstance(result, str)
-            else Score(**{**result, "status": ScoreStatus(result["status"])})
-            for result in value
-        ]
-        if len(scores) != count:
-            raise ValueError(f"{len(scores)} scores for {count} jobs")
-        return scores
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        return [Failure(ScoreStatus.CRASH, f"unreadable result ({error}): {text[:200]!r}")] * count
+class Grader:
+    """One grading process, which is started when it is first needed. Methods block.
+
+    Lines to it: the settings, then ``[number, jobs]`` for each call. Lines from it: ``[0]`` once it is ready, then
+    ``[number, results, fit]``; one that is not ``fit`` has left something behind and is killed. A result is the fields
+    of a score, or the text of a failure.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self.settings, self.closed = settings, False
+        self.process: subprocess.Popen[bytes] | None = None
+        self._number = 0
+
+    def grade(self, jobs: str, seconds: float, again: bool = True) -> list[Score | Failure] | Failure:
+        """Return one result a job, or why there is none. Raises WorkersLost where no process starts."""
+        if self.closed:
+            return Failure(ScoreStatus.CRASH, "the graders were closed")
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        self._number += 1
+        try:
+            reply = self._ask(f"[{self._number},{jobs}]", seconds)
+        except TimeoutError:
+            self.kill()
+            return Failure(ScoreStatus.TIMEOUT, f"killed after {seconds:g} s (reward_model.timeout_s)")
+        if reply:
+            return self._results(reply)
+        self.kill()
+        if again and -self.process.returncode in BY_OTHERS:  # once, for the answer may have done it itself
+            return self.grade(jobs, seconds, again=False)
+        return Failure(ScoreStatus.CRASH, f"the grader {_end(self.process)} before it returned a score")
+
+    def _start(self) -> None:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "core.rewards.graders"],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C is the driver's: the step it finishes still needs its scores
+            env={**os.environ, "PYTHONPATH": path, **SINGLE_THREADED},
+        )
+        try:
+            ready = self._ask(to_json(self.settings), START_S)
+        except TimeoutError:
+            ready = b""
+        if not ready:
+            self.kill()
+            raise WorkersLost(f"a grader {_end(self.process)} before it was ready; see the messages above")
+
+    def _ask(self, line: str, seconds: float) -> bytes:
+        """Send a line and return the next one; nothing where the process ends. Raises TimeoutError."""
+        end, replies, poll, reply = time.monotonic() + seconds, self.process.stdout, select.poll(), bytearray()
+        with contextlib.suppress(OSError):  # it is dead: what is read tells
+            self.process.stdin.write(line.encode() + b"\n")
+        poll.register(replies, select.POLLIN)
+        while not reply.endswith(b"\n") and len(reply) < LONGEST_LINE:
+            if not poll.poll(1000 * max(0.0, end - time.monotonic())):
+                raise TimeoutError
+            part = os.read(replies.fileno(), 2**20)
+            if not part:
+                return b""
+            reply += part
+        return bytes(reply)
+
+    def _results(self, reply: bytes) -> list[Score | Failure] | Failure:
+        """Read a reply, which a scorer may have written itself."""
+        try:
+            number, results, fit = json.loads(reply)
+            if number != self._number:
+                raise ValueError(f"it is of call {number}, not {self._number}")
+            found = [
+                Failure(ScoreStatus.CRASH, one)
+                if isinstance(one, str)
+                else Score(**{**one, "status": ScoreStatus(one["status"])})
+                for one in results
+            ]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            self.kill()
+            return Failure(ScoreStatus.CRASH, f"unreadable result ({error!s:.200}): {reply[:200]!r}")
+        if not fit:
+            self.kill()
+        return found
+
+    def kill(self) -> None:
+        """Kill the process and all that it started. The next call starts another."""
+        process = self.process
+        if process is None:
+            return
+        started = _descendants(process.pid)  # known as long as it lives: orphans come to it
+        for kill, pid in ((os.killpg, process.pid), *((os.kill, pid) for pid in started)):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def to_json(value: Any) -> str:
@@ -290,70 +240,86 @@ def to_json(value: Any) -> str:
     return json.dumps(value, default=as_dict)
 
 
-# -- reward managers: where an answer is graded (reward_model.reward_manager) --------------------------
+def cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class UsersOwn:
-    """A user's manager: what it returns is read like a reward function's result, and what it raises is a crash."""
-
-    def __init__(self, manager: Any):
-        self.manager = manager
-
-    async def run(self, job: Job) -> Score | Failure:
-        return await as_result(self.manager.run, job)
-
-    def close(self) -> None:
-        self.manager.close()
+def _end(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
-def naive(reward: RewardModelConfig, scorers: Scorers) -> InProcess:
-    return InProcess(scorers, pool(reward, scorers))
+def _descendants(pid: int) -> list[int]:
+    children: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):  # Linux alone has it
+        with contextlib.suppress(OSError):
+            children += map(int, file.read_text().split())
+    return children + [one for child in children for one in _descendants(child)]
 
 
-def pool(reward: RewardModelConfig, scorers: Scorers) -> GraderPool:
-    limits = {name: getattr(reward, name) for name in ("num_workers", "timeout_s", "memory_limit_mb")}
-    if reward.sandbox_fusion.url:  # a server that restarts must not cost an answer: its time is not the scorer's
-        limits["timeout_s"] += reward.sandbox_fusion.give_up_s
-    return GraderPool(scorers, **limits)
+# -- the process ----------------------------------------------------------------------------------------
 
 
-KEY, MODULE = "reward_model.reward_manager", "reward_model.module.path"
+def main() -> None:
+    """Read the settings and grade what comes, until the driver closes the pipe or is gone."""
+    jobs, replies = os.fdopen(0, "rb", closefd=False), os.fdopen(os.dup(1), "wb", buffering=0)
+    settings = json.loads(jobs.readline())
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the driver's thread is gone, also after kill -9
+    if os.getppid() != settings["driver"]:
+        return
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # children's children come to this process when their parent ends
+    os.dup2(2, 1)  # what a scorer prints is seen, and is no message
+    for function in settings["preload"]:
+        load_object(function)()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if settings["memory_limit_mb"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (settings["memory_limit_mb"] * 2**20,) * 2)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out all the same, a grader is killed, not the training
+    scorers = Scorers(settings["reward_kwargs"], settings["custom"] and CustomFunction(**settings["custom"]))
+    me, runner = os.getpid(), asyncio.Runner()  # one event loop for the life of the process
+    replies.write(b"[0]\n")
+    for line in jobs:
+        number, batch = json.loads(line)
+        try:
+            results, fit = _graded(scorers, [Job(**job) for job in batch], runner), True
+        except BaseException as error:  # a scorer may fail in any way; that is a status
+            results = [crash(error).detail[-LONGEST_DETAIL:]] * len(batch)
+            # Unfit after sys.exit and the like, and after a lack of memory, which may have hit anything
+            fit = isinstance(error, Exception) and not isinstance(error, MemoryError)
+        if os.getpid() != me:  # a scorer forked, and this is the child that came back from it as well
+            os._exit(1)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.write(json.dumps([number, results, fit and not _has_children()]).encode() + b"\n")
 
 
-def register(name: str) -> Callable[[Any], Any]:
-    """Return a decorator that names a manager: ``reward_model.reward_manager=name``, in the module of ``module.path``.
+def _graded(scorers: Scorers, jobs: Sequence[Job], runner: asyncio.Runner) -> list[Any]:
+    """Return for each job the fields of its score, or the text of its failure."""
 
-    Raises InputError for a name that is taken.
-    """
-    return code_by_path.registering(KEY, registry.REWARD_MANAGERS, name)
+    def finished(result: Any) -> Any:
+        # wait_for makes a coroutine of any awaitable
+        return runner.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
+
+    if scorers.custom is None or not scorers.custom.batched:
+        return [vars(as_score(finished(scorers(job)))) for job in jobs]
+    lists = map(list, zip(*(vars(job).values() for job in jobs), strict=True))
+    results = as_results(finished(scorers.custom.call_batch(*lists)), len(jobs))
+    return [one.detail[-LONGEST_DETAIL:] if isinstance(one, Failure) else vars(one) for one in results]
 
 
-def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
-    """Make the manager that ``reward_model`` names: one of the table, or the user's own.
+def _has_children() -> bool:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0] != 0:  # reap those that have ended
+            pass
+        return True
+    return False
 
-    A user's is a class (or function) in ``module.path``, which names it by :func:`register`; with ``source=importlib``
-    it is ``module.name`` there. It is called with ``reward_model`` and the :class:`Scorers` of the run (so that it can
-    use an :class:`InProcess` or a :class:`GraderPool`), and what it returns has ``async run(job)`` and ``close()``.
-    Raises InputError.
-    """
-    name, own = reward.reward_manager, registry.own_manager(reward.reward_manager, reward.source)
-    if not own:
-        return load_object(registry.reward_manager(name, reward.source).function)(reward, scorers)
-    where, key = without_scheme(reward.module.path or ""), f"{KEY}={name}"
-    with users_code(f"{MODULE}={where}", "loading it"):
-        if reward.source == "importlib":
-            key = f"reward_model.module.name={reward.module.name}"
-            maker = load_object(f"{where}:{reward.module.name or ''}", MODULE)
-        else:
-            load_module(where, f"{MODULE}={where}")
-            names = code_by_path.registered(KEY)
-            if name not in names:
-                has = f"it has {', '.join(names)}" if names else "it has no name"
-                raise InputError(
-                    f'{key}: {where} registers no such name, {has}; write @register("{name}") over the class'
-                )
-            maker = names[name]
-        manager = maker(reward, scorers)
-    if lacks := [name for name in ("run", "close") if not callable(getattr(manager, name, None))]:
-        raise InputError(f"{key}: has no {' and no '.join(lacks)}()")
-    return UsersOwn(manager)
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+if __name__ == "__main__":
+    main()

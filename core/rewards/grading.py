@@ -1,12 +1,11 @@
-"""What a job is, which scorer grades it, how its result is read, and how it is graded in this process.
+"""What is graded, by which scorer, and what its result is: a score, or the reason why there is none.
 
-Processes that can be killed are those of :mod:`core.rewards.graders`.
+Where it is graded, in this process or in one that can be killed, is :mod:`core.rewards.graders`' choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import numbers
 import traceback
@@ -14,9 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from core.errors import WorkersLost
 from core.rewards.custom_reward import CustomFunction
 from reward_scores import Scorer, scorer_for
 from reward_scores.score import Score, ScoreStatus
@@ -25,7 +23,7 @@ RETURN = "return a number, or a dict with the number under 'score'"
 LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
 LONGEST_NOTE = 1_000  # characters of a part that is kept as text
 # What calls a user's function: these frames are no part of its traceback
-CALLERS = ("core/rewards/grading.py", "core/rewards/grader_process.py", "core/rewards/custom_reward.py")
+CALLERS = ("core/rewards/grading.py", "core/rewards/graders.py", "core/rewards/custom_reward.py")
 CALLERS += ("reward_scores/score.py", "/asyncio/")
 
 
@@ -40,8 +38,16 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """The reason why an answer has no score."""
+
+    status: ScoreStatus
+    detail: str
+
+
+@dataclass(frozen=True)
 class Answer:
-    """An answer as a reward model may read it: a chat and a text, or the policy's own token ids."""
+    """An answer as a model reads it that scores it: a chat and a text, or the policy's own token ids."""
 
     messages: tuple[Mapping[str, Any], ...]
     response: str  # what the policy wrote, and nothing else
@@ -51,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ModelScore:
-    """The model's number, or why there is none."""
+    """The number of a reward model or a judge, or why there is none."""
 
     value: float = math.nan
     cut: bool = False  # the answer was longer than reward_model.max_length
@@ -61,21 +67,12 @@ class ModelScore:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The parts of a score that keep the number, and whether the model did not see the end of the answer."""
+        """Return the parts of a score: the number, and whether the model did not see the end of the answer."""
         return {"model": self.value, "model_cut": float(self.cut), **self.notes}
 
 
 # The reward model as the reward layer calls it: with all the answers that wait at once
 RewardModelCall = Callable[[Sequence[Answer]], Sequence[ModelScore] | Awaitable[Sequence[ModelScore]]]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The reason why an answer has no score. ``fatal``: no answer's fault, so that the run ends."""
-
-    status: ScoreStatus
-    detail: str
-    fatal: bool = False
 
 
 class ScoreError(ValueError):
@@ -107,79 +104,33 @@ class Scorers:
         return scorer(job.response, job.ground_truth, job.extra_info, **self.options(scorer))
 
 
-class RewardManager(Protocol):
-    """Grades jobs: here (:class:`InProcess`), in other processes (:class:`core.rewards.graders.Pool`), or in both.
-
-    ``run`` returns a :class:`Failure` where there is no score. It may be called from several event loops, one after
-    the other.
-    """
-
-    async def run(self, job: Job) -> Score | Failure: ...
-
-    def close(self) -> None: ...
-
-
-Grade = Callable[[Job], Awaitable[Any]]
-
-
-async def as_result(grade: Grade, job: Job) -> Score | Failure:
-    """Call code that may fail in any way, a scorer's or a user's, and read its result; what it raises is a crash."""
-    try:
-        result = await grade(job)
-        return result if isinstance(result, Failure) else as_score(result)
-    except WorkersLost:  # of a pool that it uses: never the fault of an answer
-        raise
-    except (Exception, SystemExit) as error:  # sys.exit in a scorer must not end the run, which would look finished
-        return Failure(ScoreStatus.CRASH, report(error))
-
-
-class InProcess:
-    """Grades in this process, one job after the other. What a library may not finish goes to ``pool``, if given."""
-
-    def __init__(self, scorers: Scorers, pool: RewardManager | None = None):
-        self.scorers, self.pool = scorers, pool
-
-    async def run(self, job: Job) -> Score | Failure:
-        return await as_result(self._grade, job)
-
-    async def _grade(self, job: Job) -> Any:
-        if self.pool is not None and self.scorers.libraries(job.data_source):
-            return await self.pool.run(job)
-        result = self.scorers(job)
-        return await result if inspect.isawaitable(result) else result
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
-
-
-def report(error: BaseException) -> str:
-    """Return the traceback of a user's code, without the frames that called it; of a ScoreError the message alone."""
+def crash(error: BaseException) -> Failure:
+    """Return the failure of a scorer that raised: the user's own traceback, without the frames that called it."""
     if isinstance(error, ScoreError):
-        return f"ScoreError: {error}\n"
+        return Failure(ScoreStatus.CRASH, f"ScoreError: {error}\n")
     frames = error.__traceback__
     while frames is not None and any(file in Path(frames.tb_frame.f_code.co_filename).as_posix() for file in CALLERS):
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__, limit=-20))
+    lines = traceback.format_exception(type(error), error, frames or error.__traceback__, limit=-20)
+    return Failure(ScoreStatus.CRASH, "".join(lines))
 
 
-def as_scores(result: Any, count: int) -> list[Score | Failure]:
-    """Read what a batched function returned: ``count`` results, each in a form that :func:`as_score` reads.
+# -- what a scorer returned -----------------------------------------------------------------------------
 
-    A result that is no score is its answer's Failure. Raises ScoreError for another number of results.
-    """
+
+def as_results(result: Any, count: int) -> list[Score | Failure]:
+    """Read what a function of lists returned. Raises ScoreError unless it is one result an answer."""
     listed = hasattr(result, "__len__") and not isinstance(result, Mapping | str) and getattr(result, "shape", 1) != ()
     if not listed or len(result) != count:
         had = f"{len(result)} results" if listed else f"{_shown(result)} and no list"
         raise ScoreError(f"a batched reward function must return one result an answer: got {had} for {count} answers")
-    return [_one(each) for each in result]
-
-
-def _one(result: Any) -> Score | Failure:
-    try:
-        return as_score(result)
-    except Exception as error:
-        return Failure(ScoreStatus.CRASH, report(error))
+    found: list[Score | Failure] = []
+    for one in result:
+        try:
+            found.append(as_score(one))
+        except ScoreError as error:  # it costs its own answer only
+            found.append(crash(error))
+    return found
 
 
 def as_score(result: Any) -> Score:
@@ -206,12 +157,11 @@ def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
     """Return the parts that are finite numbers, and the others as texts. Raises ScoreError for ``acc`` among these."""
     parts, notes = {}, {}
     for name, part in given.items():
-        number = _finite(part)
-        if number is not None:
-            parts[str(name)] = number
-        elif name == "acc" and part is not None:
-            _number(part, name)
-        elif part is not None:
+        if part is None:
+            continue
+        if name == "acc" or _finite(part) is not None:
+            parts[str(name)] = _number(part, name)
+        else:
             notes[str(name)] = str(part)[:LONGEST_NOTE]
     return parts, notes
 

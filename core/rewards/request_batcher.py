@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +24,10 @@ class _Request:
 
 
 class RequestBatcher:
-    """Calls ``function(items, key)``, one call at a time, with the items of several requests.
+    """Calls ``function(items, key)``, one call at a time, with the items of several requests of one key.
 
-    ``function`` returns one result an item; what it raises is raised for every request of the call.
-
-    Args:
-        max_batch: items of a call. A larger request is a call of its own.
-        max_waiting: items in the queue before :class:`QueueFull` is raised.
+    ``function`` returns one result an item; what it raises is raised for every request of the call. A call has at most
+    ``max_batch`` items, except for a larger request. More than ``max_waiting`` items in the queue are QueueFull.
     """
 
     def __init__(
@@ -42,7 +38,7 @@ class RequestBatcher:
         max_waiting: int | None = None,
     ):
         self.function, self.max_batch, self.max_waiting = function, max_batch, max_waiting
-        self._queue: deque[_Request] = deque()
+        self._queue: list[_Request] = []
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -51,7 +47,7 @@ class RequestBatcher:
         return sum(len(request.items) for request in self._queue)
 
     async def submit(self, items: Sequence[Any], key: Any = None) -> list[Any]:
-        """Return the results of the items, which come from one call with items of the same ``key`` alone."""
+        """Return the results of the items, all of them of one call."""
         waiting = self.waiting
         if self.max_waiting is not None and waiting and waiting + len(items) > self.max_waiting:
             raise QueueFull(f"{waiting} items wait, at most {self.max_waiting} may")
@@ -70,37 +66,26 @@ class RequestBatcher:
     async def _run(self) -> None:
         await asyncio.sleep(0)  # lets the items that arrive in the same turn of the event loop join this call
         while batch := self._next_batch():
-            items = [item for request in batch for item in request.items]
             try:
-                results = self.function(items, batch[0].key)
-                if inspect.isawaitable(results):
-                    results = await results
-                if len(results) != len(items):
-                    raise ValueError(f"{len(results)} results for {len(items)} items")
+                results = self.function([item for request in batch for item in request.items], batch[0].key)
+                remaining = iter(await results if inspect.isawaitable(results) else results)
+                found = [[next(remaining) for _ in request.items] for request in batch]
             except Exception as error:  # every request of the batch gets it; the next batch goes on
                 for request in batch:
                     if not request.answer.done():
                         request.answer.set_exception(error)
                 continue
-            remaining = iter(results)
-            for request in batch:
-                own = [next(remaining) for _ in request.items]
+            for request, own in zip(batch, found, strict=True):
                 if not request.answer.done():  # it is where the caller was cancelled
                     request.answer.set_result(own)
 
     def _next_batch(self) -> list[_Request]:
-        """Return the oldest request and those behind it that fit, and drop requests whose caller has gone."""
-        batch: list[_Request] = []
-        later: deque[_Request] = deque()
-        size = 0
-        for request in self._queue:
-            if request.answer.done():
-                continue
+        """Return the oldest request and those of its key behind it that fit. Requests whose caller has gone go."""
+        waiting, batch, size = [one for one in self._queue if not one.answer.done()], [], 0
+        for request in waiting:
             fits = self.max_batch is None or size + len(request.items) <= self.max_batch
             if not batch or (fits and request.key == batch[0].key):
                 batch.append(request)
                 size += len(request.items)
-            else:
-                later.append(request)
-        self._queue = later
+        self._queue = [one for one in waiting if one not in batch]
         return batch

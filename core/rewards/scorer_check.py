@@ -6,23 +6,25 @@ import difflib
 import inspect
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Example, Problems
-from core.rewards.graders import GraderPool, to_json
-from core.rewards.grading import Failure, InProcess, Job, ModelScore, RewardManager, Scorers
-from core.types import Prompt, ScoredGroup, Stop, Trajectory
+from core.errors import InputError, WorkersLost
+from core.rewards.graders import to_json
+from core.rewards.grading import Failure, ModelScore
+from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores import SCORERS, Scorer, UnknownDataSource
 from reward_scores.score import Score
+from reward_scores.unit_tests import SandboxOptions
 
 if TYPE_CHECKING:
-    from core.config.sections.reward import RewardModelConfig
+    from core.rewards.layer import RewardLayer
 
 log = logging.getLogger(__name__)
 
 Row = Prompt | Example
+Known = dict[str, tuple[str, Score]]  # data source -> an answer that was graded
 
 MODEL_STYLE = "model"
 NO_MODEL = (
@@ -45,17 +47,12 @@ GOLD_REMARK = ("a gold answer is graded in a special way", "look whether it is t
 NOT_JSON = "its graders receive ground_truth and extra_info as JSON"
 
 
-def option_problems(reward_kwargs: Mapping[str, Any], others: bool = False) -> list[str]:
-    """Return what is wrong with the scorers' options; the other keys are checked with the configuration.
-
-    ``others``: names that are no scorer's may be arguments of a manager of the user's.
-    """
+def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the scorers' options; the other keys are checked with the configuration."""
     problems = []
     scorers = {scorer.name: scorer for scorer in SCORERS.values()}
     for name, options in reward_kwargs.items():
         key = f"reward_model.reward_kwargs.{name}"
-        if name not in scorers and others:
-            continue
         if name not in scorers:
             near = difflib.get_close_matches(str(name), scorers, n=1) or sorted(scorers)
             problems.append(f"{key}: not a scorer's name; use {', '.join(near)}")
@@ -69,42 +66,64 @@ def option_problems(reward_kwargs: Mapping[str, Any], others: bool = False) -> l
     return problems
 
 
-def check_rows(
-    reward: RewardModelConfig,
-    scorers: Scorers,
-    manager: RewardManager,
-    rows: Iterable[Row],
-    *,
-    model_compares: bool = False,
-) -> tuple[Problems, dict[str, Row]]:
+def check_scorers(layer: RewardLayer, rows: Iterable[Row]) -> Known:
+    """Check every row, then grade known answers where the answers will be graded.
+
+    They are each scorer's own examples, and for a user's function answers of which it must be able to grade one. Return
+    one of them for each data source, with its score. Raises InputError with all problems.
+    """
+    problems, first = check_rows(layer, rows)
+    known: Known = {}
+    by_scorer: dict[str, list[Row]] = {}
+    for row in first.values():
+        by_scorer.setdefault(layer.scorers.scorer(row.data_source).name, []).append(row)
+    try:
+        for same in by_scorer.values():
+            scorer = layer.scorers.scorer(same[0].data_source)
+            graded = _check_examples(problems, scorer, layer, same[0])
+            known |= {row.data_source: graded for row in same if graded}
+        problems.raise_if_any()
+        if layer.scorers.custom is not None:
+            for row in first.values():
+                known[row.data_source] = _try(problems, layer, row)
+            problems.raise_if_any()
+    except WorkersLost as error:
+        fix = "its traceback is above; correct the function's module, or raise reward_model.memory_limit_mb"
+        raise InputError(f"reward_model.reward_manager: {error}; {fix}") from error
+    _show_isolation(layer, by_scorer)
+    return known
+
+
+def check_rows(layer: RewardLayer, rows: Iterable[Row]) -> tuple[Problems, dict[str, Row]]:
     """Check that every row can be scored. Return the problems, and the first row of each data source with a scorer.
 
-    The manager's pool learns which libraries the scorers call. With ``model_compares`` a judge reads ground truths.
+    The graders learn which libraries the scorers call.
     """
-    problems = Problems(shown=3)  # rows named for one kind of problem; the rest is counted
+    reward, scorers = layer.config, layer.scorers
+    problems, remarks = Problems(shown=3), Problems(shown=3)  # rows named for one kind of problem; others are counted
     first: dict[str, Row] = {}
-    libraries: dict[str, str] = {}  # -> the name of a scorer that calls it
-    for_model, remarks = 0, Problems(shown=3)
+    compares = layer.judge is not None and layer.judge.reads_reference
+    for_model = 0
     for row in rows:
         where = where_of(row)
         if row.style == MODEL_STYLE:
             for_model += 1
-            if not reward.uses_model:
+            if not reward.enable:
                 problems.add(*NO_MODEL, where)
-            elif model_compares and row.ground_truth is None:
+            elif compares and row.ground_truth is None:
                 problems.add(*NO_REFERENCE, where)
             continue
         try:
-            scorer, needed = scorers.scorer(row.data_source), scorers.libraries(row.data_source)
+            scorer, libraries = scorers.scorer(row.data_source), scorers.libraries(row.data_source)
         except UnknownDataSource as error:
             problems.add("data.reward_fn_key", str(error), "correct it, or set custom_reward_function.path", where)
             continue
-        if isinstance(manager, GraderPool) or (needed and isinstance(manager, InProcess)):
+        if layer.manager is layer.pool or libraries:
             try:
                 to_json([row.ground_truth, row.extra_info])
             except (TypeError, ValueError) as error:
                 problems.add(scorer.name, NOT_JSON, "convert what is not", where, str(error))
-        libraries.update(dict.fromkeys(needed, scorer.name))
+        layer.pool.preload(libraries)
         first.setdefault(row.data_source, row)
         options = scorers.options(scorer)
         if trouble := scorer.problem(row.ground_truth, **options):
@@ -114,34 +133,58 @@ def check_rows(
             remarks.add("reward_model.ground_truth", *GOLD_REMARK, where, remark)
     for line in remarks.lines():
         log.warning(line)
-    if reward.uses_model and not for_model and not reward.model_weight:
+    if reward.enable and not for_model and not reward.weight:
         problems.add(*IDLE_MODEL)
-    if isinstance(manager, GraderPool | InProcess):
-        (manager.pool if isinstance(manager, InProcess) else manager).preload(libraries)
-    if libraries and isinstance(manager, InProcess):
-        log.info(
-            "reward_model.reward_manager=naive: %s calls on a library that may not end, so that its answers are graded "
-            "in processes that are killed after reward_model.timeout_s=%g s",
-            ", ".join(sorted(set(libraries.values()))),
-            manager.pool.timeout_s,
-        )
     return problems, first
+
+
+def written(text: str) -> Trajectory:
+    """Return a trajectory of one turn that holds a text and stands for an answer at start."""
+    return Trajectory([0], [0], [True], [0.0], (Segment("policy", text),), Stop.EOS, 0, 0)
 
 
 def where_of(row: Row) -> str:
     return row.where if isinstance(row, Example) else f"uid {row.uid}"
 
 
-def check_examples(problems: Problems, scorer: Scorer, grade: Callable[[str, Any], Score | Failure]) -> None:
-    """Check that a scorer grades its own examples as stated; ``grade`` takes a response and a ground truth."""
+def _check_examples(problems: Problems, scorer: Scorer, layer: RewardLayer, row: Row) -> tuple[str, Score] | None:
+    """Check that a scorer grades its own examples as stated; return one of them with its score."""
+    graded = None
     for response, ground_truth, acc in scorer.examples:
-        result = grade(response, ground_truth)
+        (result,) = layer.grade_texts(row, [response], ground_truth)
         what = f"its own example {response!r:.200} (ground truth {ground_truth!r:.100})"
         if isinstance(result, Failure):
             reason = f"failed ({result.status.value}): {result.detail.strip().splitlines()[-1]}"
             problems.add(scorer.name, f"{what} {reason}", "correct the scorer's options or the example")
         elif result.acc != acc:
             problems.add(scorer.name, f"{what} got acc={result.acc}, not {acc}", "correct the scorer or the example")
+        else:
+            graded = graded or (response, result)
+    return graded
+
+
+def _try(problems: Problems, layer: RewardLayer, row: Row) -> tuple[str, Score] | None:
+    """Have a user's function grade answers to a row until one has a score, and return it; a problem where none has."""
+    answers = trial_answers(layer.scorers.scorer(row.data_source), row.ground_truth)
+    failures: list[Failure] = []
+    # A function of lists may compare answers: all of them in one call, and where that fails each of them twice
+    for together in [answers, *((one, one) for one in answers)] if layer.batched else [(one,) for one in answers]:
+        for answer, result in zip(together, layer.grade_texts(row, together, row.ground_truth), strict=True):
+            if not isinstance(result, Failure):
+                return answer, result
+            failures.append(result)
+    trace = failures[0].detail.strip()
+    rule = (
+        f"failed on every answer tried for data_source={row.data_source!r} ({where_of(row)}), with ground_truth "
+        f"{type(row.ground_truth).__name__} {row.ground_truth!r:.100} and extra_info of "
+        f"{', '.join(map(str, layer.job(row, written('')).extra_info))}: {trace.splitlines()[-1]}"
+    )
+    fix = (
+        "correct the function or the data; if it is to fail on such answers, give its module "
+        f"EXAMPLES = ((answer, ground_truth, acc), ...)\n{trace}"
+    )
+    problems.add(f"custom_reward_function.path={layer.scorers.custom.name}", rule, fix)
+    return None
 
 
 def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
@@ -160,23 +203,18 @@ def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
     return (gold, usual, json.dumps({"answer": gold}), "")
 
 
-def fails_on_all(key: str, row: Row, job: Job, failure: Failure) -> str:
-    """Return the problem of a function that failed on every answer that was tried, with its own report."""
-    *trace, last = failure.detail.strip().splitlines() or ["no reason is known"]
-    missing = re.fullmatch(r"KeyError: (.+)", last)
-    reason = f"the key {missing[1]} is missing ({last})" if missing else last
-    gold = f"{type(row.ground_truth).__name__} {row.ground_truth!r:.100}"
-    return (
-        f"{key}: failed on every answer tried for data_source={row.data_source!r} ({where_of(row)}): {reason}. "
-        f"The row's ground_truth is {gold}; extra_info has {', '.join(map(str, job.extra_info))}. Correct the function "
-        "or the data; if it is to fail on such answers, give its module EXAMPLES = ((answer, ground_truth, acc), ...)"
-        + "".join(f"\n{line}" for line in [*trace, last] if trace)
-    )
+def _show_isolation(layer: RewardLayer, scorers: Iterable[str]) -> None:
+    """Print what holds the programs of answers on this machine, where there are any."""
+    for name in {"prime_code", "unit_tests"} & set(scorers):
+        options = layer.scorers.reward_kwargs[name]
+        if not options.get("sandbox_fusion", {}).get("url"):
+            print(SandboxOptions(**options["sandbox"]).isolation().line, flush=True)
+            return
 
 
 def check_hooks(
     rows: Sequence[Example],
-    reward: Any,
+    known: Known,
     tokenizer: Any,
     shape_reward: Callable[[Score, Trajectory], Score],
     keep_group: Callable[[ScoredGroup], bool],
@@ -184,15 +222,13 @@ def check_hooks(
     """Call both training hooks with a group of one example answer for each data source of ``rows``.
 
     A hook that cannot work with what a scorer returns (a filter on a part that is not there) then ends the run at its
-    start. ``reward`` is the :class:`core.rewards.layer.RewardLayer`, which has checked the scorers before.
-    The answer is the scorer's first example; for a user's function one that it graded at start: a function must return
-    the same parts for every answer. A row for a reward model has that model's parts. Raises what the hooks raise.
+    start. ``known`` has the answers, which :func:`check_scorers` had graded. A row for a reward model has that model's
+    parts. Raises what the hooks raise.
     """
     for row in {row.data_source: row for row in reversed(rows)}.values():  # the first row of each source
-        if row.style == MODEL_STYLE:  # which need not have a scorer
+        answer, score = known.get(row.data_source) or ("", Score(0.0))
+        if row.style == MODEL_STYLE:
             answer, score = "", Score(0.0, ModelScore(0.0).parts)
-        else:
-            answer, score = reward.known_answer(row)
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
         length = len(ids)
         trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
