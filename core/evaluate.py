@@ -418,7 +418,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     composed = examine(recipe, overrides, recipes.trainer_of(recipe)[1], manifest["config"])
     fix = "decides answers, not their scores; leave it out, or generate with it"
     problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
-    if composed.config.reward_model.uses_model:
+    if composed.config.reward_model.enable:
         problems.append("reward_model.enable=True: no model is loaded here; set it to False, or validate in a run")
     if problems:
         raise InputError(problems)

@@ -9,7 +9,8 @@ import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
-from core.rewards.grading import Failure, Job, RewardManager
+from core.rewards.graders import GraderPool, InProcess
+from core.rewards.grading import Failure, Job
 from reward_scores.score import Score
 
 UNRULY = str(Path(__file__).parent / "unruly_reward.py")
@@ -20,7 +21,7 @@ def job(response: str, ground_truth: object = "right", **extra_info: object) -> 
     return Job("tests/unruly", response, ground_truth, extra_info)
 
 
-def grade(manager: RewardManager, jobs: list[Job]) -> list[Score | Failure]:
+def grade(manager: GraderPool | InProcess, jobs: list[Job]) -> list[Score | Failure]:
     async def everything() -> list[Score | Failure]:
         return await asyncio.gather(*map(manager.run, jobs))
 

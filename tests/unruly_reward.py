@@ -39,7 +39,7 @@ def leave_at_once():
 
 
 def babble():
-    os.write(4, b"= no message\n" * 100)  # the pipe to the supervisor
+    os.write(4, b"= no message\n" * 100)  # the pipe to the driver
     time.sleep(3600)
 
 
@@ -61,11 +61,6 @@ def daemon():
     os.waitpid(between, 0)
 
 
-def daemon_and_segfault():
-    daemon()
-    ctypes.string_at(0)
-
-
 def daemon_and_hang():
     daemon()
     time.sleep(3600)
@@ -73,7 +68,7 @@ def daemon_and_hang():
 
 FUNCTIONS = {
     **dict.fromkeys((sleep, power, deaf, daemon_and_hang), "timeout"),
-    **dict.fromkeys((segfault, allocate_at_once, leave_at_once, babble, daemon_and_segfault), "crash"),
+    **dict.fromkeys((segfault, allocate_at_once, leave_at_once, babble), "crash"),
     **dict.fromkeys((fork, daemon), "ok"),
 }
 EXPECTED = {function.__name__: status for function, status in FUNCTIONS.items()}

@@ -37,11 +37,6 @@ def names(*known: str) -> Limit:
     return Limit(rule, lambda value: value in known or PLUGIN.fullmatch(value) is not None)
 
 
-def registered_names(*known: str) -> Limit:
-    """Return the limit of a name: one of ``known``, or one that a user's module registers, which a rule checks."""
-    return Limit(f"one of {', '.join(known)}, or a name that your own module registers", str.isidentifier)
-
-
 def is_plugin(value: str) -> bool:
     """Return whether the value is the path of a user's own function, not a known name."""
     return ":" in value

@@ -58,25 +58,17 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
     if custom.endswith(".py"):
         yield "custom_reward_function.path", custom
-    manager = (config.reward_model.module.path or "").removeprefix("file://")
-    if _own_manager(config) and manager.endswith(".py"):
-        yield "reward_model.module.path", manager
     reward, scoring = config.reward_model, config.reward_model.model.path
     if reward.loads_model and (is_local(scoring) or is_url(scoring)):
         yield "reward_model.model.path", scoring
-    if reward.judged:
-        files = {name: getattr(reward.judge, name) for name in ("template", "json_schema", "canaries")}
-        yield from ((f"reward_model.judge.{name}", path) for name, path in files.items() if path)
+    if reward.judged and reward.judge.template:
+        yield "reward_model.judge.template", reward.judge.template
     for name in ("tool_config_path", "interaction_config_path"):
         if path := getattr(config.actor_rollout_ref.rollout.multi_turn, name):
             yield f"actor_rollout_ref.rollout.multi_turn.{name}", path
     yield from _plugins(config)
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path
-
-
-def _own_manager(config: Config) -> bool:
-    return registry.own_manager(config.reward_model.reward_manager, config.reward_model.source)
 
 
 def _plugins(config: Config) -> Iterator[tuple[str, str]]:
@@ -154,23 +146,19 @@ def checked_at_start(config: Config) -> list[str]:
         lines.append(f"device: {trainer.device or 'cuda if there is one, else cpu'}, and its memory")
     reward = config.reward_model
     if reward.judged:
-        lines.append(f"judge: {reward.judge.url} has the model {reward.judge.model} and agrees with the canaries")
+        lines.append(f"judge: {reward.judge.url} has the model {reward.judge.model}")
     if reward.loads_model:
         lines.append(f"reward model: {reward.model.path} is a classifier with one label; its chat template")
     loggers = {name: registry.logger(name) for name in trainer.logger}
     lines += [f"package: {name} can be imported (trainer.logger)" for name, entry in loggers.items() if entry.function]
     lines += [f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login]
-    for key in sorted({key for key, _ in _plugins(config)} | _set_paths(config)):
+    functions = {key for key, _ in _plugins(config)}
+    if config.custom_reward_function.path:
+        functions.add("custom_reward_function.path")
+    for key in sorted(functions):
         lines.append(f"function: {key} can be loaded and called")
     lines.append(f"run folder: {trainer.default_local_dir} can be written; its checkpoints, if any, are complete")
     return lines
-
-
-def _set_paths(config: Config) -> set[str]:
-    keys = {"custom_reward_function.path"} if config.custom_reward_function.path else set()
-    if _own_manager(config) and config.reward_model.module.path:
-        keys.add("reward_model.module.path")
-    return keys
 
 
 def cluster_address(config: Config) -> str | None:

@@ -1,6 +1,6 @@
 """All that the repository knows about a name in a configuration: one entry of one table.
 
-Adding an estimator, a policy loss, an engine, a reward manager, a logger or an agent loop touches two files: a function
+Adding an estimator, a policy loss, an engine, a logger or an agent loop touches two files: a function
 in a module of its own, and an entry here. The schema takes its names from these tables, the rules, the unused keys and
 the plan read the facts, and :mod:`core.config.code_by_path` imports the function when a run first uses it. This module
 imports nothing heavy. A user's own function, named by its path, needs no entry.
@@ -64,15 +64,6 @@ class EngineEntry:
     reads_media: bool = True  # pictures of prompts
     one_receiver: bool = False  # one process receives the weights also where several GPUs share each layer
     reads: Collection[str] = ()  # keys of the section rollout
-
-
-@dataclass(frozen=True)
-class ManagerEntry:
-    """A reward manager: a function of the section reward_model and the run's grader."""
-
-    function: str
-    in_process: bool = False  # it grades in this process, without a deadline
-    batched: bool = False  # it calls a user's function with lists of answers
 
 
 @dataclass(frozen=True)
@@ -145,13 +136,8 @@ ENGINES = {  # actor_rollout_ref.rollout.name
 }
 
 
-REWARD_MANAGERS = {  # reward_model.reward_manager
-    "naive": ManagerEntry("core.rewards.graders:naive", in_process=True),
-    "batch": ManagerEntry("core.rewards.graders:pool", batched=True),
-    "prime": ManagerEntry("core.rewards.graders:pool"),
-    # The length penalty, the other half of verl's manager of this name, is DAPO's shape_reward.
-    "dapo": ManagerEntry("core.rewards.graders:pool"),
-}
+# reward_model.reward_manager; the length penalty, the other half of verl's dapo, is DAPO's shape_reward
+REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 
 
 LOGGERS = {  # trainer.logger
@@ -194,7 +180,6 @@ AdvEstimator = Annotated[str, limits.names(*ESTIMATORS)]
 LossMode = Annotated[str, limits.names(*POLICY_LOSSES)]
 AgentLoop = Annotated[str, limits.names(*AGENT_LOOPS)]
 EngineName = Literal[*ENGINES]
-RewardManager = Annotated[str, limits.registered_names(*REWARD_MANAGERS)]
 LossAggMode = Literal[*LOSS_AGG_MODES]
 KLKind = Literal[*KL_KINDS]
 Logger = Annotated[str, limits.names(*LOGGERS)]
@@ -213,16 +198,6 @@ def policy_loss(name: str) -> LossEntry:
 def logger(name: str) -> LoggerEntry:
     """Return the logger's entry; a user's own is its path."""
     return LOGGERS.get(name) or LoggerEntry(name)
-
-
-def reward_manager(name: str, source: str) -> ManagerEntry:
-    """Return the manager's entry. A user's own is neither in process nor batched."""
-    return ManagerEntry("") if own_manager(name, source) else REWARD_MANAGERS[name]
-
-
-def own_manager(name: str, source: str) -> bool:
-    """Return whether the manager is a user's: a class by its path, or a name that its module registers."""
-    return source == "importlib" or name not in REWARD_MANAGERS
 
 
 def _all_keys(table: Mapping[str, Any]) -> frozenset[str]:

@@ -110,21 +110,6 @@ class View:
         return registry.ENGINES[self.rollout.name]
 
     @property
-    def manager(self) -> registry.ManagerEntry:
-        """The chosen reward manager's entry."""
-        return registry.reward_manager(self.reward.reward_manager, self.reward.source)
-
-    @property
-    def own_manager(self) -> bool:
-        """Whether the reward manager is the user's."""
-        return registry.own_manager(self.reward.reward_manager, self.reward.source)
-
-    @property
-    def users_function(self) -> bool:
-        """Whether code of the user's scores: a manager, or a function that is no recipe's."""
-        return self.own_manager or not (self.custom.path or "recipes.").startswith("recipes.")
-
-    @property
     def needs_ref(self) -> bool:
         """Whether the objective holds a KL to the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss

@@ -122,30 +122,14 @@ IN_PROCESS = condition(
 
 # --- who grades ---
 GRADERS = condition(
-    lambda c: not c.manager.in_process,
+    lambda c: c.reward.reward_manager != "naive",
     lambda c: (
         f"reward_model.reward_manager={c.reward.reward_manager} grades in this process, but for what sympy and "
         "math-verify compare (prime_math, geo3k, method=math_verify); prime has workers for all"
     ),
 )
-REGISTERED = condition(
-    lambda c: c.own.source != "importlib",
-    "reward_model.source=importlib takes the manager of reward_model.module",
-)
-IMPORTED = condition(lambda c: c.reward.source != "register", "reward_model.source is not importlib")
-OWN_MANAGER = condition(
-    lambda c: c.own_manager,
-    lambda c: (
-        f"reward_model.reward_manager={c.reward.reward_manager} is a manager of this repository; a class of yours "
-        "under that name needs reward_model.source=importlib and reward_model.module.name"
-    ),
-)
 SERVER = condition(lambda c: c.own.url, "reward_model.sandbox_fusion.url is not set")
 OWN_FUNCTION = condition(lambda c: c.own.path, "custom_reward_function.path is not set")
-OWN_CODE = condition(
-    lambda c: c.custom.path or c.own_manager,
-    "a scorer of this repository always reads what the policy wrote (custom_reward_function.path is not set)",
-)
 CLASSIFIER = condition(lambda c: c.reward.enable, "reward_model.enable is off") + condition(
     lambda c: not c.reward.judged, "reward_model.judge.url scores, and no reward model is loaded"
 )
@@ -155,9 +139,6 @@ POOL = condition(
 )
 NEVER_MOVED = condition(lambda c: False, "the reward model scores while answers are generated, and stays where it is")
 JUDGED = condition(lambda c: c.reward.judged, "reward_model.judge.url is not set")
-CANARIES = condition(lambda c: c.judge.canary_every, "reward_model.judge.canary_every is 0")
-
-VOTES = condition(lambda c: c.own.votes > 1, "reward_model.judge.votes is 1")
 
 # --- what a run does and records ---
 BY_EPOCHS = condition(lambda c: c.own.total_training_steps is None, "trainer.total_training_steps is given")

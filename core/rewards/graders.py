@@ -35,6 +35,7 @@ from core.rewards.grading import Failure, Job, Scorers, as_results, as_score, cr
 from reward_scores.score import Score, ScoreStatus
 
 START_S = 120.0  # for a grader to import what it needs, which is not the answer's time
+END_S = 5.0  # for a grader that closed its pipe to be gone
 LONGEST_LINE = 64 * 2**20  # bytes of a grader's reply
 LONGEST_DETAIL = 10_000  # characters of a traceback: an exception may quote the answer that caused it
 # One thread: a thread's memory counts against the limit
@@ -179,7 +180,7 @@ class Grader:
             ready = self._ask(to_json(self.settings), START_S)
         except TimeoutError:
             ready = b""
-        if not ready:
+        if not ready and not self.closed:
             self.kill()
             raise WorkersLost(f"a grader {_end(self.process)} before it was ready; see the messages above")
 
@@ -194,6 +195,8 @@ class Grader:
                 raise TimeoutError
             part = os.read(replies.fileno(), 2**20)
             if not part:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(END_S)  # to know its own end, and not that it was killed
                 return b""
             reply += part
         return bytes(reply)

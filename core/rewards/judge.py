@@ -22,7 +22,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,9 +199,13 @@ class Judge:
         A caller that is cancelled leaves the request to those who wait for it too.
         """
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        if kept := self.cache.get(key):
-            self._counts["cached"] += 1
-            return Reply(*kept)
+        if (kept := self.cache.get(key)) is not None:
+            try:
+                reply = Reply(**kept)
+                self._counts["cached"] += 1
+                return reply
+            except TypeError as error:
+                self.cache.warn(f"a kept reply is damaged ({error}): it is requested again")
         if key not in self._requested:
             self._requested[key] = asyncio.ensure_future(self._request(key, body))
         return await asyncio.shield(self._requested[key])
@@ -211,7 +215,7 @@ class Judge:
             reply = await self.http.request("POST", f"{self.url}/chat/completions", body, _read_completion)
         finally:
             del self._requested[key]
-        self.cache.set({key: [reply.text, reply.finish, reply.tokens]})
+        self.cache.set({key: asdict(reply)})
         self._counts["tokens"] += reply.tokens
         return reply
 

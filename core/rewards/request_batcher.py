@@ -67,15 +67,20 @@ class RequestBatcher:
         await asyncio.sleep(0)  # lets the items that arrive in the same turn of the event loop join this call
         while batch := self._next_batch():
             try:
-                results = self.function([item for request in batch for item in request.items], batch[0].key)
-                remaining = iter(await results if inspect.isawaitable(results) else results)
-                found = [[next(remaining) for _ in request.items] for request in batch]
+                items = [item for request in batch for item in request.items]
+                results = self.function(items, batch[0].key)
+                if inspect.isawaitable(results):
+                    results = await results
+                if len(results) != len(items):
+                    raise ValueError(f"{len(results)} results for {len(items)} items")
             except Exception as error:  # every request of the batch gets it; the next batch goes on
                 for request in batch:
                     if not request.answer.done():
                         request.answer.set_exception(error)
                 continue
-            for request, own in zip(batch, found, strict=True):
+            remaining = iter(results)
+            for request in batch:
+                own = [next(remaining) for _ in request.items]
                 if not request.answer.done():  # it is where the caller was cancelled
                     request.answer.set_result(own)
 

@@ -222,10 +222,4 @@ CHECKS: dict[str, Check] = {
         "the scorer failed on {:.1%} of the answers of the last steps",
         "the first failure was printed; see reward/failed_rate, reward/timeout_rate and reward/crash_rate",
     ),
-    "judge_agreement": Check(
-        _metric("reward/judge_canary/mean"),
-        _below,
-        "judge accuracy on control answers is {:.0%}",
-        "another model may be behind reward_model.judge.url, or answers have learnt to persuade it",
-    ),
 }

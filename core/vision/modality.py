@@ -138,7 +138,7 @@ def _not_supported(config: Config) -> Iterator[Problem]:
     if config.critic.enable:
         rule, fix = f"{what} has no critic here", "use an estimator without one, such as grpo"
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
-    if config.reward_model.uses_model:
+    if config.reward_model.enable:
         yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
     if config.needs_engine and not ENGINES[roles.rollout.name].reads_media:
         yield Problem("actor_rollout_ref.rollout.name", roles.rollout.name, f"sends no pictures of {what}", "use vllm")

@@ -144,7 +144,6 @@ def test_a_checkpoints_settings_name_no_code(tmp_path):
     ("change", "told"),
     [
         ({"config": {"custom_reward_function.path": "evil.py"}}, "append custom_reward_function.path=evil.py"),
-        ({"config": {"reward_model.module.path": "evil.py", "reward_model.reward_manager": "own"}}, "module.path"),
         (
             {"config": {"reward_model.sandbox.allow_unisolated": True}},
             "append reward_model.sandbox.allow_unisolated=true",

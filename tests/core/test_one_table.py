@@ -34,17 +34,6 @@ def echo(config, model, tokenizer, device):
     return f"an engine on {device}"
 
 
-class Lenient:
-    def __init__(self, reward, grader):
-        self.grader = grader
-
-    async def run(self, job):
-        return 1.0
-
-    def close(self):
-        pass
-
-
 class Lines:
     def __init__(self, run):
         self.path = run.run_dir / "lines.txt"
@@ -64,7 +53,6 @@ ENTRIES = """
 ESTIMATORS["halved"] = EstimatorEntry("mine:halved", groups=True, greedy_baseline=True, reads=("gamma",))
 POLICY_LOSSES["plain"] = LossEntry("mine:plain", aggregation="seq-mean-token-sum", has_ratio=False)
 ENGINES["echo"] = EngineEntry("mine:echo", package="no_such_package", reads=("max_model_len",))
-REWARD_MANAGERS["lenient"] = ManagerEntry("mine:Lenient")
 LOGGERS["lines"] = LoggerEntry("mine:Lines", login="with a card")
 AGENT_LOOPS["chat"] = AgentLoopEntry("mine:Chat")
 """
@@ -73,7 +61,6 @@ CHOSEN = {
     "algorithm.adv_estimator": "halved",
     f"{ACTOR}.policy_loss.loss_mode": "plain",
     f"{ROLLOUT}.name": "echo",
-    "reward_model.reward_manager": "lenient",
     "trainer.logger": "lines",
     f"{ROLLOUT}.agent_loop": "chat",
 }
@@ -109,7 +96,6 @@ import torch
 from core.algorithm.advantages import estimator, inputs_of
 from core.algorithm.losses import policy_loss
 from core.engines import make_engine
-from core.rewards.graders import make_manager
 from core.rollout.agent_loop import make_agent_loop
 from core.learner.step_needs import StepNeeds
 from core.tracking.tracker import Tracker
@@ -124,7 +110,6 @@ loss = policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
 report["loss"] = loss.__module__ + ":" + loss.__name__
 report["baseline"] = StepNeeds.of(config).baseline
 report["engine"] = make_engine(config, None, None, torch.device("cpu"))
-report["manager"] = type(make_manager(config.reward_model, "grader")).__name__
 report["loop"] = type(make_agent_loop(config, None)).__name__
 tracker = Tracker(sys.argv[2], config, recipe="grpo")
 metrics = StepMetrics(1)
@@ -161,7 +146,6 @@ def added(tmp_path_factory):
         ("algorithm.adv_estimator", registry.ESTIMATORS),
         (f"{ACTOR}.policy_loss.loss_mode", registry.POLICY_LOSSES),
         (f"{ROLLOUT}.name", registry.ENGINES),
-        ("reward_model.reward_manager", registry.REWARD_MANAGERS),
         ("trainer.logger", registry.LOGGERS),
         (f"{ROLLOUT}.agent_loop", registry.AGENT_LOOPS),
     ],
@@ -205,6 +189,5 @@ def test_the_run_uses_the_function(added):
     assert added["baseline"] is True
     assert added["loss"] == "mine:plain"
     assert added["engine"] == "an engine on cpu"
-    assert added["manager"] == "Lenient"
     assert added["loop"] == "Chat"
     assert added["logged"] == "step 1: 1.0"

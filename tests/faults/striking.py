@@ -61,7 +61,7 @@ class Striking(RayPPOTrainer):
 
     async def struck_generate(self, *args: Any) -> Trajectory:
         sample = asyncio.ensure_future(super().generate(*args))
-        if self.kind not in ("keeper", "worker"):
+        if self.kind != "grader":
             await asyncio.sleep(0)  # once for the request to be made, once for it to be sent
             await asyncio.sleep(0)
             self.strike("validation" if self.validating else "rollout")
@@ -70,7 +70,7 @@ class Striking(RayPPOTrainer):
     async def struck_score(self, score: Callable[..., Any], *args: Any) -> Score:
         """Score an answer, and strike a scoring process while it has work: the reward function takes its time."""
         work = asyncio.ensure_future(score(*args))
-        if self.kind in ("keeper", "worker"):
+        if self.kind == "grader":
             while not work.done() and not self.scoring():
                 await asyncio.sleep(0.001)
             self.strike("validation" if self.validating else "rollout")
@@ -105,19 +105,17 @@ class Striking(RayPPOTrainer):
         os.kill(victim, signal.SIGKILL)
 
     def victim(self) -> int:
-        if self.kind in ("keeper", "worker"):
-            keeper = self.keepers()[-1]
-            return keeper if self.kind == "keeper" else _children(keeper)[-1]
+        if self.kind == "grader":
+            return self.graders()[-1]
         return [pid for name, pid in self.pids.items() if name.startswith(self.kind)][-1]
 
     def scoring(self) -> bool:
-        pool = self.reward.manager
-        return pool._idle.qsize() < len(pool.graders) and bool(self.keepers())
+        pool = self.reward.pool
+        return pool._idle.qsize() < len(pool.graders) and bool(self.graders())
 
-    def keepers(self) -> list[int]:
-        """Return the processes of graders that have a fork."""
-        pids = [one.process.pid for one in self.reward.manager.graders if one.process is not None]
-        return [pid for pid in pids if _children(pid)]
+    def graders(self) -> list[int]:
+        """Return the graders' processes."""
+        return [one.process.pid for one in self.reward.pool.graders if one.process is not None]
 
     def note(self, what: str, **details: Any) -> None:
         with open(self.journal, "a") as file:
@@ -128,13 +126,6 @@ class Striking(RayPPOTrainer):
 
 def _pid(actor: Any) -> int:
     return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelC
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.custom_reward import CustomFunction
-from core.rewards.graders import GraderPool
-from core.rewards.grading import InProcess, Job, Scorers
+from core.rewards.graders import GraderPool, InProcess
+from core.rewards.grading import Job, Scorers
 from core.rewards.layer import RewardLayer
 from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
 from reward_scores.score import ScoreStatus
@@ -180,12 +180,10 @@ def process_of_symbolic(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["published", "math_verify"])
-def test_naive_leaves_algebra_to_workers_and_says_so(make_layer, monkeypatch, caplog, method):
+def test_naive_leaves_algebra_to_graders(make_layer, monkeypatch, method):
     process_of_symbolic(monkeypatch)
-    caplog.set_level("INFO", "core.rewards")
     layer = make_layer(reward_kwargs={"prime_math": {"method": method}})
     layer.check([row("openai/gsm8k"), row(PRIME)])  # grades known answers, in the real worker
-    assert "prime_math calls on a library that may not end" in caplog.text and "timeout_s=20 s" in caplog.text
     right, wrong, gsm8k = grade(
         layer,
         Job(PRIME, "\\boxed{b+a}", "a+b", {}),
@@ -196,11 +194,10 @@ def test_naive_leaves_algebra_to_workers_and_says_so(make_layer, monkeypatch, ca
     assert isinstance(layer.manager, InProcess) and not layer.in_process
 
 
-def test_naive_starts_no_process_where_none_is_needed(make_layer, caplog):
-    caplog.set_level("INFO", "core.rewards")
+def test_naive_starts_no_process_where_none_is_needed(make_layer):
     layer = make_layer(reward_kwargs={"prime_math": {"method": "robust"}})
     layer.check([row("openai/gsm8k"), row(PRIME)])
-    assert not layer.manager.pool.graders and not caplog.text
+    assert all(one.process is None for one in layer.pool.graders)
     assert layer.in_process
 
 

@@ -6,7 +6,6 @@ from typing import Literal
 
 from core.config import registry, when
 from core.config.limits import Count, NonNegative, OffOrCount, Positive, Size
-from core.config.registry import RewardManager
 from core.config.rulebook import Broken, RuleBook, View
 from core.config.section import CODE, CONSENT, FrozenDict, Open, Section, bookkeeping, execution, files, key
 from core.config.sections.model import FSDPConfig
@@ -21,27 +20,18 @@ class JudgeConfig(Section):
     template: str | None = files(
         None, "file of what the judge reads, with {question}, {response}, {reference}; null: judge_template.txt here"
     )
-    pattern: str | None = key(None, "expression whose one group is the number; null: [[number]], or json_schema")
-    json_schema: str | None = files(None, "JSON schema of a reply, whose property score is the number; null: pattern")
-    lowest: float = key(0.0, "least number that is a verdict")
-    highest: float = key(1.0, "largest number that is a verdict")
-    votes: Count = key(1, "replies an answer, each with a seed of its own")
-    combine: Literal["mean", "median"] = key("mean", "what becomes of several numbers", when.VOTES)
+    pattern: str | None = key(None, "expression whose one group is the number; null: [[number]]")
+    lowest: float = key(0.0, "least number that counts")
+    highest: float = key(1.0, "largest number that counts")
     temperature: NonNegative = key(0.0, "of the judge's sampling")
-    seed: Size = key(0, "of the judge's sampling; a vote adds its number")
-    max_tokens: Count = key(1024, "tokens of a reply; one that is cut off is no verdict")
+    seed: Size = key(0, "of the judge's sampling")
+    max_tokens: Count = key(1024, "tokens of a reply; one that is cut off has no number")
     extra: Open = key(FrozenDict(), "further fields of a request; null takes one of the usual fields out")
     max_concurrent: Count = execution(32, "requests at a time")
     timeout_s: Positive = execution(120.0, "seconds for a try of a request")
     give_up_s: Positive = execution(600.0, "seconds in which a request that failed is tried again, with growing pauses")
-    max_failures: Count = execution(100, "answers in a row without a verdict, after which the run ends")
+    max_failures: Count = execution(100, "answers in a row without a number, after which the run ends")
     cache_dir: str | None = execution(None, "folder of kept replies; null: judge in the run folder")
-    canaries: str | None = bookkeeping(
-        None, "file of answers of known grade, as JSON lines; null: core/rewards/judge_canaries.jsonl", when.CANARIES
-    )
-    canary_every: Size = bookkeeping(32, "answers per canary graded beside them; 0: none")
-    prompt_price: NonNegative = bookkeeping(0.0, "price of a million tokens that the judge reads, in any currency")
-    completion_price: NonNegative = bookkeeping(0.0, "price of a million tokens that it writes")
 
 
 class ScoringFSDPConfig(FSDPConfig):
@@ -70,11 +60,6 @@ class RewardModelModelConfig(Section):
     fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig(dtype="bfloat16")
 
 
-class RewardModuleConfig(Section):
-    path: str | None = files(None, "file or module of a reward manager of your own", when.OWN_MANAGER, code=CODE)
-    name: str | None = key(None, "class of that manager", when.IMPORTED, code=CODE)
-
-
 class SandboxConfig(Section):
     """Where programs that are answers run, if not on a Sandbox Fusion server."""
 
@@ -98,27 +83,15 @@ class CustomRewardFunctionConfig(Section):
 
 
 class RewardModelConfig(Section):
-    source: Literal["register", "importlib"] = key(
-        "register",
-        "the managers here and those that module.path registers, or your own as module.name of module.path (importlib)",
-    )
-    module: RewardModuleConfig = RewardModuleConfig()
-    reward_manager: RewardManager = key(
-        "naive",
-        "who grades: this process (naive), graders (prime, dapo), a function of lists (batch), a class of module.path",
-        when.REGISTERED,
+    reward_manager: Literal[*registry.REWARD_MANAGERS] = key(
+        "naive", "who grades: this process (naive), graders (prime, dapo), graders with a function of lists (batch)"
     )
     num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", when.GRADERS)
-    timeout_s: Positive = execution(10.0, "seconds for an answer (batch: a step's call) with its tests", when.GRADERS)
+    timeout_s: Positive = execution(10.0, "seconds for an answer (batch: a call) with its tests", when.GRADERS)
     memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", when.GRADERS)
     num_examine: Size = bookkeeping(0, "answers of each data source that a training step prints")
     val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")
     reward_kwargs: Open = key(FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}", code=CONSENT)
-    solution_str: Literal["policy", "response"] = key(
-        "policy",
-        "what a function of yours gets as solution_str: what the policy wrote, or the whole response with tools'",
-        when.OWN_CODE,
-    )
     on_error: Literal["zero", "mask", "raise"] = key("zero", "what becomes of an answer whose scorer failed")
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
@@ -143,19 +116,9 @@ class RewardModelConfig(Section):
     )
 
     @property
-    def uses_model(self) -> bool:
-        """Whether a model scores examples of its own, and counts beside rules in the others."""
-        return self.enable
-
-    @property
     def pass_size(self) -> str:
         """The key that bounds the model's passes, whose value may be lowered."""
         return "forward_max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
-
-    @property
-    def model_weight(self) -> float:
-        """What the model's number counts beside a rule's."""
-        return self.weight
 
     @property
     def judged(self) -> bool:
@@ -178,48 +141,16 @@ rules = RuleBook()
 
 @rules.problem
 def who_grades(c: View) -> Broken:
-    if c.reward.source == "register" and c.reward.reward_manager == "batch" and not c.custom.path:
+    if c.reward.reward_manager == "batch" and not c.custom.path:
         yield (
             "reward_model.reward_manager",
             "calls a function of yours with lists of answers, and there is none; set "
             "custom_reward_function.path, or use prime",
         )
-    if c.own_manager and c.reward.source == "register" and not c.reward.module.path:
-        yield (
-            "reward_model.reward_manager",
-            f"must be one of {', '.join(registry.REWARD_MANAGERS)}, or a name that a module of yours "
-            "registers; choose one, or name the "
-            f'module with the class under @register("{c.reward.reward_manager}"), reward_model.module.path=my.py',
-        )
-    for name in ("path", "name"):
-        if c.reward.source == "importlib" and (not getattr(c.reward.module, name)):
-            yield (
-                f"reward_model.module.{name}",
-                "is needed with reward_model.source=importlib; name the manager's class and its file or module, or "
-                "use reward_model.source=register",
-            )
     if c.reward.memory_limit_mb is not None and c.reward.memory_limit_mb < 256:
         yield (
             "reward_model.memory_limit_mb",
             "is too little for a worker that has only started; at least 256; raise it, or null for no limit",
-        )
-
-
-@rules.warning
-def what_a_function_reads(c: View) -> Broken:
-    if (
-        c.users_function
-        and (not c.gives("reward_model.solution_str"))
-        and (
-            c.rollout.agent_loop not in (None, "single_turn_agent")
-            or c.rollout.multi_turn.tool_config_path  # rows may name the tool agent
-        )
-    ):
-        yield (
-            "reward_model.solution_str",
-            "a reward function of yours gets what the policy wrote and not what tools or retrieval wrote between "
-            'it, unlike verl\'s (extra_info["rollout"]["segments"] has both); set '
-            "reward_model.solution_str=response for the whole response, or =policy to say that this is meant",
         )
 
 
@@ -307,29 +238,8 @@ def the_judge(c: View) -> Broken:
             "would score an answer 0 because a server was away; set reward_model.on_error=mask, which takes such "
             "an answer out of its group and the loss, or raise",
         )
-    if c.judge.pattern is not None and c.judge.json_schema is not None:
-        yield (
-            "reward_model.judge.pattern",
-            "reads a reply in one way, and reward_model.judge.json_schema in another; leave one of them out",
-        )
     if c.judge.lowest >= c.judge.highest:
         yield (
             "reward_model.judge.lowest",
             f"must be below reward_model.judge.highest={c.judge.highest}; give the range of the judge's numbers",
-        )
-    if c.reward.judged and c.judge.template and c.judge.canary_every and not c.judge.canaries:
-        yield (
-            "reward_model.judge.canaries",
-            "is needed with a template of your own: the canaries that come with the usual one may not suit it; "
-            "name a file of JSON lines {question, response, reference, right}, or set canary_every=0 for none",
-        )
-
-
-@rules.warning
-def votes(c: View) -> Broken:
-    if c.reward.judged and c.judge.votes > 1 and c.judge.temperature == 0:
-        yield (
-            "reward_model.judge.votes",
-            "greedy votes differ by the marks around the texts alone; set reward_model.judge.temperature above "
-            "0, or votes=1",
         )

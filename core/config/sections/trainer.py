@@ -36,9 +36,6 @@ class HealthConfig(Section):
     unfinished: HealthBound = key(HealthBound(bound=0.2), "rise of the share of answers that reach the length limit")
     shortening: HealthBound = key(HealthBound(bound=0.5), "fall of the mean response length, as a share of the start's")
     scorer_errors: HealthBound = key(HealthBound(bound=0.1), "share of answers without a score, over reward_window")
-    judge_agreement: HealthBound = key(
-        HealthBound(bound=0.75, action="stop"), "least share of canaries graded as known", when.JUDGED + when.CANARIES
-    )
 
 
 class TraceConfig(Section):

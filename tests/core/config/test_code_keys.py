@@ -35,7 +35,6 @@ CODE = {
     "reward_model.model.trust_remote_code": True,
     "reward_model.sandbox.allow_unisolated": True,
     "reward_model.reward_kwargs": {"unit_tests": {"sandbox": {"allow_unisolated": 1}}},
-    "reward_model.module.path": "evil.py",
     "custom_reward_function.path": "evil.py",
     "algorithm.adv_estimator": "evil.py:f",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "evil:f",

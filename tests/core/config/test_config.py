@@ -52,7 +52,7 @@ ADDED = {
     "trainer.heartbeat_timeout_s",
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
     *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
-    *("critic.use_torch_compile", "reward_model.solution_str"),
+    "critic.use_torch_compile",
 }
 
 
@@ -101,7 +101,7 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     }
     for section, table in sections.items():
         assert all(convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads), section
-    for table in (*sections.values(), registry.REWARD_MANAGERS, registry.LOGGERS, registry.AGENT_LOOPS):
+    for table in (*sections.values(), registry.LOGGERS, registry.AGENT_LOOPS):
         entries = [entry for entry in table.values() if entry.function]
         assert all(callable(load_object(entry.function)) for entry in entries)
     clipping = {name for name, entry in registry.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}

@@ -18,11 +18,6 @@ from tests.core.rewards.test_judge import NOBODY, shown
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.judge_server import MODEL, serve
 
-CANARIES = [
-    {"question": "largest digit?", "reference": "8", "response": "8", "right": True},
-    {"question": "largest digit?", "reference": "8", "response": "1", "right": False},
-]
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -32,7 +27,6 @@ def folder(tmp_path, monkeypatch):
     for row in rows:  # no scorer knows the source: the judge alone can score
         row["data_source"], row["reward_model"]["style"] = "nobody/knows", "model"
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    (tmp_path / "canaries.jsonl").write_text("\n".join(map(json.dumps, CANARIES)))
     return tmp_path
 
 
@@ -43,10 +37,7 @@ def config(folder, run, url, *overrides, steps=3, **more):
         "reward_model.judge.url": url,
         "reward_model.judge.model": MODEL,
         "reward_model.judge.cache_dir": folder / "kept",
-        "reward_model.judge.canaries": folder / "canaries.jsonl",
-        "reward_model.judge.canary_every": 2,
         "reward_model.judge.give_up_s": 0.2,
-        "reward_model.judge.prompt_price": 10,
         "custom_reward_function.path": "null",
     }
     given = [f"{key}={value}" for key, value in keys.items()]
@@ -81,10 +72,8 @@ def test_a_replay_without_a_server_gives_the_same_rewards(folder):
     again = lines(folder, "again")
     assert judged(again) == judged(first)
     assert all(line["reward/crash_rate"] == 0 and 0 < line["critic/score/mean"] < 0.9 for line in first)
-    assert all(line["reward/judge_canary/mean"] == 1 for line in first if "reward/judge_canary/mean" in line)
-    assert any("reward/judge_canary/mean" in line for line in first)
     sent = sum(line["perf/judge_requests"] + line.get("perf/val_judge_requests", 0) for line in first)
-    assert sent == asked and first[0]["perf/judge_cost"] == first[0]["perf/judge_prompt_tokens"] * 1e-5 > 0
+    assert sent == asked and first[0]["perf/judge_tokens"] > 0
     assert sum(line["perf/judge_requests"] for line in again) == 0 < again[0]["perf/judge_cached"]
     with pytest.raises(InputError, match="cannot be reached"):  # nothing is kept elsewhere
         elsewhere = f"reward_model.judge.cache_dir={folder}/other"
@@ -95,7 +84,7 @@ def test_failures_are_masked_counted_and_stop_at_a_bound(folder):
     """Answers that end in an even number get nothing but refusals: they leave their groups, and the run stops."""
 
     def reply(number, body):
-        return {"status": 400} if shown(body)[1] in "0246" and number > 2 else generous(number, body)
+        return {"status": 400} if shown(body)[1] in "0246" else generous(number, body)
 
     bound = "trainer.health.scorer_errors"
     with serve(reply) as server:
@@ -108,25 +97,18 @@ def test_failures_are_masked_counted_and_stop_at_a_bound(folder):
     assert line["perf/judge_failures_refused"] > 0
 
 
-def test_a_judge_that_changes_is_noticed_by_canaries(folder):
-    with serve(lambda n, body: generous(n, body) if n < 2 else "[[0.9]]") as server:
-        run = scripted()(config(folder, "swapped", server.url, "reward_model.judge.canary_every=1"), answer)
-        with pytest.raises(UnhealthyRun, match="judge accuracy on control answers is .*judge_agreement"):
-            run.init_workers().fit()
-
-
 @pytest.mark.slow
 def test_a_server_that_dies_ends_the_run_soon(folder):
     with serve(lambda n, body: generous(n, body) if n < 2 else {"status": 503}) as server:
         few = "reward_model.judge.max_failures=4"
-        with pytest.raises(JudgeLost, match="4 answers in a row had no verdict"):
+        with pytest.raises(JudgeLost, match="4 answers in a row had no number"):
             scripted()(config(folder, "lost", server.url, few), answer).init_workers().fit()
 
 
 @pytest.mark.slow
-def test_an_engine_in_this_process_awaits_verdicts_where_they_decide_what_is_drawn(folder):
+def test_an_engine_in_this_process_awaits_scores_where_they_decide_what_is_drawn(folder):
     with serve("[[1]]") as server:
-        one = config(folder, "filtered", server.url, "reward_model.judge.canary_every=0", "data.gen_batch_size=2")
+        one = config(folder, "filtered", server.url, "data.gen_batch_size=2")
         run = RayPPOTrainer(one).init_workers()
         try:
             assert run.rollout.scoring.holds and run.workers.engine.before_step is not None
@@ -140,7 +122,7 @@ def test_an_engine_in_this_process_awaits_verdicts_where_they_decide_what_is_dra
 def test_over_ray_the_loop_asks_and_no_reward_model_is_loaded(folder):
     """Both steps are scored by the server; the first step's answers are those of one process, up to rounding."""
     with serve(lambda number, body: f"[[{len(shown(body)[1]) % 7 / 10}]]") as server:
-        keys = ("reward_model.judge.canary_every=0", "trainer.backend=ray")
+        keys = ("trainer.backend=ray",)
         trainer = RayPPOTrainer(config(folder, "ray", server.url, *keys, steps=2)).init_workers()
         assert trainer.workers.reward_model is None
         trainer.fit()
@@ -151,15 +133,13 @@ def test_over_ray_the_loop_asks_and_no_reward_model_is_loaded(folder):
     assert lines(folder, "again")[0]["critic/score/mean"] == found[0]["critic/score/mean"]
 
 
-def test_a_step_without_any_verdict_trains_nothing_and_passes(folder):
-    """The step before had verdicts: a run without a single one stops (test_failing_functions.py)."""
+def test_a_step_without_any_score_trains_nothing_and_passes(folder):
+    """The step before had scores: a run without a single one stops (test_rewards.py)."""
 
     def reply(number, body):
         return {"status": 400} if lines(folder, "masked") else f"[[{len(shown(body)[1]) % 7 / 10}]]"
 
     with serve(reply) as server:
-        RayPPOTrainer(
-            config(folder, "masked", server.url, "reward_model.judge.canary_every=0", steps=2)
-        ).init_workers().fit()
+        RayPPOTrainer(config(folder, "masked", server.url, steps=2)).init_workers().fit()
     line = lines(folder, "masked")[-1]
     assert (line["reward/masked_share"], line["actor/grad_norm"], line["actor/skipped_updates"]) == (1.0, 0.0, 0.0)

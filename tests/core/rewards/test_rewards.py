@@ -1,314 +1,109 @@
-"""The reward layer in process: dispatch, what a scorer sees, custom functions, failures, checks at start."""
+"""The reward layer: dispatch, what a scorer sees, users' functions, failures, checks at start."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import logging
+import os
 import subprocess
 import sys
 import textwrap
+import time
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from core.config.sections.reward import RewardModelConfig
+from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards.grading import as_score
+from core.rewards.grading import ScoreError, as_score
 from core.rewards.layer import RewardError, RewardLayer
 from core.tracking.metrics import status_rates
-from core.types import Prompt, Segment, Stop, Trajectory
+from core.tracking.samples import generation_rows
+from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
+from tests.pools import UNRULY
+from tests.tiny import tiny_tokenizer
+
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 
 
-def layer(path=None, name="compute_score", kwargs=None, on_error="zero", manager="naive", reward_kwargs=None):
-    options = {"reward_kwargs": reward_kwargs or {}, "num_workers": 1}
-    reward = RewardModelConfig(on_error=on_error, reward_manager=manager, **options)
-    custom = SimpleNamespace(path=path, name=name, reward_kwargs=kwargs)
-    return RewardLayer(SimpleNamespace(reward_model=reward, custom_reward_function=custom))
+@pytest.fixture
+def make_layer(write):
+    """Makes layers; a body without a ``def`` is that of a user's function."""
+    layers = []
+
+    def make(body=None, *, name="compute_score", kwargs=None, file="mine.py", **reward):
+        path = body
+        if body is not None and " " in body:
+            path = write(body if "def " in body else f"{HEAD}    {body}\n", file)
+        reward = RewardModelConfig(**{"num_workers": 1, "memory_limit_mb": 512, **reward})
+        custom = CustomRewardFunctionConfig(path=path, name=name, reward_kwargs=kwargs or {})
+        layers.append(RewardLayer(SimpleNamespace(reward_model=reward, custom_reward_function=custom)))
+        return layers[-1]
+
+    yield make
+    for layer in layers:
+        layer.close()
 
 
-def prompt(data_source="openai/gsm8k", ground_truth="72", extra_info=None):
-    return Prompt(0, "row-7", (1, 2), (), ground_truth, data_source, extra_info or {})
+def prompt(data_source="openai/gsm8k", ground_truth="72", extra_info=None, **more):
+    return Prompt(0, "row-7", (1, 2), (), ground_truth, data_source, extra_info or {}, **more)
 
 
-def trajectory(*segments, stop=Stop.EOS, turns=1, tool_calls=0, tokens=3):
+def row(data_source="tests/a", ground_truth="7", number=0, **extra_info):
+    return Example("rows.parquet", number, data_source, "?", ground_truth, {"index": number, **extra_info})
+
+
+def trajectory(*segments, stop=Stop.EOS, turns=1, tool_calls=0, tokens=3, **more):
     segments = tuple(Segment("policy", s) if isinstance(s, str) else Segment(*s) for s in segments)
     ids = np.arange(tokens)
-    return Trajectory(ids, ids, ids >= 0, ids * 0.0, segments, stop, 0, 0, turns, tool_calls)
+    return Trajectory(ids, ids, ids >= 0, ids * 0.0, segments, stop, 0, 0, turns, tool_calls, **more)
 
 
-def grade(rewards, a_prompt, a_trajectory):
-    return asyncio.run(rewards.score(a_prompt, a_trajectory))
+def grade(layer, asked, *trajectories):
+    async def everything():
+        return await asyncio.gather(*(layer.score(asked, one) for one in trajectories))
+
+    found = asyncio.run(everything())
+    return found[0] if len(found) == 1 else found
 
 
-def test_the_data_source_picks_the_scorer():
-    rewards = layer()
-    assert grade(rewards, prompt(), trajectory("#### 72")).value == 1.0
-    wrong = grade(rewards, prompt(), trajectory("#### 71"))
+def refused(layer, *rows):
+    with pytest.raises(InputError) as caught:
+        layer.check(rows or [row()])
+    return caught.value.problems
+
+
+# --- scorers of this repository ---
+
+
+def test_the_data_source_picks_the_scorer_and_options_are_given_by_its_name(make_layer):
+    layer = make_layer()
+    assert grade(layer, prompt(), trajectory("#### 72")).value == 1.0
+    wrong = grade(layer, prompt(), trajectory("#### 71"))
     assert (wrong.value, wrong.status, wrong.pred) == (0.0, ScoreStatus.WRONG, "71")
-    assert grade(rewards, prompt("lab/hops", "d"), trajectory("abcd#d")).parts == {"acc": 1.0, "chain": 1.0}
-    assert grade(rewards, prompt("lighteval/MATH", "2"), trajectory("#### 2")).status is ScoreStatus.PARSE_ERROR
-    rewards.close()
-
-
-def test_only_what_the_policy_wrote_is_judged():
-    found = trajectory("let me look", ("tool", "#### 72"), " no idea")
-    assert grade(layer(), prompt(), found).status is ScoreStatus.PARSE_ERROR
-
-
-def test_a_start_says_which_isolation_holds(monkeypatch, capsys):
-    from reward_scores import sandbox, unit_tests
-
-    row = prompt("apps", {"inputs": ["1"], "outputs": ["1"]})
-    for mode, refused, said in (
-        ("namespaces", (), "isolation: programs run in namespaces with seccomp\n"),
-        ("landlock", ("namespaces: no",), "programs run in landlock with seccomp (refused here: namespaces: no)\n"),
-    ):
-        how = sandbox.Isolation(mode, True, refused)
-        if problem := sandbox.probe(how):
-            pytest.skip(problem)
-        for module in (sandbox, unit_tests):
-            monkeypatch.setattr(module, "isolation", lambda how=how: how)
-        with contextlib.closing(layer()) as rewards:
-            rewards.check([row])
-        assert said in capsys.readouterr().out
-    for module in (sandbox, unit_tests):
-        monkeypatch.setattr(module, "isolation", lambda: sandbox.Isolation("none", False))
-    with contextlib.closing(layer(reward_kwargs={"prime_code": {"sandbox": {"allow_unisolated": True}}})) as rewards:
-        rewards.check([row])
-    assert "isolation: none; programs run with this user's rights" in capsys.readouterr().out
-    with contextlib.closing(layer()) as rewards:
-        rewards.check([prompt()])  # nothing there runs programs
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("source", "gold", "policy", "acc"),
-    [
-        ("hiyouga/geometry3k", "48", "AB = CD\n</think> \\boxed{48}", 1.0),
-        ("qa_em_format", {"target": "Paris"}, "hm</think><answer>Paris</answer>", 1.0),
-    ],
-)
-def test_a_tag_that_the_prompt_opened_counts_for_the_format(source, gold, policy, acc):
-    for opened, form in (("<think>", 1.0), (None, 0.0), ("<answer>", 0.0)):
-        begun = dataclasses.replace(prompt(source, gold), opened_tag=opened)
-        score = grade(layer(), begun, trajectory(policy))
-        assert score.parts["format"] == form
-    assert grade(layer(), begun, trajectory("Paris</answer>")).acc == (source == "qa_em_format")
-
-
-def test_options_are_given_by_scorer_name():
-    flexible = layer(reward_kwargs={"gsm8k": {"method": "flexible"}, "hops": None})
+    assert grade(layer, prompt("lab/hops", "d"), trajectory("abcd#d")).parts == {"acc": 1.0, "chain": 1.0}
+    assert grade(layer, prompt("lighteval/MATH", "2"), trajectory("#### 2")).status is ScoreStatus.PARSE_ERROR
+    assert grade(layer, prompt(), trajectory("so 72")).acc == 0.0
+    flexible = make_layer(reward_kwargs={"gsm8k": {"method": "flexible"}, "hops": None})
     assert grade(flexible, prompt(), trajectory("so 72")).acc == 1.0
-    assert grade(layer(), prompt(), trajectory("so 72")).acc == 0.0
 
 
-def test_a_custom_function_sees_the_rollout_and_cannot_touch_the_row(write):
-    path = write("""
-        def compute_score(data_source, solution_str, ground_truth, extra_info, cost):
-            rollout = extra_info["rollout"]
-            assert rollout["segments"] == [{"role": "policy", "text": "a"}, {"role": "tool", "text": "b"}]
-            assert (rollout["num_turns"], rollout["truncated"], rollout["response_length"]) == (2, True, 5)
-            extra_info["seen"] = True
-            extra_info["nested"]["list"].append(1)
-            ground_truth["target"].append("x")
-            return {"score": 1 - cost * rollout["num_tool_calls"], "acc": True, "why": "text", "pred": 72}
-    """)
-    row = {"nested": {"list": []}}
-    gold = {"target": []}
-    steps = trajectory("a", ("tool", "b"), stop=Stop.LENGTH, turns=2, tool_calls=3, tokens=5)
-    score = grade(layer(path, kwargs={"cost": 0.25}), prompt("anything", gold, row), steps)
-    assert (score.value, dict(score.parts), score.status, score.pred) == (0.25, {"acc": 1.0}, ScoreStatus.OK, "72")
-    assert row == {"nested": {"list": []}} and gold == {"target": []}
+def test_only_what_the_policy_wrote_is_judged(make_layer):
+    found = trajectory("let me look", ("tool", "#### 72"), " no idea")
+    assert grade(make_layer(), prompt(), found).status is ScoreStatus.PARSE_ERROR
 
 
-@pytest.mark.parametrize(
-    "segments, turns, calls, seen",
-    [
-        (("one answer",), 1, 0, 2),  # verl counts the prompt and the answer
-        (("a", ("tool", "b"), "c"), 2, 1, 4),
-        (("a", ("tool", "b"), ("tool", "b2"), "c", ("tool", "d"), "e"), 3, 3, 6),  # two calls of a turn, one answer
-        (("a", ("tool", "b")), 1, 1, 3),
-    ],
-)
-def test_a_function_written_for_verl_finds_turns_and_tool_calls(write, segments, turns, calls, seen):
-    path = write("""
-        def compute_score(data_source, solution_str, ground_truth, extra_info):
-            return {"score": extra_info["num_turns"] + 0.1 * extra_info["num_tool_calls"], "acc": 0.0}
-    """)
-    steps = trajectory(*segments, turns=turns, tool_calls=calls)
-    row = {"num_turns": 99}  # as in verl, what happened wins over what the row holds
-    assert grade(layer(path), prompt("anything", {}, row), steps).value == pytest.approx(seen + 0.1 * calls)
-
-
-def test_an_asynchronous_function_is_awaited(write):
-    path = write("""
-        import asyncio
-        async def mine(data_source, solution_str, ground_truth, extra_info=None):
-            await asyncio.sleep(0)
-            return 0.5
-    """)
-    assert grade(layer(path, "mine"), prompt(), trajectory("x")).value == 0.5
-
-
-def test_two_files_of_one_name_do_not_collide(write):
-    body = "def compute_score(data_source, solution_str, ground_truth, extra_info): return {}"
-    first, second = layer(write(body.format(1), "a/r.py")), layer(write(body.format(2), "b/r.py"))
-    assert grade(first, prompt(), trajectory("x")).value == 1
-    assert grade(second, prompt(), trajectory("x")).value == 2
-
-
-def test_a_module_name_and_urls_work(write, monkeypatch, tmp_path):
-    file = write("def compute_score(data_source, solution_str, ground_truth, extra_info): return 3", "pkgx/modx.py")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for path in ("pkgx.modx", "pkg://pkgx.modx", file, f"file://{file}"):
-        assert grade(layer(path), prompt(), trajectory("x")).value == 3
-
-
-FAILING = {
-    "raises": "raise KeyError('no such thing')",
-    "nan": "return float('nan')",
-    "infinite acc": "return {'score': 1, 'acc': float('inf')}",
-    "no score": "return {'acc': 1}",
-    "none": "return None",
-    "text": "return '1'",
-    "nan in a Score": "from reward_scores.score import Score\n    return Score(1.0, {'acc': float('nan')})",
-}
-
-
-@pytest.mark.parametrize("body", FAILING.values(), ids=FAILING)
-def test_a_failing_function_is_a_status_and_on_error_decides(write, body):
-    path = write(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
-    zero = grade(layer(path), prompt(), trajectory("x"))
-    assert (zero.value, zero.status, zero.masked, zero.acc) == (0.0, ScoreStatus.CRASH, False, 0.0)
-    masked = grade(layer(path, on_error="mask"), prompt(), trajectory("x"))
-    assert masked.masked and masked.status is ScoreStatus.CRASH
-    with pytest.raises(RewardError, match=r"(?s)row-7.*the answer text.*Error"):
-        grade(layer(path, on_error="raise"), prompt(), trajectory("the answer text"))
-
-
-def test_what_a_result_may_be():
-    assert as_score(True).value == 1.0
-    assert as_score(np.float32(0.25)).value == 0.25
-    assert as_score(-1).status is ScoreStatus.WRONG
-    minus = as_score({"score": np.int64(-1), "acc": np.bool_(False), "note": None, "pred": None})
-    assert (minus.value, minus.acc, minus.status, minus.pred) == (-1.0, 0.0, ScoreStatus.WRONG, None)
-    given = Score(0.5, status=ScoreStatus.PARSE_ERROR)
-    assert as_score(given) == given
-
-
-BAD_CUSTOM = [
-    ("missing.py", {}, "no file .*missing.py"),
-    ("no_such_module_x", {}, "no module 'no_such_module_x'"),
-    ("def compute_scor(): pass", {}, "has no 'compute_score'.*compute_scor"),
-    ("compute_score = 3", {}, "not a function"),
-    ("import nothing_of_that_name", {}, "importing it failed(?s:.*)nothing_of_that_name"),
-    ("def compute_score(text): return 1", {}, "called by name as compute_score.data_source"),
-    ("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1", {"k": 1}, "'k'"),
-    ("def compute_score(**k): return 1", {"ground_truth": 1}, "ground_truth come from the data"),
-]
-
-
-@pytest.mark.parametrize(("body", "kwargs", "message"), BAD_CUSTOM)
-def test_a_custom_function_that_cannot_work_is_a_configuration_problem(write, tmp_path, body, kwargs, message):
-    module = body if " " not in body else write(body)
-    path = str(tmp_path / module) if module == "missing.py" else module
-    with pytest.raises(InputError, match=message) as caught:
-        layer(path, kwargs=kwargs)
-    assert len(caught.value.problems) == 1
-
-
-def test_bad_options_are_all_reported_with_the_nearest_name():
-    with pytest.raises(InputError) as caught:
-        layer(reward_kwargs={"gsm8": {}, "gsm8k": {"metod": 1}, "math_reward": "strict"})
-    text = str(caught.value)
-    assert len(caught.value.problems) == 3
-    for part in ("gsm8: not a scorer's name; use gsm8k", "no option metod", "'strict'"):
-        assert part in text
-
-
-def test_check_passes_on_good_rows():
-    rows = [
-        Example("file", 0, "openai/gsm8k", "?", "72", {}),
-        prompt("lab/hops", "d"),
-        prompt("lighteval/MATH", r"\frac{1}{2}"),
-    ]
-    layer().check(rows)
-    for method in ("flexible", "robust"):
-        layer(reward_kwargs={"gsm8k": {"method": method}}).check(rows)
-
-
-def test_check_reports_every_problem_at_once():
-    rows = [
-        prompt("openai/gsm8", "1"),
-        *[prompt("openai/gsm8k", "1,000")] * 5,
-        Example("file", 6, "lighteval/MATH", "?", None, {}),
-    ]
-    with pytest.raises(InputError) as caught:
-        layer().check(rows)
-    assert len(caught.value.problems) == 3
-    unknown, commas, missing = caught.value.problems
-    assert "data_source='openai/gsm8'; nearest: openai/gsm8k" in unknown
-    assert "in 5 rows" in commas and "and 2 more" in commas and "uid row-7" in commas
-    assert "row 6" in missing and "None" in missing
-
-
-def test_check_names_the_field_of_an_odd_ground_truth_and_warns_of_one_that_is_graded_as_written(caplog):
-    odd = [
-        Example("file", 3, "nq", "?", {"target": ["x", None]}, {}),
-        Example("file", 4, "countdown", "?", {"target": 3, "numbers": "1 2"}, {}),
-    ]
-    with pytest.raises(InputError) as caught:
-        layer().check(odd)
-    null, text = caught.value.problems
-    assert "file row 3: target[1] must be a text or a number, got None" in null
-    assert "file row 4: numbers must be a list of whole numbers, got '1 2'" in text
-    layer().check(
-        [Example("file", 5, "nq", "?", {"target": 1984}, {}), Example("file", 6, "nq", "?", {"target": "A+"}, {})]
-    )
-    assert "in 1 row (file row 6: target ['A+'] normalises to nothing" in caplog.text and "row 5" not in caplog.text
-
-
-def test_a_users_check_that_raises_is_a_problem_of_the_row(write):
-    path = write("""
-        def check_ground_truth(ground_truth):
-            return None if ground_truth["answer"] else "is empty"
-        def compute_score(data_source, solution_str, ground_truth, extra_info):
-            return 1.0
-    """)
-    with pytest.raises(InputError, match="uid row-7: the check of ground truths failed on it .TypeError: "):
-        layer(path).check([prompt(ground_truth="5")])
-
-
-def test_check_grades_the_examples_with_the_configured_options(write):
-    with pytest.raises(InputError, match="method='bogus': must be one of strict"):
-        layer(reward_kwargs={"gsm8k": {"method": "bogus"}}).check([prompt()])
-    path = write("""
-        EXAMPLES = (("yes", "72", 1.0), ("no", "72", 1.0))
-        def check_ground_truth(ground_truth):
-            return None if ground_truth else "must not be empty"
-        async def compute_score(data_source, solution_str, ground_truth, extra_info):
-            return float(solution_str == "yes")
-    """)
-    with pytest.raises(InputError) as caught:
-        layer(path).check([prompt(), prompt(ground_truth="")])
-    empty, example = caught.value.problems
-    assert "must not be empty" in empty and "'no'" in example and "acc=0.0, not 1.0" in example
-
-
-def test_status_rates():
-    scores = [Score(1.0), Score(0.0, status=ScoreStatus.WRONG), Score(0.0, status=ScoreStatus.CRASH), Score(1.0)]
-    assert status_rates(scores) == {
-        "reward/ok_rate": 0.5,
-        "reward/wrong_rate": 0.25,
-        "reward/parse_error_rate": 0.0,
-        "reward/timeout_rate": 0.0,
-        "reward/crash_rate": 0.25,
-    }
-    assert status_rates([]) == {}
+def test_a_tag_that_the_prompt_opened_counts_for_the_format(make_layer):
+    policy = trajectory("hm</think><answer>Paris</answer>")
+    for opened, form in (("<think>", 1.0), (None, 0.0), ("<answer>", 0.0)):
+        begun = dataclasses.replace(prompt("qa_em_format", {"target": "Paris"}), opened_tag=opened)
+        assert grade(make_layer(), begun, policy).parts["format"] == form
+    assert grade(make_layer(), begun, trajectory("Paris</answer>")).acc == 1.0
 
 
 def test_scoring_imports_nothing_heavy():
@@ -324,3 +119,333 @@ def test_scoring_imports_nothing_heavy():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# --- what a user's function gets ---
+
+
+def test_a_custom_function_sees_the_rollout_and_cannot_touch_the_row(make_layer):
+    layer = make_layer(
+        """
+        def compute_score(data_source, solution_str, ground_truth, extra_info, cost):
+            rollout = extra_info["rollout"]
+            assert solution_str == "a"
+            assert rollout["segments"] == [{"role": "policy", "text": "a"}, {"role": "tool", "text": "b"}]
+            assert (rollout["num_turns"], rollout["truncated"], rollout["response_length"]) == (2, True, 5)
+            extra_info["seen"] = True
+            extra_info["nested"]["list"].append(1)
+            ground_truth["target"].append("x")
+            return {"score": 1 - cost * rollout["num_tool_calls"], "acc": True, "why": "text", "pred": 72}
+        """,
+        kwargs={"cost": 0.25},
+    )
+    extra_info, gold = {"nested": {"list": []}}, {"target": []}
+    steps = trajectory("a", ("tool", "b"), stop=Stop.LENGTH, turns=2, tool_calls=3, tokens=5)
+    score = grade(layer, prompt("anything", gold, extra_info), steps)
+    assert (score.value, dict(score.parts), score.status, score.pred) == (0.25, {"acc": 1.0}, ScoreStatus.OK, "72")
+    assert extra_info == {"nested": {"list": []}} and gold == {"target": []}
+
+
+@pytest.mark.parametrize(
+    "segments, turns, calls, seen",
+    [
+        (("one answer",), 1, 0, 2),  # verl counts the prompt and the answer
+        (("a", ("tool", "b"), "c"), 2, 1, 4),
+        (("a", ("tool", "b"), ("tool", "b2"), "c", ("tool", "d"), "e"), 3, 3, 6),  # two calls of a turn, one answer
+        (("a", ("tool", "b")), 1, 1, 3),
+    ],
+)
+def test_a_function_written_for_verl_finds_its_facts(make_layer, segments, turns, calls, seen):
+    names = "('num_turns', 'num_tool_calls', 'turn_scores', 'tool_rewards', 'rollout_reward_scores')"
+    layer = make_layer(f"return {{'score': 1.0, 'seen': repr([extra_info[name] for name in {names}])}}")
+    asked = prompt("anything", {}, {"num_turns": 99})  # as in verl, what happened wins over what the row holds
+    given = {"user_scores": (-0.5, 1.0), "tool_rewards": (0.25,)} if calls == 1 else {}
+    steps = trajectory(*segments, turns=turns, tool_calls=calls, **given)
+    users = [[-0.5, 1.0], [0.25], {"user_turn_rewards": [-0.5, 1.0]}] if given else [[], [], {}]
+    assert grade(layer, asked, steps).notes["seen"] == repr([seen, calls, *users])
+
+
+def test_a_function_may_be_asynchronous_leave_arguments_out_and_lie_anywhere(make_layer, write, monkeypatch, tmp_path):
+    body = "import asyncio\nasync def mine(solution_str):\n    await asyncio.sleep(0)\n    return 3"
+    layer = make_layer(body, name="mine")
+    assert grade(layer, prompt(), trajectory("x")).value == 3
+    path = write("def compute_score(solution_str, **rest): return 4", "pkgx/modx.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for where in ("pkgx.modx", "pkg://pkgx.modx", path, f"file://{path}"):
+        assert grade(make_layer(where), prompt(), trajectory("x")).value == 4
+    other = make_layer(write("def compute_score(solution_str): return 5", "other/modx.py"))  # no collision of names
+    assert grade(other, prompt(), trajectory("x")).value == 5
+
+
+BAD_CUSTOM = [
+    ("missing.py", {}, "no file .*missing.py"),
+    ("no_such_module_x", {}, "no module 'no_such_module_x'"),
+    ("def compute_scor(): pass", {}, "has no 'compute_score'.*compute_scor"),
+    ("import os\ncompute_score = 3 # def ", {}, "not a function"),
+    ("import nothing_of_that_name # def ", {}, "importing it failed(?s:.*)nothing_of_that_name"),
+    ("def compute_score(text): return 1", {}, "called by name as compute_score.data_source"),
+    ("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1", {"k": 1}, "'k'"),
+    ("def compute_score(**k): return 1", {"ground_truth": 1}, "ground_truth come from the data"),
+    ("def compute_score(data_sources, solution_strs): return [1]", {}, "it takes lists; set batch"),
+]
+
+
+@pytest.mark.parametrize(("body", "kwargs", "message"), BAD_CUSTOM)
+def test_a_custom_function_that_cannot_work_is_a_configuration_problem(make_layer, body, kwargs, message):
+    with pytest.raises(InputError, match=message) as caught:
+        make_layer(body, kwargs=kwargs)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_function_of_one_answer_is_told_of_its_managers(make_layer):
+    with pytest.raises(InputError, match="one answer; set naive or prime"):
+        make_layer("return 1.0", reward_manager="batch")
+
+
+# --- what a function returns ---
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (None, "None .is a return missing"),
+        ((1.0, {"x": 1}), "a tuple"),
+        ("1.0", "a str .'1.0'"),
+        ({"reward": 1.0}, "without 'score' .it has 'reward'"),
+        ({}, "it has nothing"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        ({"score": None}, "None"),
+        ({"score": 1.0, "acc": float("nan")}, "nan as its 'acc'"),
+        ({"score": 1.0, "acc": "yes"}, "a str .'yes'. as its 'acc'"),
+        (Score(1.0, {"acc": float("nan")}), "nan as its 'acc'"),
+        pytest.param(10**5000, "without a repr", id="no-text"),
+        (1e300, "1e.300"),
+        (np.array([1.0, 2.0]), "a ndarray"),
+        (1j, "a complex"),
+    ],
+)
+def test_what_is_no_finite_score_gets_a_message_that_says_what_to_return(result, says):
+    with pytest.raises(ScoreError, match=f"(?s){says}.*return a number, or a dict with the number under 'score'"):
+        as_score(result)
+
+
+def test_numbers_of_any_kind_are_scores():
+    for one in (True, 1, 1.0, np.float32(1), np.array(1.0), np.array([1.0]), Decimal(1), np.bool_(True)):
+        assert as_score(one).value == as_score({"score": one}).value == 1.0
+    minus = as_score({"score": np.int64(-1), "acc": np.bool_(False), "note": None, "pred": None})
+    assert (minus.value, minus.acc, minus.status, minus.pred) == (-1.0, 0.0, ScoreStatus.WRONG, None)
+    given = Score(0.5, status=ScoreStatus.PARSE_ERROR)
+    assert as_score(given) == given
+
+
+def test_parts_that_are_no_numbers_are_kept_as_texts_with_one_warning(make_layer, caplog):
+    layer = make_layer("return {'score': 1, 'hits': ['a'], 'why': 'so', 'bleu': float('nan'), 'none': None, 'n': 2}")
+    layer.check([row()])
+    with caplog.at_level(logging.WARNING, logger="core"):
+        first, second = grade(layer, prompt("tests/a"), trajectory("x"), trajectory("x"))
+    assert first.value == 1.0 and first.parts == {"acc": 1.0, "n": 2.0} and second == first
+    assert first.notes == {"hits": "['a']", "why": "so", "bleu": "nan"}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "hits=\"['a']\"" in said and "bleu='nan'" in said
+    (shown,) = generation_rows(1, [ScoredGroup(prompt(), (trajectory("x"),), (first,))], tiny_tokenizer())
+    assert shown["why"] == "so" and shown["score"] == 1.0
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize(
+    "body", ["raise KeyError('no such thing')", "return float('nan')", "return None", "return exit()"], ids=str.split
+)
+def test_a_failing_function_is_a_status_and_on_error_decides(make_layer, body):
+    zero = grade(make_layer(body), prompt(), trajectory("x"))
+    assert (zero.value, zero.status, zero.masked, zero.acc) == (0.0, ScoreStatus.CRASH, False, 0.0)
+    masked = grade(make_layer(body, on_error="mask"), prompt(), trajectory("x"))
+    assert masked.masked and masked.status is ScoreStatus.CRASH
+    with pytest.raises(RewardError, match=r"(?s)row-7.*the answer text.*(Error|SystemExit)"):
+        grade(make_layer(body, on_error="raise"), prompt(), trajectory("the answer text"))
+
+
+def test_on_error_holds_for_what_was_killed(make_layer):
+    answer, given = trajectory("unruly:sleep"), {"reward_manager": "prime", "timeout_s": 0.2}
+    for on_error, masked in (("zero", False), ("mask", True)):
+        score = grade(make_layer(UNRULY, on_error=on_error, **given), prompt(), answer)
+        assert (score.value, score.acc, score.status, score.masked) == (0.0, 0.0, ScoreStatus.TIMEOUT, masked)
+    with pytest.raises(RewardError, match=r"(?s)timeout.*row-7.*unruly:sleep.*killed after 0.2 s"):
+        grade(make_layer(UNRULY, on_error="raise", **given), prompt(), answer)
+
+
+def test_the_first_failure_is_printed_once_and_the_rate_counted(make_layer, caplog):
+    layer = make_layer("return {'good': 1.0}[solution_str]", on_error="mask")
+    with caplog.at_level(logging.WARNING, logger="core"):
+        scores = grade(layer, prompt("tests/a"), *map(trajectory, ("good", "bad", "worse")))
+    assert [score.masked for score in scores] == [False, True, True]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "uid='row-7'" in said and "Traceback" in said and "KeyError: 'bad'" in said and "on_error=mask" in said
+    assert layer.failures.rate("reward/failed_rate") == {"reward/failed_rate": 2 / 3}
+    assert layer.failures.rate("reward/failed_rate") == {}
+    layer.failures.stop_if_all()
+
+
+def test_a_run_in_which_no_answer_ever_had_a_score_stops(make_layer):
+    layer = make_layer("return {'7': 1.0}[solution_str]")
+    layer.check([row()])  # what was graded at start is no answer of the run
+    grade(layer, prompt("tests/a"), *map(trajectory, ("bad", "worse")))
+    layer.failures.stop_if_all(least=3)
+    with pytest.raises(RewardError, match="(?s)each of the 2 answers.*KeyError: 'bad'"):
+        layer.failures.stop_if_all()
+
+
+def test_status_rates():
+    scores = [Score(1.0), Score(0.0, status=ScoreStatus.WRONG), Score(0.0, status=ScoreStatus.CRASH), Score(1.0)]
+    rates = {"ok": 0.5, "wrong": 0.25, "parse_error": 0.0, "timeout": 0.0, "crash": 0.25}
+    assert status_rates(scores) == {f"reward/{name}_rate": rate for name, rate in rates.items()}
+    assert status_rates([]) == {}
+
+
+# --- at start ---
+
+
+def test_bad_options_are_all_reported_with_the_nearest_name(make_layer):
+    with pytest.raises(InputError) as caught:
+        make_layer(reward_kwargs={"gsm8": {}, "gsm8k": {"metod": 1}, "math_reward": "strict"})
+    text = str(caught.value)
+    assert len(caught.value.problems) == 3
+    for part in ("gsm8: not a scorer's name; use gsm8k", "no option metod", "'strict'"):
+        assert part in text
+
+
+def test_good_rows_pass_and_bad_ones_are_all_reported_at_once(make_layer):
+    good = [row("openai/gsm8k", "72"), prompt("lab/hops", "d"), prompt("lighteval/MATH", r"\frac{1}{2}")]
+    make_layer(reward_kwargs={"gsm8k": {"method": "robust"}}).check(good)
+    bad = [prompt("openai/gsm8", "1"), *[prompt("openai/gsm8k", "1,000")] * 5, row("lighteval/MATH", None, 6)]
+    unknown, commas, missing = refused(make_layer(), *bad)
+    assert "data_source='openai/gsm8'; nearest: openai/gsm8k" in unknown
+    assert "in 5 rows" in commas and "and 2 more" in commas and "uid row-7" in commas
+    assert "row 6" in missing and "None" in missing
+    with pytest.raises(InputError, match="method='bogus': must be one of strict"):
+        make_layer(reward_kwargs={"gsm8k": {"method": "bogus"}}).check([prompt()])
+
+
+def test_the_field_of_an_odd_ground_truth_is_named_and_one_that_is_graded_as_written_warned_of(make_layer, caplog):
+    odd = [row("nq", {"target": ["x", None]}, 3), row("countdown", {"target": 3, "numbers": "1 2"}, 4)]
+    null, text = refused(make_layer(), *odd)
+    assert "rows.parquet row 3: target[1] must be a text or a number, got None" in null
+    assert "rows.parquet row 4: numbers must be a list of whole numbers, got '1 2'" in text
+    make_layer().check([row("nq", {"target": 1984}, 5), row("nq", {"target": "A+"}, 6)])
+    assert "in 1 row (rows.parquet row 6: target ['A+'] normalises to nothing" in caplog.text
+    assert "row 5" not in caplog.text
+
+
+def test_a_users_examples_and_check_of_ground_truths_are_used(make_layer):
+    layer = make_layer("""
+        EXAMPLES = (("yes", "72", 1.0), ("no", "72", 1.0))
+        def check_ground_truth(ground_truth):
+            return None if ground_truth["answer"] else "must not be empty"
+        async def compute_score(data_source, solution_str, ground_truth, extra_info):
+            return float(solution_str == "yes")
+    """)
+    golds, example = refused(layer, prompt(ground_truth="5"), prompt(ground_truth={"answer": ""}))
+    assert "uid row-7: the check of ground truths failed on it (TypeError: " in golds
+    assert "must not be empty" in golds and "'no'" in example and "acc=0.0, not 1.0" in example
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+def test_a_function_that_fails_on_every_answer_stops_at_start_with_its_traceback(make_layer, manager):
+    layer = make_layer("return float(extra_info['reference'] == solution_str)", reward_manager=manager)
+    (problem,) = refused(layer)
+    first, *trace = problem.splitlines()
+    assert "custom_reward_function.path=" in first and "data_source='tests/a' (rows.parquet row 0)" in first
+    assert "index, num_turns" in first and "str '7'" in first and "KeyError: 'reference'" in first
+    assert trace[0].startswith("Traceback") and trace[-1] == "KeyError: 'reference'"
+    assert "mine.py" in trace[1] and "core/rewards" not in problem  # the function's own frames alone
+
+
+def test_each_data_source_has_to_be_graded(make_layer):
+    layer = make_layer("return {'tests/a': 1.0}[data_source]")
+    layer.check([row()])
+    (problem,) = refused(layer, row(), row("tests/b", number=3))
+    assert "data_source='tests/b' (rows.parquet row 3)" in problem
+    refused(layer, prompt("tests/a"), row("tests/b"))  # validation prompts beside training examples
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return float(solution_str)",
+        "import re; return float(re.search(r'#### (.+)', solution_str).group(1) == ground_truth)",
+        "import json; return float(json.loads(solution_str)['answer'] == ground_truth)",
+        "return solution_str.split('<answer>')[1] == ground_truth",
+        "import re; return bool(re.search(r'boxed{(.+?)}', solution_str).group(1))",
+        "return extra_info['num_turns'] + len(extra_info['rollout']['segments'])",
+    ],
+)
+def test_a_function_that_grades_some_answer_starts(make_layer, body):
+    make_layer(body).check([row()])
+
+
+@pytest.mark.parametrize("gold", [{"target": ["7"], "numbers": [1]}, 7, {"a": {"b": "7"}}])
+def test_the_ground_truth_is_tried_as_an_answer_whatever_its_form(make_layer, gold):
+    make_layer("return {'7': 1.0}[solution_str]").check([row(ground_truth=gold)])
+
+
+def test_examples_of_the_module_are_tried_in_place_of_guesses(make_layer):
+    body = HEAD + "    return {'only this': 1.0}[solution_str] + 0 * extra_info['index']\n"
+    assert "EXAMPLES" in refused(make_layer(body, file="a.py"))[0]
+    make_layer(f"EXAMPLES = (('only this', '7', 1.0),)\n{body}", file="b.py").check([row()])
+
+
+@pytest.mark.parametrize(
+    "line", ["s = statistics.stdev(map(len, t)); return [1 / s] * len(t)", "return [*map(float, t)]"]
+)
+def test_a_function_of_lists_that_grades_some_answers_starts(make_layer, line):
+    """The first one cannot grade equal answers, the second one no empty answer."""
+    body = f"import statistics\ndef compute_score(solution_strs):\n    t = solution_strs; {line}\n"
+    make_layer(body, reward_manager="batch").check([row()])
+
+
+def test_known_answers_are_graded_in_the_real_grader(make_layer):
+    layer = make_layer(
+        f"""
+        import os
+        EXAMPLES = (("here", None, 1.0), ("there", None, 0.0))
+        def compute_score(solution_str, **kwargs):
+            return float((os.getpid() == {os.getpid()}) == (solution_str == "here"))
+        """,
+        reward_manager="prime",
+    )
+    here, there = refused(layer)
+    assert "'here'" in here and "acc=0.0, not 1.0" in here and "'there'" in there
+
+
+def test_what_a_grader_cannot_load_is_found_at_start(make_layer):
+    layer = make_layer("import torch\ndef compute_score(**k): return 1", reward_manager="prime", memory_limit_mb=300)
+    (problem,) = refused(layer)
+    assert problem.startswith("reward_model.reward_manager: ") and "reward_model.memory_limit_mb" in problem
+
+
+def test_rows_that_cannot_be_sent_are_found_at_start(make_layer):
+    rows = [prompt(extra_info={"when": time}), prompt()]
+    (problem,) = refused(make_layer(reward_manager="prime"), *rows)
+    assert "as JSON in 1 row (uid row-7: module is not JSON" in problem
+    make_layer(reward_manager="naive").check(rows)
+
+
+def test_a_start_says_which_isolation_holds(make_layer, monkeypatch, capsys):
+    from reward_scores import sandbox, unit_tests
+
+    programs = prompt("apps", {"inputs": ["1"], "outputs": ["1"]})
+    how = sandbox.Isolation("landlock", True, ("namespaces: no",))
+    if problem := sandbox.probe(how):
+        pytest.skip(problem)
+    for module in (sandbox, unit_tests):
+        monkeypatch.setattr(module, "isolation", lambda: how)
+    make_layer().check([programs])
+    assert "programs run in landlock with seccomp (refused here: namespaces: no)\n" in capsys.readouterr().out
+    for module in (sandbox, unit_tests):
+        monkeypatch.setattr(module, "isolation", lambda: sandbox.Isolation("none", False))
+    make_layer(reward_kwargs={"prime_code": {"sandbox": {"allow_unisolated": True}}}).check([programs])
+    assert "isolation: none; programs run with this user's rights" in capsys.readouterr().out
+    make_layer().check([prompt()])  # nothing there runs programs
+    assert capsys.readouterr().out == ""

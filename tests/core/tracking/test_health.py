@@ -23,7 +23,6 @@ QUIET = HealthConfig(
     nonfinite=HealthBound(),
     entropy_gap=HealthBound(),
     scorer_errors=HealthBound(),
-    judge_agreement=HealthBound(),
     repetition=HealthBound(),
     unfinished=HealthBound(),
     shortening=HealthBound(),
@@ -60,7 +59,6 @@ PLANTED = {
     "unfinished": (["bound=0.3"], {"bad": (4, 5), "text": "123456789"}, flatten({})),
     "shortening": (["bound=0.1"], {"bad": (4, 5), "text": "3", "good": "000{}"}, flatten({})),
     "scorer_errors": (["bound=0.9"], {"bad": (4, 5), "text": "x"}, flatten({})),
-    "judge_agreement": (["bound=0.8"], {}, flatten({"reward/judge_canary/mean": 0.75})),
 }
 WINDOW = {"reward_drop": 2, "scorer_errors": 1}
 FIRST = {name: 5 if name == "nonfinite" else 4 for name in PLANTED}  # two steps in a row, one is enough elsewhere
@@ -192,9 +190,6 @@ def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
         ("logp_diff", {"rollout_corr/logp_diff_mean": math.nan}, True),
         ("entropy_gap", {"rollout_corr/entropy_gap_z": -0.11}, True),
         ("zero_variance", {"reward/zero_variance_share": 0.11}, True),
-        ("judge_agreement", {"reward/judge_canary/mean": 0.09}, True),
-        ("judge_agreement", {"reward/judge_canary/mean": 0.1}, False),
-        ("judge_agreement", {}, False),  # no canary was due
         ("scorer_errors", {"reward/failed_rate": 0.11}, True),
         ("scorer_errors", {"reward/failed_rate": 0.1, "reward/wrong_rate": 0.9}, False),
         ("scorer_errors", {}, False),
