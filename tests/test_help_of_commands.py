@@ -12,7 +12,7 @@ from tests.test_structure import PYTHON, module_of
 
 # Started by other processes with what they need on stdin or in the environment; nobody types them.
 NOT_TYPED = {
-    "core.rewards.grader_process",
+    "core.rewards.graders",
     "reward_scores.sandbox.harness",
     "reward_scores.sandbox.probe",
     "recipes.lab.planted_run",

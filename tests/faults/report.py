@@ -20,7 +20,7 @@ from tests.faults.striking import KINDS, PHASES
 ROOT = Path(__file__).resolve().parents[2]
 STRUCK = "test_a_death_in_a_phase_is_over_within_two_minutes"
 AFTER = "test_after_all_deaths_the_run_is_the_undisturbed_one"
-ROLES = {"keeper": "scoring: the pool's keeper", "worker": "scoring: a grading process"}
+ROLES = {"grader": "scoring: a grading process"}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from core.types import StepMetrics, Trajectory
 from reward_scores.score import Score
 
 VARIABLE = "RLREPRO_STRIKES"  # JSON: kind, at {phase: step}, journal
-KINDS = ("learner", "engine", "keeper", "worker")
+KINDS = ("learner", "engine", "grader")
 # phase -> what the driver waits for in it
 REMOTE = {
     "log-probs": "old_log_prob",

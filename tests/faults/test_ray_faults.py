@@ -164,7 +164,7 @@ class Struck:
 def striking(files: Path, kind: str) -> Callable[[Path], list[str]]:
     """PPO, in the trainer that strikes."""
     settings = [f"trainer.max_restarts={len(AT) + 2}", "trainer.test_freq=6", *OFTEN]
-    settings += [SLOW] if kind in ("keeper", "worker") else []
+    settings += [SLOW] if kind == "grader" else []
 
     def factory(run: Path) -> list[str]:
         plain = command(files, "ppo", STRIKE_STEPS, *RAY, *settings, f"trainer.rollout_data_dir={run}-rollouts")(run)
@@ -204,7 +204,7 @@ def test_a_death_in_a_phase_is_over_within_two_minutes(struck, kind, phase, reco
     following = next(line for line in later if line["what"] == "step")
     record_property("seconds", following["time"] - strike["time"])
     assert following["time"] - strike["time"] < 120
-    if kind in ("keeper", "worker"):  # a new one takes over
+    if kind == "grader":  # a new one takes over
         assert later[0]["what"] == "step"
     else:  # from the last checkpoint, of the step before, or of the one before that where its writers died at work
         writes = kind != "engine" and phase != "checkpoint"
