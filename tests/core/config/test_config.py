@@ -32,7 +32,7 @@ ADDED = {
     "reward_model.on_error",
     *("reward_model.weight", "trainer.resume_with_changes"),
     *(key for key in convert.all_keys(Config) if key.startswith("reward_model.judge.")),
-    *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
+    *(f"reward_model.{name}" for name in ("num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
     *(f"reward_model.sandbox_fusion.{name}" for name in ("give_up_s", "api_key_env")),
