@@ -135,7 +135,14 @@ def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
             lines += _with_mean(same)
     note = "held-out, 95 % interval" if all(len(g) == 1 for g in groups) else "held-out, mean over seeds"
     scored = any(source in run.scored for group in groups for run in group for source in sources)
-    return Curves(f"Validation {'score' if scored else 'accuracy'}", lines, note=note) if lines else None
+    if scored:
+        return Curves("Validation score", lines, note=note) if lines else None
+    return Curves("Validation accuracy", [_percent(line) for line in lines], note=f"%, {note}") if lines else None
+
+
+def _percent(line: Line) -> Line:
+    low, high = ([100 * one for one in each] if each is not None else None for each in (line.low, line.high))
+    return replace(line, values=[100 * value for value in line.values], low=low, high=high)
 
 
 def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool) -> Line:
@@ -175,8 +182,8 @@ def learning_curve(groups: Sequence[Group]) -> str:
         lines += [Line("", steps, [seed[step] for step in steps], at, faint=True) for seed in seeds]
         mean = [statistics.fmean(seed[step] for seed in seeds) for step in steps]
         lines.append(Line(group_name([run.name for run in group]), steps, mean, at))
-    title = "Held-out accuracy by step: one faint line a seed, a strong one for the mean"
-    svg, _ = draw(Curves(title, lines), 0, ground="white")
+    title = "Held-out accuracy in percent by step: one faint line a seed, a strong one for the mean"
+    svg, _ = draw(Curves(title, [_percent(line) for line in lines]), 0, ground="white")
     end = svg.index(">") + 1
     return f'{svg[:end]}<rect width="100%" height="100%" fill="#ffffff"/>{svg[end:]}\n'  # legible on a dark page too
 

@@ -122,7 +122,7 @@ def without_constants(table: Table) -> Table:
 # --- curves ---
 
 
-def draw(panel: Curves, index: int, ground: str = "none") -> tuple[str, dict[str, Any]]:
+def draw(panel: Curves, index: int, ground: str = "none", wide: bool = False) -> tuple[str, dict[str, Any]]:
     """Return the panel as an ``<svg>`` element, its text as text, and what a pointer over it shows.
 
     ``index`` keeps ids apart on one page; without a ``ground`` the page's own colour is behind it. The second value has
@@ -136,7 +136,7 @@ def draw(panel: Curves, index: int, ground: str = "none") -> tuple[str, dict[str
         labels = {line.label for line in panel.lines if line.label}
         columns = 1 if max(map(len, labels), default=0) > 24 else 2 if max(map(len, labels), default=0) > 14 else 3
         beyond = max(0, math.ceil(len(labels) / columns) - 2)  # rows of a legend that would take the curves' room
-        figure = Figure(figsize=(4.4, 2.5 + 0.17 * beyond), layout="constrained")
+        figure = Figure(figsize=(9.4 if wide else 4.4, 2.5 + 0.17 * beyond), layout="constrained")
         axes = figure.add_subplot()
         (_draw_stack if panel.stacked else _draw_lines)(axes, panel.lines)
         axes.spines[["top", "right"]].set_visible(False)
@@ -156,6 +156,7 @@ def _style(index: int, ground: str) -> dict[str, Any]:
     return {
         "svg.fonttype": "none",
         "text.parse_math": False,  # a run may be named a$b
+        "axes.formatter.useoffset": False,
         "svg.hashsalt": f"panel{index}",
         "font.family": "sans-serif",
         "font.size": 9,
@@ -287,17 +288,21 @@ def html(title: str, blocks: Sequence[Block]) -> str:
     )
     environment.filters["prose"] = _prose
     number = itertools.count()
-    panels = sum(len(block.curves) for block in blocks if isinstance(block, Gallery))
+    galleries = [len(block.curves) for block in blocks if isinstance(block, Gallery)]
+    panels = sum(count + (count == 1) for count in galleries)  # one alone is drawn for a wide screen and a narrow one
     with progress("report", panels, "curve") as drawn:
 
-        def curve(panel: Curves) -> dict[str, Any]:
+        def curve(panel: Curves, wide: bool) -> dict[str, Any]:
             drawn()
-            svg, told = draw(panel, next(number))
+            svg, told = draw(panel, next(number), wide=wide)
             return {"svg": Markup(svg), "told": json.dumps(told, separators=(",", ":"))}
 
         script = Markup((Path(__file__).parent / "curves.js").read_text(encoding="utf-8")) if panels else ""
 
-        values = {"title": title, "blocks": blocks, "curve": curve, "script": script}
+        def pictures_of(curves: Sequence[Curves]) -> list[tuple[Curves, bool]]:
+            return [(curves[0], True), (curves[0], False)] if len(curves) == 1 else [(one, False) for one in curves]
+
+        values = {"title": title, "blocks": blocks, "curve": curve, "script": script, "pictures_of": pictures_of}
         return environment.get_template("page.html.jinja").render(values) + "\n"
 
 
