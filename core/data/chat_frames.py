@@ -76,14 +76,3 @@ def reply_frame(render: Render, role: str, count: int = 1) -> Frame:
             return Frame(tuple(pieces), written)
     became = "".join(probed[1:2])[:60]
     raise ChatError(f"it changes the text of messages of role {role!r}: {PROBE!r} becomes {became!r}")
-
-
-def dropped_roles(render: Render, chat: Sequence[Message]) -> list[str]:
-    """Return the roles of a chat whose text the template leaves out of what it renders."""
-    dropped = []
-    for number, message in enumerate(chat):
-        if isinstance(message.get("content"), str) and message["role"] not in dropped:
-            marked = [*chat[:number], {**message, "content": MARK}, *chat[number + 1 :]]
-            if MARK not in render(marked):
-                dropped.append(message["role"])
-    return dropped

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.data.chat_frames import ChatError, Message, dropped_roles, template_of
+from core.data.chat_frames import MARK, Message, template_of
 from core.errors import InputError
 from core.vision.modality import TEXT, Modality
 from core.vision.pictures import Pictures
@@ -108,14 +108,11 @@ class Encoder:
 
     def dropped_role(self, prompt: Text) -> str | None:
         """Return a role of the chat whose text the template leaves out without an error; None where there is none."""
-        roles = set() if isinstance(prompt, str) else {message["role"] for message in prompt}
-        if roles <= self._written_roles:
-            return None
-        try:
-            if not self.render(prompt):  # no text at all is another message
-                return None
-            dropped = dropped_roles(self.render, prompt)
-        except (ChatError, InputError):  # which encoding reports
-            return None
-        self._written_roles |= roles - set(dropped)
-        return dropped[0] if dropped else None
+        for number, message in enumerate([] if isinstance(prompt, str) else prompt):
+            role = message["role"]
+            if role not in self._written_roles and isinstance(message.get("content"), str):
+                marked = self.render([*prompt[:number], {**message, "content": MARK}, *prompt[number + 1 :]])
+                if marked and MARK not in marked:  # no text at all is another problem
+                    return role
+                self._written_roles.add(role)
+        return None

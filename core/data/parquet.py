@@ -35,7 +35,7 @@ from core.vision.pictures import MediaError, stored_bytes
 log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 Finding = tuple[str, str, str]  # (rule, fix, the value that breaks the rule)
-MEDIA_NAMES = {"images", "videos", "audios"}  # columns of media in verl's schema
+MEDIA = ("images", "videos", "audios")  # columns of media in verl's schema
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
 BATCH = 1024  # examples of a large file that are Python objects at a time
 
@@ -161,6 +161,9 @@ class ExampleFile:
 
     def _checked(self, raw: Mapping[str, Any], number: int, problems: Problems) -> Example | None:
         bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
+        if others := [name for name in MEDIA if name != self.image_key and raw.get(name)]:
+            fix = "leave the column out, or name it in data.image_key if it holds pictures"
+            bad.append((f"column {others[0]!r} holds media, which nothing here reads", fix, ""))
         media: list[bytes] = []
         try:
             media += map(stored_bytes, (raw[self.image_key] or ()) if self.image_key else ())
@@ -211,33 +214,19 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
         if missing:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        unread = [name for name in MEDIA_NAMES - {image_key} if name in names and _holds_anything(file, name)]
-        table = file.read(columns=[*columns, *(name for name in ("extra_info", image_key) if name in names)])
+        table = file.read(columns=[*columns, *(name for name in ("extra_info", image_key, *MEDIA) if name in names)])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
-    if unread:
-        fix = "leave the column out, or name it in data.image_key if it holds pictures"
-        raise InputError([f"{where}: column {unread[0]!r} holds media, which nothing here reads; {fix}"])
-    if image_key in names and table[image_key].null_count == table.num_rows:
-        table = table.drop_columns([image_key])
-    elif image_key in names and not pa.types.is_nested(kind := table[image_key].type):
-        raise InputError([f"{where}: column {image_key!r} (data.image_key) holds {kind}; it must hold lists"])
+    for name in {image_key, *MEDIA} & set(names):
+        if table[name].null_count == table.num_rows:
+            table = table.drop_columns([name])
+        elif not pa.types.is_nested(kind := table[name].type):
+            raise InputError([f"{where}: column {name!r} of media holds {kind}; it must hold lists"])
     if table.num_rows == 0:
         raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
     if "agent_name" in names:
         log.warning("%s: the column agent_name is not read; rollout.agent_loop plays all examples", where)
     return table
-
-
-def _holds_anything(file: Any, name: str) -> bool:
-    """Return whether a column of lists has an element, or one of another type a value."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    column = file.read(columns=[name])[name]
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return bool(pc.sum(pc.list_value_length(column)).as_py())
-    return column.null_count < len(column)
 
 
 def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Iterator[Finding]:

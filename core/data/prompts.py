@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,12 +36,7 @@ ToolsOf = Callable[[Example], Sequence[Any]]  # the schemas of tools of which an
 MEASURES = [("number", np.int64), ("length", np.int64), ("content", np.uint64), ("name", np.uint64)]
 
 
-class Unreadable(NamedTuple):
-    """Why a prompt cannot be read: the rule, the fix, and what breaks the rule."""
-
-    rule: str
-    fix: str
-    value: str
+Unreadable = tuple[str, str, str]  # why a prompt cannot be read: the rule, the fix, and what breaks the rule
 
 
 class PromptFiles:
@@ -125,8 +120,9 @@ class PromptFiles:
             self._add_lengths(batch)
             for example in batch:
                 length = self._lengths[self._key(example)]
-                if isinstance(length, Unreadable):
-                    problems.add(file.path, length.rule, length.fix, example.number, length.value)
+                if isinstance(length, tuple):
+                    rule, fix, value = length
+                    problems.add(file.path, rule, fix, example.number, value)
                 elif length == 0:
                     problems.add(file.path, "a prompt has no tokens", "leave the row out", example.number)
                 elif example.media and cuts and length > self.limit:
@@ -147,25 +143,25 @@ class PromptFiles:
         for key, example in {self._key(example): example for example in batch}.items():
             if key in self._lengths:
                 continue
-            if role := self.encoder.dropped_role(example.prompt):
-                rule = "the chat template leaves out the text of a message"
-                self._lengths[key] = Unreadable(rule, CHAT_FIX, f"role {role}")
-                continue
             try:
                 media = self.encoder.modality.read_media(example.media, decode=True)
                 text, plain = self.encoder.text(example.prompt, self.tools_of(example), media or None)
-                texts[plain][key] = text, media
+                if role := self.encoder.dropped_role(example.prompt):
+                    rule = "the chat template leaves out the text of a message"
+                    self._lengths[key] = rule, CHAT_FIX, f"role {role}"
+                else:
+                    texts[plain][key] = text, media
             except ChatError as error:
-                self._lengths[key] = Unreadable("the chat template refuses a prompt", CHAT_FIX, str(error))
+                self._lengths[key] = "the chat template refuses a prompt", CHAT_FIX, str(error)
             except MediaError as error:
-                self._lengths[key] = Unreadable(error.rule, error.fix, error.value)
+                self._lengths[key] = error.rule, error.fix, error.value
         for plain, found in texts.items():
             encoded = self.encoder.encode_texts([text for text, _ in found.values()], plain)
             for (key, (_, media)), ids in zip(found.items(), encoded, strict=True):
                 try:
                     self._lengths[key] = len(media.expand(ids) if media else ids)
                 except MediaError as error:
-                    self._lengths[key] = Unreadable(error.rule, error.fix, error.value)
+                    self._lengths[key] = error.rule, error.fix, error.value
 
     def _fitting(self, file: ExampleFile, rows: np.ndarray, problems: Problems) -> np.ndarray:
         """Leave out what is too long, or report it, as the configuration has it; log what became of the file."""
@@ -175,8 +171,8 @@ class PromptFiles:
             rule = f"all {len(rows)} prompts are longer than {bound}"
             problems.add(file.path, rule, f"raise it: the shortest has {rows['length'].min()}")
         elif not self.config.filter_overlong_prompts and self.config.truncation == "error":
-            rule = f"a prompt (tools' schemas included) is longer than {bound}"
-            fix = "raise it, or set data.filter_overlong_prompts=True or data.truncation=left|right|middle"
+            rule = f"a prompt is longer than {bound}"
+            fix = "raise it (tools' schemas count), or set data.filter_overlong_prompts=True or data.truncation=left|right|middle"
             for row in rows[~fits]:
                 problems.add(file.path, rule, fix, int(row["number"]), f"{row['length']} tokens")
         parts, different = [f"{len(kept)} of {len(file)} rows"], len(np.unique(kept["content"]))

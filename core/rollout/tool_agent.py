@@ -142,15 +142,13 @@ class Instance:
         self.begun = False
 
     async def begin(self, method: str) -> None:
-        """Await the method that begins an episode, which may return another id."""
+        """Await the method that begins an episode."""
         try:
-            began = await self.call(method)
+            await self.call(method)
+            self.begun = True
         except FAILURES as error:
             self.failure = error
             raise
-        self.begun = True
-        began = began[0] if isinstance(began, tuple) and began else began
-        self.id = began if isinstance(began, str) else self.id
 
     async def call(
         self, method: str, *args: Any, read: Callable[[Any], Any] = lambda found: found, counted: bool = False
@@ -225,7 +223,7 @@ class ToolAgentLoop(AgentLoop):
         self.has_template = bool(kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
         self.whole_tokens = whole_tokens(tokenizer)
         self.ends, self.own_ends = end_ids(tokenizer), template_ends(tokenizer, kwargs)
-        schemas = [spec.schema for spec in self.tools.values()]  # some tokenizers have a template of its own for them
+        schemas = [tool.schema for tool in self.tools.values()]  # some tokenizers have a template of its own for them
         self.template = template_of(tokenizer, {**kwargs, **({"tools": schemas} if schemas else {})})
         self._frames: dict[tuple[str, int], Frame] = {}
         self.check_template()
@@ -259,17 +257,17 @@ class ToolAgentLoop(AgentLoop):
 
     def tools_of(self, example: Example) -> list[Mapping[str, Any]]:
         try:
-            return [spec.schema for spec in chosen_tools(self.tools, example.extra_info).values()]
+            return [tool.schema for tool in chosen_tools(self.tools, example.extra_info).values()]
         except ValueError:  # which check reports, of every example and before a start
             return []
 
     async def run(self, episode: Episode) -> None:
         facts, timeout_s = episode.prompt.extra_info, self.options.tool_timeout_s
         tools, user = {}, chosen_user(self.users, facts)
-        for name, spec in chosen_tools(self.tools, facts).items():
+        for name, tool in chosen_tools(self.tools, facts).items():
             given = (facts.get("tools_kwargs") or {}).get(name) or {}
             kwargs = {key.removesuffix("_kwargs"): value for key, value in given.items()}
-            tools[name] = Instance(spec.tool, kwargs, episode, timeout_s, self.apart)
+            tools[name] = Instance(tool, kwargs, episode, timeout_s, self.apart)
         if user is not None:
             methods = ("start_interaction", "generate_response", "finalize_interaction")
             kwargs = dict.fromkeys(methods, facts["interaction_kwargs"])
@@ -437,7 +435,7 @@ class ToolAgentLoop(AgentLoop):
         return found | {f"agent/{name}": float(counts[name]) for name in others}
 
     def close(self) -> None:
-        for owner in [*(spec.tool for spec in self.tools.values()), *self.users.values()]:
+        for owner in [*self.tools.values(), *self.users.values()]:
             try:
                 owner.close()
             except Exception:  # how the run ended must not be hidden by it

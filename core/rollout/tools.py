@@ -1,34 +1,28 @@
-"""Tools that a policy may call and simulated users that answer it: base classes, the YAML files that list them, and
-two tools that come along.
+"""Tools that a policy may call, simulated users that answer it, and the YAML files that list them.
 
-Both have verl's methods. Of a tool ``create`` is awaited when an episode of an example with the tool begins,
-``execute`` for each call, ``calc_reward`` and ``release`` when the episode has ended. The files are verl's::
+Methods and files are verl's. Of a tool ``create`` is awaited when an episode begins, ``execute`` for each call,
+``calc_reward`` and ``release`` when the episode has ended::
 
     tools:                                           # multi_turn.tool_config_path
       - class_name: core.rollout.tools.Calculator    # or path/to/file.py:Class
-        config: {}                                   # for the class; verl's "type: native" may stand there
-        tool_schema:                                 # optional: in place of the class's own
-          type: function
-          function: {name: calculator, description: ..., parameters: {...}}     # parameters: JSON schema
+        config: {}                                   # for the class
+        tool_schema: {type: function, function: {name: calculator, parameters: {...}}}   # or the class's own
 
     interaction:                                     # multi_turn.interaction_config_path
       - name: checker
         class_name: path/to/file.py:Checker
         config: {}
 
-An example may choose among the tools, ``extra_info.tool_selection: [calculator]``, and give each method of a tool
-arguments of its own, ``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}}}`` (``execute_kwargs``,
-``calc_reward_kwargs``, ``release_kwargs``). Without a selection it has all tools, with ``need_tools_kwargs: true``
-those that ``tools_kwargs`` names. An example chooses its user, ``extra_info.interaction_kwargs: {name: checker, ...}``;
-what else stands there are the user's facts. An example without ``interaction_kwargs`` has no user.
+An example chooses among the tools, ``extra_info.tool_selection: [calculator]``, and gives their methods arguments,
+``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}, execute_kwargs: {...}}}``. Without a selection it has all
+tools, with ``need_tools_kwargs: true`` those that ``tools_kwargs`` names. It has the user that
+``extra_info.interaction_kwargs: {name: checker, ...}`` names, who gets what else stands there; without it, none.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +80,28 @@ class BaseTool:
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
             raise ValueError(f"{type(self).__name__} has no schema of its own: give the entry tool_schema")
-        self.name = OpenAIFunctionToolSchema.model_validate(self.tool_schema).function.name
+        told = OpenAIFunctionToolSchema.model_validate(self.tool_schema)
+        self.name, self.schema = told.function.name, told.model_dump(exclude_unset=True)  # as chat templates read it
+        try:
+            Draft202012Validator.check_schema(told.function.parameters)
+        except SchemaError as error:
+            raise ValueError(f"parameters is no JSON schema: {error.message}") from error
+        self.validator = Draft202012Validator(told.function.parameters)
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | Mapping[str, Any] | None:
         return self.tool_schema
 
+    def problem(self, arguments: Any) -> str | None:
+        """Return what is wrong with the arguments of a call, or None where they fit."""
+        try:
+            errors = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
+        except Exception as error:  # what a policy writes may be too deep, or too long a number, for a schema's check
+            return f"the arguments cannot be read ({type(error).__name__})"
+        return errors[0].message[:200] if errors else None
+
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin an episode; return the id of its instance. ``kwargs`` are the example's ``create_kwargs``."""
-        return instance_id or str(uuid.uuid4()), ToolResponse()
+        """Begin an episode of this id. ``kwargs`` are the example's ``create_kwargs``."""
+        return instance_id, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -131,8 +139,8 @@ class BaseInteraction:
         self.name: str = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin an episode; return its id."""
-        return instance_id or str(uuid.uuid4())
+        """Begin an episode of this id."""
+        return instance_id
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -144,10 +152,6 @@ class BaseInteraction:
         """
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
 
-    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
-        """Return a score; only a class's own methods call it."""
-        return 0.0
-
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         """Let go of an episode's state. Called once for each that began, however the episode ends."""
 
@@ -155,37 +159,20 @@ class BaseInteraction:
         """Let go of what the object holds."""
 
 
-@dataclass(frozen=True)
-class ToolSpec:
-    """A tool of the file, as it is told to the policy and checked."""
-
-    name: str
-    schema: Mapping[str, Any]  # as chat templates read it
-    tool: BaseTool
-    validator: Draft202012Validator
-
-    def problem(self, arguments: Any) -> str | None:
-        """Return what is wrong with the arguments of a call, or None where they fit."""
-        try:
-            errors = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
-        except Exception as error:  # what a policy writes may be too deep, or too long a number, for a schema's check
-            return f"the arguments cannot be read ({type(error).__name__})"
-        return errors[0].message[:200] if errors else None
-
-
 # --- the files ---
 
 
-def load_tools(path: str | Path) -> dict[str, ToolSpec]:
+def load_tools(path: str | Path) -> dict[str, BaseTool]:
     """Return name -> tool, in the file's order. Raises InputError with every problem of the file."""
 
-    def made(entry: Any) -> ToolSpec:
+    def made(entry: Any) -> BaseTool:
         kind = _class_of(entry, BaseTool, ("name", "config", "tool_schema"), Path(path))
         if (server := (entry.get("config") or {}).get("type", "native")) != "native":
             raise ValueError(f"config.type={server!r} is not supported; write a class whose execute() asks the server")
         if kind.execute is BaseTool.execute:
             raise ValueError(f"{kind.__name__} has no execute of its own; its calls would do nothing")
-        return _spec(kind, entry)
+        config = {name: value for name, value in (entry.get("config") or {}).items() if name != "type"}
+        return kind(config, entry.get("tool_schema") and OpenAIFunctionToolSchema.model_validate(entry["tool_schema"]))
 
     return _made_by_name(path, TOOLS_KEY, "tools", made)
 
@@ -251,24 +238,10 @@ def _class_of(entry: Any, base: type, optional: tuple[str, ...], file: Path) -> 
     return kind
 
 
-def _spec(kind: type[BaseTool], entry: Mapping[str, Any]) -> ToolSpec:
-    schema = entry.get("tool_schema")
-    config = {name: value for name, value in (entry.get("config") or {}).items() if name != "type"}
-    tool = kind(config, None if schema is None else OpenAIFunctionToolSchema.model_validate(schema))
-    own = tool.tool_schema if schema is None else schema
-    schema = own if isinstance(own, Mapping) else own.model_dump(exclude_unset=True, exclude_none=True)
-    parameters = schema["function"].get("parameters") or {"type": "object"}
-    try:
-        Draft202012Validator.check_schema(parameters)
-    except SchemaError as error:
-        raise ValueError(f"parameters is no JSON schema: {error.message}") from error
-    return ToolSpec(tool.name, schema, tool, Draft202012Validator(parameters))
-
-
 # --- an example's ---
 
 
-def chosen_tools(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict[str, ToolSpec]:
+def chosen_tools(tools: Mapping[str, BaseTool], extra_info: Mapping[str, Any]) -> dict[str, BaseTool]:
     """Return the tools of an example. Raises ValueError where it names one that the file does not have."""
     names, kwargs = extra_info.get("tool_selection"), extra_info.get("tools_kwargs") or {}
     if isinstance(names, str) or not isinstance(kwargs, Mapping):

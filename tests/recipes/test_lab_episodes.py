@@ -108,7 +108,7 @@ def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
     tool = load_tools(ROOT / "recipes" / "lab" / "tools.yaml")["calculator"]
     arguments = json.loads(call.removeprefix("<tool_call>").split("</tool_call>")[0])["arguments"]
     assert tool.problem(arguments) is None
-    assert said == f"<tool_response>{asyncio.run(tool.tool.execute('0', arguments))}</tool_response>" and not by_policy
+    assert said == f"<tool_response>{asyncio.run(tool.execute('0', arguments))}</tool_response>" and not by_policy
     assert answer == f"#### {one.value}{words.eos_token}"
     ids, _ = as_row(one.prompt, sums.calling(one, words.eos_token), words)
     assert words.decode(ids) == one.prompt + call + said + answer

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.data.chat_frames import dropped_roles, template_of
+from core.data.encoder import Encoder
 from core.data.vocabulary import end_ids, template_ends, writable
 from tests.core.data.templates import FAMILIES, tokenizer_of
 
@@ -28,15 +28,11 @@ def test_without_a_template_or_with_a_broken_one_the_tokenizer_s_end_is_left():
         assert end_ids(words) == {words.eos_token_id} and end_ids(SimpleNamespace(eos_token_id=3)) == {3}
 
 
-def test_roles_whose_text_is_left_out_are_found():
-    words = tokenizer_of("phi3")
-    chat = [
-        {"role": "system", "content": "s"},
-        CHAT,
-        {"role": "developer", "content": "d"},
-        {"role": "tool", "content": ""},
-    ]
-    assert dropped_roles(template_of(words, {}), chat) == ["developer", "tool"]
+def test_a_role_whose_text_is_left_out_is_found():
+    encoder, other = Encoder(tokenizer_of("phi3")), {"role": "developer", "content": "d"}
+    assert encoder.dropped_role([{"role": "system", "content": "s"}, CHAT]) is None
+    assert encoder.dropped_role([CHAT, other]) == "developer" == encoder.dropped_role([CHAT, other])
+    assert encoder.dropped_role("a string") is None
 
 
 def test_text_that_no_tokenizer_takes_is_replaced():

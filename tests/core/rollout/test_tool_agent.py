@@ -365,7 +365,7 @@ def test_prompts_tell_of_the_tools_that_their_example_has(tmp_path):
     assert shown == [told, told, told.removeprefix("<tool calculator>\n")]
     assert stream.files.longest == len(stream.prompt(0).token_ids)
     config.max_prompt_length = stream.files.longest - 1
-    with pytest.raises(InputError, match="tools' schemas included. is longer"):
+    with pytest.raises(InputError, match="is longer than data.max_prompt_length"):
         PromptStream(config, words, 1, tools_of=loop.tools_of)
 
 

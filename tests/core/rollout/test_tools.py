@@ -114,7 +114,7 @@ def test_a_script_runs_in_the_sandbox_and_its_output_comes_back(tmp_path):
     (tmp_path / "tools.yaml").write_text(
         "tools:\n  - class_name: core.rollout.tools:PythonSandbox\n    config: {seconds: 1, memory_mb: 256}\n"
     )
-    tool = load_tools(tmp_path / "tools.yaml")["python"].tool
+    tool = load_tools(tmp_path / "tools.yaml")["python"]
 
     def run(code: str) -> str:
         return asyncio.run(tool.execute("0", {"code": code}))
