@@ -172,7 +172,7 @@ class PromptFiles:
             problems.add(file.path, rule, f"raise it: the shortest has {rows['length'].min()}")
         elif not self.config.filter_overlong_prompts and self.config.truncation == "error":
             rule = f"a prompt is longer than {bound}"
-            fix = "raise it (tools' schemas count), or set data.filter_overlong_prompts=True or data.truncation=left|right|middle"
+            fix = "raise it (tools' schemas count), or set data.filter_overlong_prompts=True or data.truncation=left"
             for row in rows[~fits]:
                 problems.add(file.path, rule, fix, int(row["number"]), f"{row['length']} tokens")
         parts, different = [f"{len(kept)} of {len(file)} rows"], len(np.unique(kept["content"]))
