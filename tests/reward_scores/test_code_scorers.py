@@ -24,9 +24,8 @@ def fenced(source: str, mark: str = "python") -> str:
     return f"So:\n```{mark}\n{source}\n```\n"
 
 
-@pytest.mark.parametrize(
-    ("response", "source"),
-    [
+def test_the_program_in_a_response():
+    for response, source in (
         (fenced("x = 1"), "x = 1"),
         (fenced("x = 1", "py"), "x = 1"),
         (fenced("x = 1", "Python3 title=a"), "x = 1"),
@@ -40,106 +39,70 @@ def fenced(source: str, mark: str = "python") -> str:
         ("x = 1", None),
         ("", None),
         (fenced("x = 1", "cpp"), None),
-    ],
-)
-def test_the_program_in_a_response(response, source):
-    assert extract(response) == source
+    ):
+        assert extract(response) == source, response
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted", "same"),
-    [
-        ("3", "3\n", True),
-        ("1 2\n3 \n\n", "1  2 3", True),
-        ("3.0000001", "3.0", True),
-        ("3.1", "3.0", False),
-        ("3.0", "3", False),
-        ("1000001", "1000000", False),
-        ("nan", "nan", True),
-        ("nan", "1.0", False),
-        ("2 1", "1 2", False),
-        ("1 2 3", "1 2", False),
-        ("", "", True),
-        ("", "1", False),
-        ("yes", "YES", False),
-        ("1e5", "100000.0", True),
-    ],
-)
-def test_outputs_agree(given, wanted, same):
-    assert same_output(given, wanted) is same
+def test_outputs_and_values_agree():
+    for given, wanted in (
+        *(("3", "3\n"), ("1 2\n3 \n\n", "1  2 3"), ("3.0000001", "3.0"), ("nan", "nan"), ("", "")),
+        ("1e5", "100000.0"),
+    ):
+        assert same_output(given, wanted), (given, wanted)
+    for given, wanted in (
+        *(("3.1", "3.0"), ("3.0", "3"), ("1000001", "1000000"), ("nan", "1.0"), ("2 1", "1 2"), ("1 2 3", "1 2")),
+        *(("", "1"), ("yes", "YES")),
+    ):
+        assert not same_output(given, wanted), (given, wanted)
+    for given, wanted in (
+        *(((1, (2,)), [1, [2]]), (3, [3]), (1.0, 1), (0.1 + 0.2, 0.3), ({1: "a"}, {"1": "a"}), (None, None)),
+    ):
+        assert same_value(given, wanted), (given, wanted)
+    for given, wanted in (
+        *(([3, 4], [3]), (3, [3, 4]), (True, 1), (1, True), ({1: "a", 2: "b"}, {"1": "a"}), ("1", 1)),
+        *((math.nan, 1.0), ({1, 2}, [1, 2])),
+    ):
+        assert not same_value(given, wanted), (given, wanted)
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted", "same"),
-    [
-        ((1, (2,)), [1, [2]], True),
-        (3, [3], True),
-        ([3, 4], [3], False),
-        (3, [3, 4], False),
-        (True, 1, False),
-        (1, True, False),
-        (1.0, 1, True),
-        (0.1 + 0.2, 0.3, True),
-        ({1: "a"}, {"1": "a"}, True),
-        ({1: "a", 2: "b"}, {"1": "a"}, False),
-        ("1", 1, False),
-        (None, None, True),
-        (math.nan, 1.0, False),
-        ({1, 2}, [1, 2], False),
-    ],
-)
-def test_values_agree(given, wanted, same):
-    assert same_value(given, wanted) is same
-
-
+PAIRS = list(zip(SUM["inputs"], SUM["outputs"], strict=True))
 TESTS = {
     "a mapping": SUM,
     "JSON": json.dumps(SUM),
     "with empty fields, as a table has them": {**SUM, "fn_name": None, "test_list": [], "test": ""},
-    "a list of pairs": list(zip(SUM["inputs"], SUM["outputs"], strict=True)),
-    "a list of pairs as JSON": json.dumps(list(zip(SUM["inputs"], SUM["outputs"], strict=True))),
-    "a list of inputs and outputs": [
-        {"input": given, "output": wanted} for given, wanted in zip(SUM["inputs"], SUM["outputs"], strict=True)
-    ],
-    "a list of numbers": [
-        {"input": given, "output": int(wanted), "id": 1}
-        for given, wanted in zip(SUM["inputs"], SUM["outputs"], strict=True)
-    ],
+    "a list of pairs": PAIRS,
+    "a list of pairs as JSON": json.dumps(PAIRS),
+    "a list of inputs and outputs": [{"input": given, "output": wanted} for given, wanted in PAIRS],
+    "a list of numbers": [{"input": given, "output": int(wanted), "id": 1} for given, wanted in PAIRS],
 }
 
 
-@pytest.mark.parametrize("tests", TESTS.values(), ids=TESTS)
-def test_where_tests_come_from(tests):
-    assert unit_tests.score(fenced(ADD), tests).acc == 1
-    assert unit_tests.score(fenced(ADD), None, {"test_cases": tests}).acc == 1
-    assert prime_code.score(fenced(ADD), None, {"test_cases": tests}).acc == 1
-    assert unit_tests.check_ground_truth(tests) is None is prime_code.check_ground_truth(tests)
-    assert unit_tests.score(fenced("print(0)"), tests).acc == 0 == prime_code.score(fenced("print(0)"), tests).acc
-    assert list(sandbox_fusion._tests(tests, None)["inputs"]) == list(SUM["inputs"])
+def test_where_tests_come_from():
+    for name, tests in TESTS.items():
+        assert unit_tests.check_ground_truth(tests) is None is prime_code.check_ground_truth(tests), name
+        assert list(sandbox_fusion._tests(tests, None)["inputs"]) == list(SUM["inputs"]), name
+        assert unit_tests.score(fenced(ADD), tests).acc == 1, name
+        assert unit_tests.score(fenced("print(0)"), tests).acc == 0, name
+    assert unit_tests.score(fenced(ADD), None, {"test_cases": PAIRS}).acc == 1
+    assert prime_code.score(fenced(ADD), None, {"test_cases": PAIRS}).acc == 1
+    assert prime_code.score(fenced("print(0)"), PAIRS).acc == 0
 
 
-@pytest.mark.parametrize(
-    ("tests", "problem"),
-    [
-        ("{", "no JSON"),
-        ("3", "must be a mapping"),
-        ([], "must be a mapping"),
-        ([["1", "2", "3"]], "must be a mapping"),
-        ([{"input": "1"}], "must be a mapping"),
+def test_tests_that_are_none():
+    for tests, problem in (
+        *(("{", "no JSON"), ("", "no JSON"), ("3", "must be a mapping"), ([], "must be a mapping")),
+        *(([["1", "2", "3"]], "must be a mapping"), ([{"input": "1"}], "must be a mapping")),
         (["1\n", "2\n"], "must be a mapping"),
-        ("", "no JSON"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"inputs": [], "outputs": []}, "tests need"),
         ({"test": "def check(c): pass"}, "tests need"),
         ({"test_list": ["assert f(:"]}, "no Python"),
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "needs JSON"),
-    ],
-)
-def test_tests_that_are_none(tests, problem):
-    with pytest.raises(BadTests, match=problem):
-        read_tests(tests)
-    for scorer in ("apps", "google-research-datasets/mbpp"):
-        assert problem in scorer_for(scorer).check_ground_truth(tests)
+    ):
+        with pytest.raises(BadTests, match=problem):
+            read_tests(tests)
+        for scorer in ("apps", "google-research-datasets/mbpp"):
+            assert problem in scorer_for(scorer).check_ground_truth(tests), tests
 
 
 def test_rewards_and_failures():
@@ -149,14 +112,14 @@ def test_rewards_and_failures():
     assert unit_tests.score(fenced(ADD), SUM, continuous=False).value == 1
     broken = unit_tests.score(fenced(f"{ADD}\nif a == 3: 1 / 0"), SUM)
     assert (broken.value, broken.parts["error"], broken.parts["timeout"]) == (0.5, 0.5, 0.0)
-    slow = unit_tests.score(fenced("while True: pass"), SUM, sandbox={"timeout_s": 0.5})
+    slow = unit_tests.score(fenced("while True: pass"), SUM, sandbox={"timeout_s": 0.2})
     assert (slow.value, slow.parts["timeout"], slow.status) == (0.0, 1.0, ScoreStatus.WRONG)
     assert unit_tests.score("none", SUM).parts.keys() == half.parts.keys()
 
 
 def test_an_answer_has_a_time_limit_over_all_its_tests():
-    tests = {"inputs": ["\n"] * 50, "outputs": ["1\n"] * 50}
-    score = unit_tests.score(fenced("import time\ntime.sleep(0.4)\nprint(1)"), tests, sandbox={"total_timeout_s": 1.5})
+    tests = {"inputs": ["\n"] * 20, "outputs": ["1\n"] * 20}
+    score = unit_tests.score(fenced("import time\ntime.sleep(0.2)\nprint(1)"), tests, sandbox={"total_timeout_s": 0.7})
     assert 0 < score.value < 0.5 and score.parts["timeout"] == pytest.approx(1 - score.value)
 
 
@@ -196,9 +159,8 @@ def test_a_body_continues_the_prompt():
 # --- published semantics beyond the vectors
 
 
-@pytest.mark.parametrize(
-    ("source", "tests", "value", "robust"),
-    [
+def test_published_and_robust():
+    for source, tests, value, robust in (
         ("x = 1", {"inputs": [], "outputs": []}, 1.0, None),
         ("print(3)", {"fn_name": "f", "inputs": ["1"], "outputs": ["3"]}, 1.0, 0.0),
         ("def f(x): return [3, 4]", {"fn_name": "f", "inputs": ["1"], "outputs": ["[[3, 4], 5]"]}, 1.0, 0.0),
@@ -206,20 +168,12 @@ def test_a_body_continues_the_prompt():
         ("import sys\nprint(1)\nsys.exit(2)", {"inputs": [""], "outputs": ["1"]}, 1.0, 0.0),
         ("import sys\nprint(len(sys.stdin.buffer.read()))", {"inputs": ["abc"], "outputs": ["3"]}, 0.0, 1.0),
         ("print(open(0).read())", {"inputs": ["abc"], "outputs": ["abc"]}, 0.0, 1.0),
-        (
-            "print(*sorted(input().split()))",
-            {"inputs": ["b a"] * 12, "outputs": ["a b"] * 10 + ["x"] * 2},
-            1.0,
-            10 / 12,
-        ),
+        ("print(*sorted(input().split()))", {"inputs": ["b a"] * 12, "outputs": ["a b"] * 10 + ["x"] * 2}, 1, 10 / 12),
         ("print(sqrt(int(input())))", {"inputs": ["4"], "outputs": ["2.0"]}, 1.0, 0.0),
-    ],
-)
-def test_published_and_robust(source, tests, value, robust):
-    response = f"```python\n{source}\n```"
-    assert prime_code.score(response, tests).value == value
-    if robust is not None:
-        assert prime_code.score(response, tests, {}, "robust").value == pytest.approx(robust)
+    ):
+        assert prime_code.score(fenced(source), tests).value == value, source
+        if robust is not None:
+            assert prime_code.score(fenced(source), tests, {}, "robust").value == pytest.approx(robust), source
 
 
 def test_published_without_shares():

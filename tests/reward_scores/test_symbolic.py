@@ -1,16 +1,14 @@
-"""Equality by sympy and math-verify: what it knows, and that what does not end is killed where a run grades it."""
+"""Equality by sympy and math-verify may not end: it is graded in workers, which are killed at the deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-from sympy.parsing import sympy_parser
 
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
@@ -19,102 +17,11 @@ from core.rewards.custom_reward import CustomFunction
 from core.rewards.graders import GraderPool, InProcess
 from core.rewards.grading import Job, Scorers
 from core.rewards.layer import RewardLayer
-from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
+from reward_scores import SCORERS, prime_math, symbolic
 from reward_scores.score import ScoreStatus
-from reward_scores.symbolic import math_verify_equal, same_formula
 
 PRIME, GEO, MATH = "numina_olympiads", "hiyouga/geometry3k", "lighteval/MATH"
 TOWER = "9**9**9**9"
-NUMBER = r"(Integer|Float) ?\('?[\d.]+'? ?\)"
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("2sqrt(2)", "sqrt(8)"),
-        ("(x+1)^2", "x^2+2x+1"),
-        ("sin(x)^2+cos(x)^2", "1"),
-        ("ln(e^0)+1/3", "2/6"),
-        ("4!", "24"),
-        ("log(100)", "2"),
-        ("0.5x", "x/2"),
-        ("pi/2", "0.5 pi"),
-    ],
-)
-def test_formulas_that_sympy_takes_for_equal(one, other):
-    assert same_formula(one, other) and same_formula(other, one)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("x", "x+1"), ("sqrt(x^2)", "x"), ("1/0", "1/0+1"), ("pi", "3.14159"), ("import os", "import os"), ("", "")],
-)
-def test_formulas_that_it_does_not(one, other):
-    assert not same_formula(one, other)
-
-
-def test_no_text_is_evaluated_as_code(monkeypatch):
-    """sympy's parser evaluates: from here nothing reaches it but, through math-verify's grammar, numbers."""
-    symbolic.warm_sympy()
-    symbolic.warm_math_verify()
-    evaluated, parse = [], sympy_parser.eval_expr
-    monkeypatch.setattr(sympy_parser, "eval_expr", lambda code, *rest: evaluated.append(code) or parse(code, *rest))
-    code = "__import__('os').system('true')"
-    for text in ("1+6+1", code, f"1+{code}", f"\\text{{{code}}}", f"\\frac{{1}}{{{code}}}", f"\\sqrt[{code}]{{2}}"):
-        assert not same_formula(text, "7") and not math_verify_equal(text, "7")
-    assert evaluated and all(re.fullmatch(NUMBER, each) for each in evaluated), evaluated
-    evaluated.clear()
-    assert same_formula("1+6", "7") and not evaluated
-    assert math_verify_equal("1+6", "7") and math_verify_equal("\\frac{1.5}{3}", "0.5")
-
-
-SAME = [
-    ("1,000", "1000"),
-    ("\\$5.50", "5.5"),
-    ("5\\text{ cm}", "5"),
-    ("\\frac{3}{6}", "0.5"),
-    ("x^2+2x+1", "(x+1)^2"),
-    ("\\{2,1\\}", "\\{1,2\\}"),
-    ("\\begin{pmatrix}1\\\\ \\frac{1}{2}\\end{pmatrix}", "\\begin{pmatrix}1\\\\0.5\\end{pmatrix}"),
-    ("\\sin^2 x+\\cos^2 x", "1"),
-    ("x=5", "5"),
-    ("\\text{Evelyn}", "\\text{Evelyn}"),
-]
-DIFFERENT = [
-    ("12", "1, 2"),
-    ("1", "100"),
-    ("(0,1]", "[0,1]"),
-    ("3", "4"),
-    ("", ""),
-    ("\\pi", "3.14"),
-    ("(1,2)", "(2,1)"),
-]
-
-
-@pytest.mark.parametrize(("one", "other"), SAME)
-def test_math_verify_variants(one, other):
-    assert math_verify_equal(one, other)
-    for module in (math_reward, prime_math):
-        assert module.score(f"so \\boxed{{{one}}}", other, {}, "math_verify").acc == 1.0
-    assert math_dapo.score(f"**Answer:** {one}", other, {}, "math_verify").value == 1.0
-    assert geo3k.score(f"<think>t</think> \\boxed{{{one}}}", other, method="math_verify").value == 1.0
-
-
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_math_verify_variants_are_not_generous(one, other):
-    assert not math_verify_equal(one, other)
-
-
-def test_geo3k_variants_are_what_they_say():
-    halves = ("<think>t</think> \\boxed{3/6}", "1/2")
-    assert [geo3k.score(*halves, method=method).acc for method in geo3k.METHODS] == [0.0, 1.0, 1.0]
-    late = ("<think>t</think> \\boxed{48} and \\boxed{4", "48")
-    assert [geo3k.score(*late, method=method).acc for method in geo3k.METHODS] == [0.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match="geo3k method='sympy': must be one of"):
-        geo3k.score(*halves, method="sympy")
-
-
-# --- who must be in a worker ---
 
 
 def test_what_calls_a_library_declares_it():
@@ -179,10 +86,9 @@ def process_of_symbolic(monkeypatch):
     monkeypatch.setitem(prime_math._EQUAL, "math_verify", here)
 
 
-@pytest.mark.parametrize("method", ["published", "math_verify"])
-def test_naive_leaves_algebra_to_graders(make_layer, monkeypatch, method):
+def test_naive_leaves_algebra_to_graders(make_layer, monkeypatch):
     process_of_symbolic(monkeypatch)
-    layer = make_layer(reward_kwargs={"prime_math": {"method": method}})
+    layer = make_layer(reward_kwargs={"prime_math": {"method": "published"}})
     layer.check([row("openai/gsm8k"), row(PRIME)])  # grades known answers, in the real worker
     right, wrong, gsm8k = grade(
         layer,
@@ -222,7 +128,7 @@ BOMBS = [
 def test_bombs_are_killed_at_the_deadline(make_layer, manager, method):
     bombs = [(source, text) for source, given, text in BOMBS if given == method]
     options = {SCORERS[source].name: {"method": method} for source, _ in bombs}
-    layer = make_layer(reward_manager=manager, reward_kwargs=options, num_workers=2, timeout_s=2.0)
+    layer = make_layer(reward_manager=manager, reward_kwargs=options, num_workers=2, timeout_s=1.0)
     layer.check([row(source) for source in dict.fromkeys(source for source, _ in bombs)])
     good = Job(PRIME, "\\boxed{2\\sqrt{2}}", "\\sqrt{8}", {})
     jobs = [job for source, text in bombs for job in (Job(source, text, "\\sqrt{2}", {}), good)]

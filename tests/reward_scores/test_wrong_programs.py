@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,7 +15,7 @@ from core.rewards.graders import GraderPool
 from core.rewards.grading import Job, Scorers
 from core.rewards.layer import scorer_options
 from reward_scores import prime_code, unit_tests
-from reward_scores.sandbox import plain
+from reward_scores.sandbox import SandboxError, plain
 from reward_scores.score import ScoreStatus
 
 WALL = 1.0  # seconds of an answer, far below the time limit of a test
@@ -22,12 +24,27 @@ LONG = "x" * 400_000  # more than a pipe takes
 
 
 def wrong(source, tests, scorer=unit_tests, **options):
-    """Check that the answer is wrong, within the time that an answer has."""
-    begun = time.monotonic()
-    score = scorer.score(f"```python\n{source}\n```", tests, sandbox=SANDBOX, **options)
-    assert (score.value, score.acc, score.masked) == (0.0, 0.0, False), score
-    assert score.status in (ScoreStatus.WRONG, ScoreStatus.PARSE_ERROR), score
-    assert time.monotonic() - begun < WALL + 4, "it held up its grader"
+    """Check that the answer is wrong, within the time that an answer has.
+
+    On a busy machine a sandbox may take half of that time to start, which is an error: it is tried again.
+    """
+    for left in (2, 1, 0):
+        begun = time.monotonic()
+        try:
+            score = scorer.score(f"```python\n{source}\n```", tests, sandbox=SANDBOX, **options)
+            break
+        except SandboxError:
+            if not left:
+                raise
+    assert (score.value, score.acc, score.masked) == (0.0, 0.0, False), (source, score)
+    assert score.status in (ScoreStatus.WRONG, ScoreStatus.PARSE_ERROR), (source, score)
+    assert time.monotonic() - begun < WALL + 4, f"it held up its grader: {source}"
+
+
+def all_wrong(sources, *tests):
+    """Check the programs with each of the tests, three at a time: most of them wait."""
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda pair: wrong(*pair), itertools.product(sources, tests)))
 
 
 SIGNAL = """
@@ -92,67 +109,54 @@ def indented(source):
     return "def f(x=None):\n" + "\n".join(f"    {line}" for line in source.split("\n")) + "\n    return 7"
 
 
-@pytest.mark.parametrize("source", [POLL, "import time\ntime.sleep(99)"])
-def test_a_wrong_program_is_over_before_its_graders_deadline(source):
+def test_a_wrong_program_is_over_before_its_graders_deadline():
     """What a grader's deadline ends has status timeout, which ``reward_model.on_error=mask`` takes out of the loss."""
     reward = compose("grpo", ["reward_model.reward_manager=prime", "reward_model.timeout_s=2"]).reward_model
     pool = GraderPool(Scorers(scorer_options(reward)), num_workers=1, timeout_s=reward.timeout_s)
     tests = {"inputs": ["1"] * 3, "outputs": ["1"] * 3}
     try:
-        score = asyncio.run(pool.run(Job("apps", f"```python\n{source}\n```", tests, {})))
+        score = asyncio.run(pool.run(Job("apps", f"```python\n{POLL}\n```", tests, {})))
     finally:
         pool.close()
     assert (score.status, score.value) == (ScoreStatus.WRONG, 0.0), score
 
 
-@pytest.mark.parametrize("source", ANYWHERE.values(), ids=ANYWHERE)
-def test_a_script_that_evades_its_grader_is_wrong(source):
-    wrong(source, {"inputs": [LONG], "outputs": ["3"]})
+def test_a_script_that_evades_its_grader_is_wrong():
+    all_wrong(ANYWHERE.values(), {"inputs": [LONG], "outputs": ["3"]})
 
 
-@pytest.mark.parametrize("source", ANYWHERE.values(), ids=ANYWHERE)
-def test_a_module_that_evades_its_grader_is_wrong(source):
-    wrong(source, FN)
-    wrong(source, {"test_list": ["assert f(2) == 4"]})
+def test_a_module_that_evades_its_grader_is_wrong():
+    all_wrong(ANYWHERE.values(), FN, {"test_list": ["assert f(2) == 4"]})
 
 
-@pytest.mark.parametrize("source", ANYWHERE.values(), ids=ANYWHERE)
-def test_a_function_that_evades_its_grader_is_wrong(source):
-    wrong(indented(source), FN)
-    wrong(indented(source), {"test_list": [f"assert f({LONG!r}) == 4"]})
+def test_a_function_that_evades_its_grader_is_wrong():
+    all_wrong(map(indented, ANYWHERE.values()), FN, {"test_list": [f"assert f({LONG!r}) == 4"]})
 
 
-@pytest.mark.parametrize("source", CALLED.values(), ids=CALLED)
-def test_a_value_that_cannot_be_graded_is_wrong(source):
-    for depth in DEPTHS if "WHAT" in source else (0,):
-        program = indented(source.replace("WHAT", str(depth)))
-        wrong(program, FN)
-        wrong(program, {"fn_name": "f", "inputs": ["1"], "outputs": ["1.5"]}, prime_code, method="published")
+def test_a_value_that_cannot_be_graded_is_wrong():
+    for source in CALLED.values():
+        for depth in DEPTHS if "WHAT" in source else (0,):
+            program = indented(source.replace("WHAT", str(depth)))
+            wrong(program, FN)
+            wrong(program, {"fn_name": "f", "inputs": ["1"], "outputs": ["1.5"]}, prime_code, method="published")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_what_is_on_the_channel_is_no_score():
+    sources = [
         "import time, os\nos.close(3)\ntime.sleep(99)",  # nothing is read, and the pipe is closed
-        "import time\ntime.sleep(99)",  # nor this one
         "import os\nos.write(4, b'[\"ok\", null]\\n' * 3)\ndef f(x): return 1",  # answers before it is asked
         "import os\nos.write(4, b'[' * 989 + b']' * 989 + b'\\n')",
         "import os\nos.write(4, b'\"' + b'[' * 989 + b'\\n')",
         "import os\nos.write(4, b'[\"ok\"]\\n')",
         "import os\nos.write(4, b'{\"ok\": 1}\\n')",
         'import os\nos.write(4, b\'["ok", ["d", 1]]\\n\')',
-    ],
-)
-def test_what_is_on_the_channel_is_no_score(source):
-    wrong(source, FN)
-    wrong(source, {"test_list": ["assert f(2) == 4"]})
+    ]
+    all_wrong(sources, FN, {"test_list": ["assert f(2) == 4"]})
 
 
-@pytest.mark.parametrize(
-    "source", ["x = " + "-" * 200_000 + "1", "[" * 100_000, "a" + ".b" * 100_000, "(" * 99 + "{" * 99]
-)
-def test_a_text_that_the_parser_cannot_take_is_wrong(source):
-    wrong(source, {"inputs": ["1\n"], "outputs": ["3"]}, prime_code, method="published")
+def test_a_text_that_the_parser_cannot_take_is_wrong():
+    for source in ("x = " + "-" * 200_000 + "1", "[" * 100_000, "a" + ".b" * 100_000, "(" * 99 + "{" * 99):
+        wrong(source, {"inputs": ["1\n"], "outputs": ["3"]}, prime_code, method="published")
 
 
 def test_the_wall_is_the_harness_own(monkeypatch):
@@ -176,21 +180,18 @@ def test_a_slow_start_is_no_verdict():
 HASH = 2**61 - 1  # of integers
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+def test_keys_that_collide_do_not_hold_up_the_grader():
+    for message in (
         ["d", *([["i", hex(n * HASH)], 1] for n in range(30000))],
         ["s", *(["i", hex(n * HASH)] for n in range(30000))],
         ["z", *(["c", -1000003 * n, n] for n in range(30000))],
         ["d", *([["t", ["i", hex(n * HASH)]], 1] for n in range(30000))],
         ["l", *(["s", *(["i", hex(n * HASH)] for n in range(500))] for _ in range(60))],
-    ],
-)
-def test_keys_that_collide_do_not_hold_up_the_grader(message):
-    begun = time.monotonic()
-    with pytest.raises(plain.NotPlain, match="more than 1000 keys"):
-        plain.decode(message, lambda number: number)
-    assert time.monotonic() - begun < 1
+    ):
+        begun = time.monotonic()
+        with pytest.raises(plain.NotPlain, match="more than 1000 keys"):
+            plain.decode(message, lambda number: number)
+        assert time.monotonic() - begun < 1
     assert len(plain.decode(["d", *([n, n] for n in range(30000))], int)) == 30000
 
 
