@@ -20,6 +20,7 @@ import os
 import random
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -81,7 +82,8 @@ class Server:
 
     def client(self) -> HttpClient:
         """Return the client of this server, which all answers that this process scores share."""
-        return _client(os.getpid(), self.url, 2 * self.timeout + SPARE_SECONDS, self.give_up_s, LARGEST_REPLY)
+        with _ONE_AT_A_TIME:  # two threads that made one each would share neither's event loop
+            return _client(os.getpid(), self.url, 2 * self.timeout + SPARE_SECONDS, self.give_up_s, LARGEST_REPLY)
 
     async def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
         """Return the server's answer, or what went wrong."""
@@ -122,6 +124,9 @@ class Server:
             "files": {},
             "fetch_files": [],
         }
+
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class _NoTimeLeft(Exception):

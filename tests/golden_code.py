@@ -22,7 +22,8 @@ def _prime_code(given: Inputs) -> dict[str, Any]:
 def _sandbox_fusion(given: Inputs) -> dict[str, Any]:
     """The recorded answers, in order, from a server that recites them; one request at a time keeps the order."""
     tests, answers = given["test_cases"], given.get("responses")
-    with serve(answers=[SUCCESS] * 100 if answers is None else answers) as url:
+    with serve(answers=[SUCCESS] * 100 if answers is None else answers) as server:
+        url = server.url
         if answers is None:
             with_outputs = {**tests, "outputs": [SUCCESS["run_result"]["stdout"]] * len(tests["outputs"])}
             return {"score": _fusion_score(given["completion"], with_outputs, given, url)}

@@ -129,37 +129,47 @@ def reply(handler: BaseHTTPRequestHandler, status: int, body: Any, headers: Sequ
 
 
 @contextmanager
-def misbehaving(behave: Behaviour) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server in a thread whose answer to the n-th search is ``behave``'s; yields its URL and what it was asked."""
-    asked: list[dict[str, Any]] = []
+def serving(behave: Behaviour, path: str = "/", port: int = 0) -> Iterator[str]:
+    """A server in a thread whose answer to every POST is ``behave``'s; yields its URL with this path."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         wbufsize = -1  # head and body in one piece: two would wait for each other's acknowledgement
 
         def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(request)
-            behave(self, request)
+            behave(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def log_message(self, *_: Any) -> None:
             """Quiet."""
 
     class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
+        daemon_threads, request_queue_size = True, 1024
 
         def handle_error(self, *_: Any) -> None:
             """A client that went away is what some tests are about."""
 
-    server = Quiet(("127.0.0.1", 0), Handler)
+    server = Quiet(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/retrieve", asked
+        yield f"http://127.0.0.1:{server.server_address[1]}{path}"
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def misbehaving(behave: Behaviour) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server whose answer to a search is ``behave``'s; yields its URL and what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    def record(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        asked.append(request)
+        behave(handler, request)
+
+    with serving(record, "/retrieve") as url:
+        yield url, asked
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

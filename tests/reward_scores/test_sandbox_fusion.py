@@ -1,19 +1,14 @@
-"""The Sandbox Fusion client, against a server in a process of its own."""
+"""The Sandbox Fusion client, against a server that runs programs or recites answers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,17 +16,23 @@ import pytest
 from reward_scores import prime_code, sandbox_fusion
 from reward_scores.sandbox_fusion import FusionError, Server, check, place
 from reward_scores.score import ScoreStatus
-from tests.fusion_server import SUCCESS, read_log, serve
+from tests.fusion_server import SUCCESS, serve
+from tests.search import free_port
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def url():
-    with serve() as address:
-        yield address
+@pytest.fixture
+def server():
+    with serve() as one:
+        yield one
+
+
+@pytest.fixture
+def url(server):
+    return server.url
 
 
 def fenced(source: str) -> str:
@@ -50,27 +51,30 @@ def test_programs_run_on_the_server(url):
     assert slow.parts["timeout"] == 1 and slow.status is ScoreStatus.WRONG
 
 
-def test_what_the_server_is_sent(url):
-    check(Server(url, memory_limit_mb=123, timeout=7), "print(input())", {"inputs": ["x"], "outputs": ["x"]})
-    assert read_log(url)["last"] == {
-        "compile_timeout": 7,
-        "run_timeout": 7,
-        "code": "print(input())",
-        "stdin": "x",
-        "memory_limit_MB": 123,
-        "language": "python",
-        "files": {},
-        "fetch_files": [],
-    }
+def test_what_the_server_is_sent(server):
+    check(Server(server.url, memory_limit_mb=123, timeout=7), "print(input())", {"inputs": ["x"], "outputs": ["x"]})
+    assert server.requests == [
+        {
+            "compile_timeout": 7,
+            "run_timeout": 7,
+            "code": "print(input())",
+            "stdin": "x",
+            "memory_limit_MB": 123,
+            "language": "python",
+            "files": {},
+            "fetch_files": [],
+        }
+    ]
 
 
-def test_a_program_that_uses_up_its_answers_time_is_wrong(url, monkeypatch):
+def test_a_program_that_uses_up_its_answers_time_is_wrong(server, monkeypatch):
+    url = server.url
     monkeypatch.setattr(sandbox_fusion, "ANSWER_SPARE_S", 29.0)  # a busy machine answers late, too
     monkeypatch.setattr(sandbox_fusion, "SPARE_SHARE", 29 / 30)
     begun, options = time.monotonic(), {"url": url, "total_timeout_s": 30.0, "max_concurrent": 1}
     slow = sandbox_fusion.score(fenced("import time\ntime.sleep(99)"), SUM, method="robust", **options)
     assert (slow.status, slow.value, slow.parts["timeout"]) == (ScoreStatus.WRONG, 0.0, 1.0)
-    assert time.monotonic() - begun < 30 and read_log(url)["last"]["run_timeout"] <= 1
+    assert time.monotonic() - begun < 30 and server.requests[-1]["run_timeout"] <= 1
     monkeypatch.setattr(sandbox_fusion, "LARGEST_REPLY", 10_000)
     long = sandbox_fusion.score(fenced("print('x' * 20000)"), SUM, method="robust", url=url)
     assert (long.status, long.parts["error"]) == (ScoreStatus.WRONG, 1.0)
@@ -104,16 +108,16 @@ def test_tests_are_counted(url):
 def test_a_gateway_timeout_is_tried_again(monkeypatch):
     monkeypatch.setattr(sandbox_fusion, "RETRY_SECONDS", 0.01)
     one = {"inputs": [""], "outputs": ["recited\n"]}
-    with serve([{"http": 504}, {"http": 504}, SUCCESS]) as url:
-        assert check(Server(url), "", one) == ([(True, "success")], [])
-        assert read_log(url)["requests"] == 3
-    with serve([{"http": 504}] * 4) as url:
-        results, problems = check(Server(url), "", one)
+    with serve([{"http": 504}, {"http": 504}, SUCCESS]) as server:
+        assert check(Server(server.url), "", one) == ([(True, "success")], [])
+        assert len(server.requests) == 3
+    with serve([{"http": 504}] * 4) as server:
+        results, problems = check(Server(server.url), "", one)
         assert results == [(-1, "api_error")] and "504" in problems[0]
-        assert read_log(url)["requests"] == sandbox_fusion.ATTEMPTS
-    with serve([{"http": 500}, SUCCESS]) as url:
-        assert check(Server(url), "", one)[0] == [(-1, "api_error")]
-        assert read_log(url)["requests"] == 1
+        assert len(server.requests) == sandbox_fusion.ATTEMPTS
+    with serve([{"http": 500}, SUCCESS]) as server:
+        assert check(Server(server.url), "", one)[0] == [(-1, "api_error")]
+        assert len(server.requests) == 1
 
 
 def test_a_server_that_fails_is_no_silent_zero():
@@ -129,13 +133,13 @@ def test_a_server_that_fails_is_no_silent_zero():
 def test_a_server_that_restarts_costs_no_answer(monkeypatch):
     monkeypatch.setattr(sandbox_fusion, "RETRY_SECONDS", 0.05)
     one = {"inputs": ["\n"] * 4, "outputs": ["recited\n"] * 4}
-    server, port = PlainFusion(), PlainFusion.port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}/run_code"
     with ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(check, Server(url, give_up_s=20.0), "", one) for _ in range(4)]
         time.sleep(0.3)
         assert not any(each.done() for each in waiting)
-        with server.on(port):
+        with serve([SUCCESS] * 16, port):
             found = [each.result(timeout=20) for each in waiting]
     assert found == [([(True, "success")] * 4, [])] * 4
 
@@ -152,9 +156,8 @@ def test_a_server_that_stays_away_is_waited_for_once_and_not_for_every_answer():
 def test_the_reply_is_bounded_and_the_key_comes_from_the_environment(monkeypatch):
     one = {"inputs": [""], "outputs": ["recited\n"]}
     monkeypatch.setenv("FUSION_KEY", "abc")
-    server, port = PlainFusion(), PlainFusion.port()
-    with server.on(port):
-        asked = Server(f"http://127.0.0.1:{port}/run_code", api_key_env="FUSION_KEY")
+    with serve([SUCCESS] * 3) as server:
+        asked = Server(server.url, api_key_env="FUSION_KEY")
         assert check(asked, "", one) == ([(True, "success")], [])
         assert server.keys == ["Bearer abc"]
         monkeypatch.setattr(sandbox_fusion, "LARGEST_REPLY", 10)
@@ -164,54 +167,13 @@ def test_the_reply_is_bounded_and_the_key_comes_from_the_environment(monkeypatch
             check(asked, "", one)
 
 
-class PlainFusion:
-    """A server in a thread that recites one answer, on a port that is known before it listens."""
-
-    def __init__(self):
-        self.keys = []
-
-    @staticmethod
-    def port() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    @contextmanager
-    def on(self, port: int):
-        keys = self.keys
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                keys.append(self.headers["authorization"])
-                self.rfile.read(int(self.headers["Content-Length"]))
-                body = json.dumps(SUCCESS).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_):
-                """Quiet."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
-
-
-def test_as_many_requests_at_a_time_as_allowed(url):
-    tests = {"inputs": ["\n"] * 8, "outputs": ["1"] * 8}
-    source = "import time\ntime.sleep(0.3)\nprint(1)"
-    with serve() as fresh:
-        with ThreadPoolExecutor(3) as threads:  # three scorers at once share the places
-            found = list(threads.map(lambda _: check(Server(fresh, max_concurrent=2), source, tests)[0], range(3)))
-        assert all(result == [(True, "success")] * 8 for result in found)
-        assert read_log(fresh)["most"] == 2
+def test_as_many_requests_at_a_time_as_allowed(server):
+    tests = {"inputs": ["\n"] * 4, "outputs": ["1"] * 4}
+    source = "import time\ntime.sleep(0.1)\nprint(1)"
+    with ThreadPoolExecutor(3) as threads:  # three scorers at once share the places
+        found = list(threads.map(lambda _: check(Server(server.url, max_concurrent=2), source, tests)[0], range(3)))
+    assert all(result == [(True, "success")] * 4 for result in found)
+    assert server.most == 2
 
 
 def test_a_killed_scorer_gives_its_place_back(tmp_path, monkeypatch):
