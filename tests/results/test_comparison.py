@@ -1,15 +1,21 @@
-"""Comparisons of seeds and of runs: intervals and differences worked out by hand."""
+"""Comparisons of seeds and of runs: intervals worked out by hand, and simulated runs of known accuracy."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from core.tracking.confidence_intervals import question_interval
-from results.reporting.comparison import paired_comparison, seed_interval, welch_interval
+from core.tracking.validation import ValRecord, validation_metrics
+from results.reporting.comparison import holm, paired_comparison, question_p, seed_interval, welch_interval, welch_p
+from results.reporting.comparison_report import comparison
+from results.reporting.pages import Table
+from results.reporting.run_reader import load_run
+from tests.core.synthetic import configured, make_run
 
 
 def test_seeds_by_hand():
@@ -66,3 +72,66 @@ def test_no_difference_and_no_shared_question():
     assert (same.difference.low, same.difference.high) == pytest.approx((-0.0370, 0.0370), abs=1e-4)
     with pytest.raises(ValueError, match="share none"):
         paired_comparison({"a": 1.0}, {"b": 1.0})
+
+
+# --- simulated runs: what is called a difference is one ---
+
+
+def answered(rng, accuracy: float, difficulty: np.ndarray) -> dict[str, float]:
+    """0/1 answers of a policy of this expected accuracy: hard questions are wrong more often, in every policy."""
+    right = rng.uniform(size=len(difficulty)) < np.clip(accuracy + 0.3 * (difficulty - 0.5), 0, 1)
+    return {f"q{i}": float(value) for i, value in enumerate(right)}
+
+
+def at_most(count: int, share: float, n: int) -> bool:
+    """Whether a count of n is no more than a share of 5 %, say, gives but once in 1,000 repetitions."""
+    return count <= n * share + 3.1 * math.sqrt(n * share * (1 - share))
+
+
+def test_runs_of_known_accuracy_give_the_right_verdicts(tmp_path):
+    """Four experiments of five seeds against a baseline."""
+    template = load_run(make_run(tmp_path / "grpo" / "one", configured(), steps=1, questions=5))
+    rng = np.random.default_rng(7)
+    true = {"base": 0.60, "same": 0.60, "up": 0.70, "top": 0.80, "low": 0.40}
+    difficulty = rng.uniform(size=1000)
+
+    def simulated(name: str, seed: int):
+        values = answered(rng, true[name] + rng.normal(0, 0.01), difficulty)
+        rows = [ValRecord(uid, "lab/hops", {"acc": (value,)}) for uid, value in values.items()]
+        config = {**template.config, "trainer.seed": seed, "made.for": name}
+        manifest = {**template.manifest, "recipe": "sim", "run": f"{name}-seed{seed}"}
+        metrics = [{"step": 0.0, **validation_metrics(rows)}]
+        return replace(template, config=config, manifest=manifest, metrics=metrics, validation={0: rows}, samples=())
+
+    tables = comparison([[simulated(name, seed) for seed in range(1, 6)] for name in true])
+    table = next(block for block in tables if isinstance(block, Table))
+    verdicts = {row[0].split(" − ")[0].removeprefix("sim/"): row[-1] for row in table.rows}
+    assert len(verdicts) == 4
+    for name, verdict in verdicts.items():
+        word = "better" if true[name] > 0.60 else "worse" if true[name] < 0.60 else "no difference was shown"
+        assert verdict == f"{word} over seeds", name
+
+
+def test_equal_policies_are_rarely_called_different():
+    rng = np.random.default_rng(1)
+    for accuracy in (0.6, 0.98):  # by question
+        found = missed = 0
+        difficulty = rng.uniform(size=200)
+        for _ in range(200):
+            a, b = (answered(rng, accuracy, difficulty) for _ in range(2))
+            found += question_p(a, b) < 0.05
+            interval = paired_comparison(a, b).difference
+            missed += not interval.low <= 0 <= interval.high
+        assert at_most(found, 0.05, 200) and at_most(missed, 0.05, 200), accuracy
+    found = missed = 0
+    for _ in range(300):  # over seeds
+        a, b = (list(rng.normal(0.6, 0.01, 3)) for _ in range(2))
+        found += welch_p(a, b) < 0.05
+        interval = welch_interval(a, b)
+        missed += not interval.low <= 0 <= interval.high
+    assert at_most(found, 0.05, 300) and at_most(missed, 0.05, 300)
+    found = 0
+    for _ in range(200):  # nine comparisons at once, wrong in any
+        base, *others = (list(rng.normal(0.6, 0.01, 3)) for _ in range(10))
+        found += min(holm({i: welch_p(base, other) for i, other in enumerate(others)}).values()) < 0.05
+    assert at_most(found, 0.05, 200)

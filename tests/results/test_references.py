@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,37 +39,22 @@ from tests import verified
 from tests.core.synthetic import configured, make_run, records
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = {
-    "id": "grpo-lab",
-    "recipe": "grpo",
-    "model": "outputs/lab/base",
-    "method": "GRPO",
-    "data_source": "lab/hops",
-    "value": 90.0,
-    "questions": 100,
-    "source": "a paper, table 1",
-    "tag": "R",
-    "command": "bash recipes/grpo/run_lab.sh",
-    "settings": {
-        "algorithm.adv_estimator": "grpo",
-        "data.train_batch_size": 1024,
-        "actor_rollout_ref.actor.optim.lr": 1e-6,
-        "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
-    },
-    "departures": [
-        {"key": "actor_rollout_ref.actor.optim.lr", "here": 2e-6, "why": "the paper's text has it"},
-        {"what": "each prompt occurs once", "why": "the file there repeats them"},
-    ],
+LAB = {"recipe": "grpo", "model": "outputs/lab/base", "method": "GRPO", "source": "a paper, table 1", "tag": "R"}
+SETTINGS = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_batch_size": 1024,
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
 }
+DEPARTURES = [
+    {"key": "actor_rollout_ref.actor.optim.lr", "here": 2e-6, "why": "the paper's text has it"},
+    {"what": "each prompt occurs once", "why": "the file there repeats them"},
+]
+COMMAND = {"command": "bash recipes/grpo/run_lab.sh", "settings": SETTINGS, "departures": DEPARTURES}
+ROW = {**LAB, **COMMAND, "id": "grpo-lab", "data_source": "lab/hops", "value": 90.0, "questions": 100}
 OTHER = {**ROW, "id": "grpo-lab-other", "source": "another paper", "settings": {"algorithm.adv_estimator": "rloo"}}
-SETS = {
-    **ROW,
-    "id": "sets",
-    "data_source": "a, b",
-    "value": 50.0,
-    "values": {"a": 60.0, "b": 40.0},
-    "questions": {"a": 20, "b": 80},
-}
+SETS = {**LAB, **COMMAND, "id": "sets", "data_source": "a, b", "value": 50.0}
+SETS |= {"values": {"a": 60.0, "b": 40.0}, "questions": {"a": 20, "b": 80}}
 CLOSED = {**{k: v for k, v in ROW.items() if k != "command"}, "id": "closed", "not_reproducible": "it is secret"}
 
 
@@ -81,9 +67,20 @@ def results(tmp_path) -> Path:
     return folder
 
 
-def add(results: Path, name: str = "grpo/run", *, reference: str | None = "grpo-lab", changes=(), **options) -> None:
+def add(
+    results: Path,
+    name: str = "grpo/run",
+    *,
+    reference: str | None = "grpo-lab",
+    changes=(),
+    total_steps=None,
+    **options,
+) -> None:
     config = configured({"trainer.reference": reference, **dict(changes)})
     folder = make_run(results.parent / "outputs" / name, config, **{"questions": 100, **options})
+    if total_steps:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "total_steps": total_steps}))
     publish(folder, results / name)
 
 
@@ -120,40 +117,28 @@ def test_seeds_of_one_experiment_are_one_line(results):
     assert lines[0][9].startswith("measured (2 seeds, ")
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "options", "reason"),
-    [
+def test_a_wrong_run_is_listed_with_the_reason_and_fills_nothing(results):
+    val, model = "actor_rollout_ref.rollout.val_kwargs.do_sample", "actor_rollout_ref.model.path"
+    for name, changes, options, reason in (
         ("grpo/run", {"algorithm.adv_estimator": "rloo"}, {}, "algorithm.adv_estimator is rloo here, grpo there"),
-        ("grpo/run", {"actor_rollout_ref.model.path": "o/m"}, {}, "model.path is o/m here, outputs/lab/base there"),
+        ("grpo/run", {model: "o/m"}, {}, "model.path is o/m here, outputs/lab/base there"),
         ("grpo/run", {}, {"status": "stopped"}, "its status is stopped"),
-        (
-            "grpo/run",
-            {"actor_rollout_ref.rollout.val_kwargs.do_sample": True},
-            {},
-            "val_kwargs.do_sample is true here, false there",
-        ),
+        ("grpo/run", {val: True}, {}, "val_kwargs.do_sample is true here, false there"),
         ("grpo/run", {"data.train_batch_size": 512}, {}, "data.train_batch_size is 512 here, 1024 there"),
         ("grpo/run", {"actor_rollout_ref.actor.optim.lr": 3e-6}, {}, "optim.lr is 3e-06 here, 1e-06 there"),
         ("grpo/run", {}, {"questions": 60}, "lab/hops has 60 questions here, 100 there"),
         ("grpo/run", {}, {"steps": 22}, "its last validation is of step 20 of 22"),
+        ("grpo/run", {}, {"total_steps": 40}, "its status is finished at step 20 of 40"),
         ("grpo/run", {"trainer.val_only": True}, {}, "it only validates, the model of step 20"),
         ("dapo/run", {}, {}, "the recipe is dapo here, grpo there"),
-    ],
-)
-def test_a_wrong_run_is_listed_with_the_reason_and_fills_nothing(results, name, changes, options, reason):
-    add(results, name, changes=changes, **options)
-    assert not any(here(results).values())
-    ((_, row, reasons),) = out(results)
-    assert row == "grpo-lab" and reasons.endswith(reason) and ";" not in reasons
-
-
-def test_an_unfinished_run_is_not_beside_the_number(results):
-    folder = make_run(results.parent / "outputs/grpo/run", configured({"trainer.reference": "grpo-lab"}), questions=100)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "total_steps": 40}))
-    publish(folder, results / "grpo/run")
-    assert not any(here(results).values())
-    assert out(results)[0][2] == "its status is finished at step 20 of 40"
+    ):
+        for folder in (results / name.partition("/")[0], results.parent / "outputs"):
+            shutil.rmtree(folder, ignore_errors=True)
+        add(results, name, changes=changes, **options)
+        assert not any(here(results).values()), reason
+        ((_, row, reasons),) = out(results)
+        assert row == "grpo-lab" and reasons.endswith(reason) and ";" not in reasons, reasons
+        shutil.rmtree(results / name.partition("/")[0])
 
 
 def test_a_run_that_names_no_row_is_nowhere(results):
@@ -211,12 +196,8 @@ def test_a_row_that_does_not_exist_ends_in_one_line_and_nothing_is_written(resul
 def test_the_page_has_each_evidence_and_one_seed_apart(results):
     add(results, "grpo/one")
     for seed in (1, 2, 3):
-        add(
-            results,
-            f"grpo/three-seed{seed}",
-            reference=None,
-            changes={"trainer.seed": seed, "data.train_batch_size": 8},
-        )
+        changes = {"trainer.seed": seed, "data.train_batch_size": 8}
+        add(results, f"grpo/three-seed{seed}", reference=None, changes=changes)
     recorded = json.loads((results / "grpo/three-seed1/summary.json").read_text())["commit"]
     repeated = {"run": "three-seed1", "by": "tests/x.py::test_x", "date": "2026-01-02", "commit": "abc"}
     entries = [
@@ -239,88 +220,86 @@ def test_the_page_has_each_evidence_and_one_seed_apart(results):
 # --- the rows of this repository ---
 
 
-KNOWN = read_references(ROOT / "results")
-ROWS = KNOWN["references"]
-COMMANDS = [row for row in ROWS if "command" in row]
+@pytest.fixture(scope="module")
+def known() -> dict:
+    return read_references(ROOT / "results")
 
 
-def named(rows):
-    return pytest.mark.parametrize("row", rows, ids=[row["id"] for row in rows])
+def test_a_row_has_its_source_and_either_a_command_with_settings_or_the_reason_for_none(known):
+    for row in known["references"]:
+        name = row["id"]
+        assert {"recipe", "model", "method", "data_source", "value", "source", "tag"} <= row.keys(), name
+        assert row["tag"] in known["tags"] and 0 < row["value"] <= 100, name
+        closed = "not_reproducible" in row
+        assert closed != ("command" in row) and closed != ("settings" in row), name
+        if "values" in row:
+            assert list(row["values"]) == sources(row) == list(row["questions"]), name
+            assert abs(sum(row["values"].values()) / len(row["values"]) - row["value"]) < 0.11 or "note" in row, name
+        else:
+            assert len(sources(row)) == 1, name
 
 
-@named(ROWS)
-def test_a_row_has_its_source_and_either_a_command_with_settings_or_the_reason_for_none(row):
-    assert {"recipe", "model", "method", "data_source", "value", "source", "tag"} <= row.keys()
-    assert row["tag"] in KNOWN["tags"] and 0 < row["value"] <= 100
-    closed = "not_reproducible" in row
-    assert closed != ("command" in row) and closed != ("settings" in row)
-    if "values" in row:
-        assert list(row["values"]) == sources(row) == list(row["questions"])
-        assert abs(sum(row["values"].values()) / len(row["values"]) - row["value"]) < 0.11 or "note" in row
-    else:
-        assert len(sources(row)) == 1
+def commands(known, evaluated: bool) -> list[dict]:
+    rows = [row for row in known["references"] if "command" in row]
+    return [row for row in rows if ("eval.sh" in row["command"]) == evaluated]
 
 
-@named(COMMANDS)
-def test_a_rows_settings_are_keys_of_its_recipe_with_values_that_they_take(row):
-    schema = recipes.schema_of(row["recipe"])
-    keys = [one for one in row["departures"] if "key" in one]
-    assert {one["key"] for one in keys} <= row["settings"].keys() and all(one["why"] for one in row["departures"])
-    for key, value in [*row["settings"].items(), *((one["key"], one["here"]) for one in keys)]:
-        tree = functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
+def test_a_rows_settings_are_keys_of_its_recipe_with_values_that_they_take(known):
+    for row in commands(known, False) + commands(known, True):
+        schema, name = recipes.schema_of(row["recipe"]), row["id"]
+        keys = [one for one in row["departures"] if "key" in one]
+        assert {one["key"] for one in keys} <= row["settings"].keys(), name
+        assert all(one["why"] for one in row["departures"]), name
+        tree: dict = {}
+        settings = row["settings"] | {one["key"]: one["here"] for one in keys}
+        for key, value in settings.items():
+            *sections, last = key.split(".")
+            functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[last] = value
         config, refused = build(schema, tree)
-        assert not refused, refused
-        parsed = convert.get(config, key)
-        assert thaw(parsed) == value and type(parsed) is type(value) or isinstance(value, float), key
+        assert not refused, (name, refused)
+        for key, value in settings.items():
+            parsed = convert.get(config, key)
+            assert thaw(parsed) == value and type(parsed) is type(value) or isinstance(value, float), (name, key)
 
 
-TRAINING = [row for row in COMMANDS if "eval.sh" not in row["command"]]
-
-
-@named(TRAINING)
-def test_the_command_of_a_row_dry_runs_with_the_rows_settings(row, capsys, monkeypatch):
+def test_the_command_of_a_row_dry_runs_with_the_rows_settings(known, monkeypatch):
     monkeypatch.setenv("DRY_RUN", "1")
-    words = shlex.split(row["command"])
-    assert words[0] == "bash" and "$" not in row["command"]
-    script = read_script(ROOT / words[1], words[2:])
-    assert script.config.trainer.reference == row["id"]
-    examined = examine(script.recipe, script.arguments, trainer_of(script.recipe)[1])
-    assert not examined.problems and not examined.warnings
-    heads = convert.get(examined.config, "actor_rollout_ref.rollout.tensor_model_parallel_size")
-    assert 14 % heads == 0 or "0.5B" not in row["model"]  # vLLM splits the 14 heads of this model evenly
+    for row in commands(known, False):
+        words = shlex.split(row["command"])
+        assert words[0] == "bash" and "$" not in row["command"]
+        script = read_script(ROOT / words[1], words[2:])
+        assert script.config.trainer.reference == row["id"]
+        examined = examine(script.recipe, script.arguments, trainer_of(script.recipe)[1])
+        assert not examined.problems and not examined.warnings, row["id"]
+        heads = convert.get(examined.config, "actor_rollout_ref.rollout.tensor_model_parallel_size")
+        assert 14 % heads == 0 or "0.5B" not in row["model"]  # vLLM splits the 14 heads of this model evenly
 
 
-EVALUATED = [row for row in COMMANDS if row not in TRAINING]
-FEW = EVALUATED[::4]  # the others differ in the size of the model
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row["id"], marks=() if row in FEW else pytest.mark.slow) for row in EVALUATED]
-)
-def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its_own(row, tmp_path, monkeypatch):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its_own(
+    known, every, tmp_path, monkeypatch
+):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "DRY_RUN": "1", "PATH": path, "HOME": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", "-c", row["command"]], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    greedy, sampled = done.stdout.split("dry run: it would write answers to ")[1:]
-    for name, answers, decoding in (
-        ("greedy", greedy, ", greedy)"),
-        ("sampled", sampled, "temperature 1, top_p 0.95)"),
-    ):
-        assert f" by {row['model']} (" in answers and decoding in answers
-        assert f"outputs/search_r1/eval-{row['id']}/{name}.jsonl" in answers
-        monkeypatch.setenv("HOME", str(tmp_path))
-        for entry in read_tables("search_r1")["data"]:  # what reproduce.sh makes for the row is what it reads
-            if row["id"] in entry.get("rows", ()):
-                assert answers.startswith(", ".join(map(str, paths(entry["makes"]))))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    environment = {**os.environ, "DRY_RUN": "1", "PATH": path}
+    rows = commands(known, True)
+    for row in rows if every else rows[:1]:  # the others differ in the size of the model
+        line = ["bash", "-c", row["command"]]
+        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        greedy, sampled = done.stdout.split("dry run: it would write answers to ")[1:]
+        for name, answers, decoding in (("greedy", greedy, ", greedy)"), ("sampled", sampled, "1, top_p 0.95)")):
+            assert f" by {row['model']} (" in answers and decoding in answers
+            assert f"outputs/search_r1/eval-{row['id']}/{name}.jsonl" in answers
+            for entry in read_tables("search_r1")["data"]:  # what reproduce.sh makes for the row is what it reads
+                if row["id"] in entry.get("rows", ()):
+                    assert answers.startswith(", ".join(map(str, paths(entry["makes"]))))
 
 
-def test_the_numbers_by_set_are_those_of_the_papers_tables():
+def test_the_numbers_by_set_are_those_of_the_papers_tables(known):
     tables = json.loads((ROOT / "results/search_r1/paper_tables.json").read_text())["tables"]
     printed = {tuple(cells[1:]) for each in tables for cells in each["rows"]}
-    rows = [row for row in ROWS if "values" in row]
+    rows = [row for row in known["references"] if "values" in row]
     assert len(rows) > 30 and {(*row["values"].values(), row["value"]) for row in rows} <= printed
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
-import importlib.metadata
 import json
 import re
 import shutil
@@ -23,7 +23,7 @@ from results.publish import publish
 from results.reporting import readme_tables as result_tables
 from results.reporting import summaries
 from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
-from results.reporting.run_reader import RecordedRun, load_run
+from results.reporting.run_reader import NotARun, RecordedRun, load_run
 from results.reporting.summaries import summarise
 from tests.core.synthetic import configured, make_run, records
 
@@ -217,7 +217,7 @@ LAB = ROOT / "results" / "grpo"
 RECORDED = json.loads((LAB / "lab-seed1/manifest.json").read_text())["models"]["actor"]["sha256"]  # of the base weights
 
 
-def another_seed(folder: Path, seed: int, *changes: str, base: str | None = RECORDED, drop: str = "") -> Path:
+def another_seed(folder: Path, seed: int, *changes: str, drop: str = "") -> Path:
     """What this version would have written of another seed of the published lab runs, with their outcome."""
     shutil.copytree(LAB / "lab-seed1", folder)
     config = compose("grpo", ["preset=lab", f"trainer.seed={seed}", "trainer.backend=ray", *changes])
@@ -225,7 +225,7 @@ def another_seed(folder: Path, seed: int, *changes: str, base: str | None = RECO
     tree["trainer"].pop(drop, None)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     manifest = json.loads((folder / "manifest.json").read_text()) | {"run": folder.name}
-    manifest["models"] = {"actor": {"path": "p", "sha256": base}} if base else {}
+    manifest["models"] = {"actor": {"path": "p", "sha256": RECORDED}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "summary.json").write_text(json.dumps(summarise(load_run(folder))))
     return folder
@@ -247,25 +247,28 @@ def test_a_new_seed_joins_published_ones_that_another_version_wrote(tmp_path):
     assert [row[-1] for row in table.rows] == [RECORDED[:12]] * 6
 
 
-def test_runs_of_two_bases_are_two_experiments(tmp_path):
+def test_runs_of_two_bases_are_two_experiments():
     """One whose base is not recorded is of neither."""
-    bases = {1: "a" * 64, 2: "a" * 64, 3: "b" * 64, 4: None}
-    runs = [load_run(another_seed(tmp_path / "grpo" / f"s{seed}", seed, base=base)) for seed, base in bases.items()]
+    one = load_run(LAB / "lab-seed1")
+
+    def run(seed: int, base: str | None) -> RecordedRun:
+        models = {"actor": {"path": "p", "sha256": base}} if base else {}
+        config = {**one.config, "trainer.seed": seed}
+        return dataclasses.replace(one, config=config, manifest={**one.manifest, "models": models})
+
+    runs = [run(seed, base) for seed, base in {1: "a" * 64, 2: "a" * 64, 3: "b" * 64, 4: None}.items()]
     assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [[1, 2], [3], [4]]
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
+def test_names_of_experiments():
+    for names, expected in (
         (["grpo/lab_s1", "grpo/lab_s2"], "grpo/lab"),
         (["grpo/qwen2.5-0.5b-seed1", "grpo/qwen2.5-0.5b-seed12"], "grpo/qwen2.5-0.5b"),
         (["grpo/lab_s1"], "grpo/lab_s1"),
         (["ppo/runs", "ppo/runs2"], "ppo/runs"),
         (["ppo/lab1", "ppo/lab2"], "ppo/lab"),
-    ],
-)
-def test_names_of_experiments(names, expected):
-    assert summaries.group_name(names) == expected
+    ):
+        assert summaries.group_name(names) == expected
 
 
 # --- bad input ---
@@ -287,7 +290,7 @@ def without(*keys: str):
         tree = json.loads(text)
         part = tree
         for key in keys[:-1]:
-            part = part[int(key) if key.isdecimal() else key]
+            part = part[key]
         del part[keys[-1]]
         return json.dumps(tree)
 
@@ -295,52 +298,57 @@ def without(*keys: str):
 
 
 MALFORMED = {
-    ("config.yaml", "a list"): "- 1\n- 2\n",
-    ("config.yaml", "empty"): "",
-    ("config.yaml", "no YAML"): "a: [",
-    ("config.yaml", "an object"): "a: !!python/object/apply:os.system [ls]",
-    ("config.yaml", "nested too deep"): "- " * 3000 + "1",
-    ("config.yaml", "no text"): b"\xff\xfe\x00",
-    ("manifest.json", "no run"): without("run"),
-    ("manifest.json", "no sessions"): without("sessions"),
-    ("manifest.json", "no hardware"): without("sessions", "0", "hardware"),
-    ("manifest.json", "no git"): without("sessions", "0", "git"),
-    ("manifest.json", "empty sessions"): lambda text: json.dumps({**json.loads(text), "sessions": []}),
-    ("manifest.json", "a name that is none"): lambda text: json.dumps({**json.loads(text), "run": ["a"]}),
-    ("manifest.json", "steps that are text"): lambda text: json.dumps({**json.loads(text), "total_steps": "9"}),
-    ("manifest.json", "nested too deep"): "[" * 100_000,
-    ("metrics.jsonl", "a number"): "7\n",
-    ("metrics.jsonl", "no step"): '{"critic/score/mean": 1}\n',
-    ("metrics.jsonl", "text"): '{"step": 1, "critic/score/mean": "high"}\n',
-    ("metrics.jsonl", "not finite"): '{"step": 1, "critic/score/mean": NaN}\n',
-    ("metrics.jsonl", "no text"): b'{"step": 1, "\xff": 1}\n{"step": 2}\n',
-    ("metrics.jsonl", "a folder"): None,
-    ("samples.jsonl", "no step"): '{"input": "a", "output": "b", "score": 1}\n',
-    ("samples.jsonl", "a score that is text"): '{"step": 1, "input": "a", "output": "b", "score": "1"}\n',
-    ("samples.jsonl", "a list"): "[1]\n",
-    ("validation/0.jsonl", "no question"): '{"acc": [1]}\n',
-    ("validation/0.jsonl", "text"): '{"uid": "a", "data_source": "b", "acc": ["right"]}\n',
-    ("validation/0.jsonl", "a number"): '{"uid": "a", "data_source": "b", "acc": 1}\n',
+    "config.yaml": (
+        "- 1\n- 2\n",
+        "",
+        "a: [",
+        "a: !!python/object/apply:os.system [ls]",
+        "- " * 3000 + "1",
+        b"\xff\xfe\0",
+    ),
+    "manifest.json": (
+        *(without("run"), without("sessions"), without("sessions", 0, "hardware"), without("sessions", 0, "git")),
+        lambda text: json.dumps({**json.loads(text), "sessions": []}),
+        lambda text: json.dumps({**json.loads(text), "run": ["a"]}),
+        lambda text: json.dumps({**json.loads(text), "total_steps": "9"}),
+        "[" * 100_000,
+    ),
+    "metrics.jsonl": (
+        *("7\n", '{"a": 1}\n', '{"step": 1, "a": "high"}\n', '{"step": 1, "a": NaN}\n'),
+        b'{"step": 1, "\xff": 1}\n{"step": 2}\n',
+    ),
+    "samples.jsonl": (
+        '{"input": "a", "output": "b", "score": 1}\n',
+        '{"step": 1, "input": "a", "output": "b", "score": "1"}\n',
+        "[1]\n",
+    ),
+    "validation/0.jsonl": (
+        '{"acc": [1]}\n',
+        '{"uid": "a", "data_source": "b", "acc": ["right"]}\n',
+        '{"uid": "a", "data_source": "b", "acc": 1}\n',
+    ),
 }
 
 
-@pytest.mark.parametrize(("file", "what"), MALFORMED)
-def test_a_malformed_run_is_one_line_and_the_others_are_reported(file, what, runs, tmp_path, capsys, monkeypatch):
+def test_a_malformed_run_is_named_and_the_others_are_reported(tmp_path, capsys, monkeypatch):
     reported = []
     monkeypatch.setattr(report, "write_report", lambda runs, out, *_: reported.extend(runs) or out)
-    folder, content = tmp_path / "bad", MALFORMED[file, what]
-    shutil.copytree(runs / "grpo" / "lab_s1", folder)
-    path = folder / file
-    if content is None:
-        path.unlink()
-        path.mkdir()
-    else:
-        content = content(path.read_text()) if callable(content) else content
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert report.main([str(folder), str(runs / "grpo" / "lab_s2"), "--out", str(tmp_path / "out")]) == 2
+    bad, good = (make_run(tmp_path / "grpo" / name, steps=2, test_every=1, questions=3) for name in ("bad", "good"))
+    for file, contents in MALFORMED.items():
+        right = (bad / file).read_bytes()
+        for content in contents:
+            content = content(right.decode()) if callable(content) else content
+            (bad / file).write_bytes(content.encode() if isinstance(content, str) else content)
+            with pytest.raises(NotARun, match=re.escape(str(bad / file.partition("/")[0]))):
+                load_run(bad)
+        (bad / file).write_bytes(right)
+    load_run(bad)
+    (bad / "metrics.jsonl").unlink()
+    (bad / "metrics.jsonl").mkdir()
+    assert report.main([str(bad), str(good), "--out", str(tmp_path / "out")]) == 2
     out, err = capsys.readouterr()
-    assert err.count("\n") == 1 and err.startswith("error: ") and str(folder / file.partition("/")[0]) in err
-    assert "report: " in out and [run.folder.name for run in reported] == ["lab_s2"]
+    assert err.count("\n") == 1 and err.startswith("error: ") and str(bad / "metrics.jsonl") in err
+    assert "report: " in out and [run.folder.name for run in reported] == ["good"]
 
 
 def test_what_nobody_foresaw_in_a_run_is_its_own_fault_alone(runs, tmp_path, capsys, monkeypatch):
@@ -354,15 +362,6 @@ def test_what_nobody_foresaw_in_a_run_is_its_own_fault_alone(runs, tmp_path, cap
     assert report.main([*names, "--out", str(tmp_path / "out")]) == 2
     out, err = capsys.readouterr()
     assert err == f"error: {names[0]}: cannot be shown (ZeroDivisionError: a run like no other)\n" and "report: " in out
-
-
-# --- the command, from elsewhere ---
-
-
-def editable() -> bool:
-    """Whether pip installed this package in place; the .egg-info folder beside it, found first, has no origin."""
-    origins = [one.read_text("direct_url.json") for one in importlib.metadata.distributions(name="rlrepro")]
-    return any(json.loads(origin).get("dir_info", {}).get("editable") for origin in origins if origin)
 
 
 # --- publishing ---
@@ -431,34 +430,16 @@ def test_long_runs_are_thinned_and_large_validations_keep_their_ends(tmp_path, m
 
 # --- result tables ---
 
-REFERENCES = {
-    "tags": {"R": "read"},
-    "references": [
-        {
-            "id": "grpo-lab",
-            "recipe": "grpo",
-            "model": "outputs/lab/base",
-            "method": "GRPO",
-            "data_source": "lab/hops",
-            "value": 98,
-            "source": "a paper, table 1",
-            "tag": "R",
-            "command": "bash recipes/grpo/run_lab.sh",
-        },
-        {
-            "id": "ppo-other",
-            "recipe": "ppo",
-            "model": "org/other",
-            "method": "PPO",
-            "data_source": "lab/hops",
-            "value": 69.5,
-            "source": "a page",
-            "tag": "R",
-            "command": "bash run.sh",
-            "note": "strict",
-        },
-    ],
+ROW = {"recipe": "grpo", "model": "outputs/lab/base", "method": "GRPO", "data_source": "lab/hops", "tag": "R"}
+LAB_ROW = {
+    **ROW,
+    "id": "grpo-lab",
+    "value": 98,
+    "source": "a paper, table 1",
+    "command": "bash recipes/grpo/run_lab.sh",
 }
+OTHER_ROW = {**ROW, "id": "ppo-other", "value": 69.5, "source": "a page", "command": "bash run.sh", "note": "strict"}
+REFERENCES = {"tags": {"R": "read"}, "references": [LAB_ROW, OTHER_ROW]}
 
 
 @pytest.fixture
@@ -488,27 +469,16 @@ def test_tables_are_generated_from_the_summaries(repository, capsys):
     assert top.startswith("# Top\n") and top.endswith("\n\nrest\n") and "\nold\n" not in top
 
 
-def test_a_headline_has_several_seeds(repository, runs):
+def test_what_joins_an_experiment_and_what_is_another(repository, runs):
+    """A headline has several seeds; other settings are another experiment, and the same seed again is no other draw."""
     results = repository / "results"
-    publish(runs / "ppo/lab_s1", results / "ppo" / "lab_s1")
+    for name, target in (("ppo/lab_s1", "ppo/lab_s1"), ("ppo/lab_s1", "grpo/lab_s4"), ("grpo/lab_s2", "grpo/rerun")):
+        publish(runs / name, results / target)
     report.main(["--index", "--results", str(results)])
     assert "| ppo/lab_s1 |" in (results / "README.md").read_text()
     assert "ppo/lab_s1" not in (repository / "README.md").read_text()
-
-
-def test_other_settings_are_another_experiment(repository, runs):
-    results = repository / "results"
-    publish(runs / "ppo/lab_s1", results / "grpo" / "lab_s4")
-    summaries = result_tables.read_summaries(results)
-    names = sorted((e.name, len(e.runs)) for e in result_tables.experiments(summaries))
-    assert names == [("grpo/lab", 3), ("grpo/lab_s4", 1)]
-
-
-def test_the_same_seed_again_is_not_another_draw(repository, runs):
-    results = repository / "results"
-    publish(runs / "grpo/lab_s2", results / "grpo" / "rerun")
-    found = result_tables.experiments(result_tables.read_summaries(results))
-    assert sorted((e.name, len(e.runs)) for e in found) == [("grpo/lab", 3), ("grpo/rerun", 1)]
+    found = {each.name: len(each.runs) for each in result_tables.experiments(result_tables.read_summaries(results))}
+    assert found == {"grpo/lab": 3, "grpo/lab_s4": 1, "grpo/rerun": 1, "ppo/lab_s1": 1}
 
 
 def test_a_recorded_command_is_shown_as_the_script_that_was_typed():

@@ -65,7 +65,8 @@ DIFFERENT = pairs(r"""
     e^{-40} ~ e^{-41} ; (0,10^{-20}) ~ (0,10^{-21}) ; \frac{x}{2^{60}} ~ \frac{x}{2^{61}} ; x+10^{-20} ~ x
     \begin{pmatrix}10^{-20}\end{pmatrix} ~ \begin{pmatrix}10^{-21}\end{pmatrix}
     0.5\% ~ 0.5 ; 0.5\text{ percent} ~ 0.5 ; 1\% ~ 1 ; 5\% ~ 500 ; (0.5\%,1) ~ (0.5,1)
-    y=2x+1 ~ 2x-y=0 ; 2x-y+1=0 ~ 0 ; x+2=7 ~ 7 ; 2+3=6 ~ 6 ; x=5, y=6 ~ x=6, y=5 ; x<3 ~ (-\infty,3] ; x<3 ~ x>3 ; x<3 ~ y<3
+    y=2x+1 ~ 2x-y=0 ; 2x-y+1=0 ~ 0 ; x+2=7 ~ 7 ; 2+3=6 ~ 6 ; x=5, y=6 ~ x=6, y=5 ; x<3 ~ (-\infty,3]
+    x<3 ~ x>3 ; x<3 ~ y<3
     x<1\text{ or }x>3 ~ x<1\text{ and }x>3 ; (-\infty,1)\cup(3,\infty) ~ (-\infty,1)\cup[3,\infty)
     (1,2) ~ (2,1) ; (1,2) ~ \{2,1\} ; 12 ~ 1, 2 ; 1 ~ 100 ; (0,1] ~ [0,1] ; 3 ~ 4
     \begin{pmatrix}1&2&3&4\end{pmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
