@@ -3,8 +3,8 @@
 A call is JSON with ``name`` and ``arguments`` in ``<tool_call>``. A turn with calls is followed by their answers; one
 without goes to the example's simulated user or ends the episode. Both are framed as the chat template writes messages
 of roles ``tool`` and ``user``. Calls that cannot be made (unreadable, no such tool, wrong arguments, none left) are
-answered with the error, and so are tools and users that fail: their code may raise, return or block what it likes, and
-never ends a run.
+answered with the error, and so are tools and users that fail: what their code raises or returns never ends a run. They
+share the run's event loop: one that blocks it (``time.sleep``, ``requests``) holds up every sample.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import copy
 import json
 import logging
 import math
-import threading
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -29,7 +28,16 @@ from core.data.parquet import Example
 from core.data.vocabulary import end_ids, first_token, template_ends, whole_tokens, writable
 from core.errors import InputError, printable
 from core.rollout.agent_loop import AgentLoop, Episode
-from core.rollout.tools import USERS_KEY, ToolError, chosen_tools, chosen_user, load_tools, load_users
+from core.rollout.tools import (
+    USERS_KEY,
+    BaseInteraction,
+    BaseTool,
+    ToolError,
+    chosen_tools,
+    chosen_user,
+    load_tools,
+    load_users,
+)
 from core.types import Prompt, Stop
 from reward_scores.tags import between
 
@@ -37,7 +45,6 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 log = logging.getLogger(__name__)
-GRACE_S = 1.0  # for an event loop to show that it is not blocked, after a call on it ran out of time
 TRACE = 4000  # characters of a traceback
 Piece = tuple[str, bool]  # text, and whether it is an answer's: what looks like a special token in one is text
 
@@ -69,137 +76,58 @@ def _parse_call(content: str) -> Call:
     return Call(found["name"], found.get("arguments", {}))
 
 
-# --- code of tools and users ---
-
-
-class OutsideError(Exception):
-    """Outside code failed: the text is for the policy, ``trace`` for its author."""
-
-    trace = ""
-
-
-async def guarded(job: Callable[[], Awaitable[Any]]) -> Any:
-    """Return what a job returns. Raises OutsideError for whatever it raises but ToolError.
-
-    A cancellation by the deadline or the run comes through. A tool may raise CancelledError, SystemExit or
-    KeyboardInterrupt itself, which would end the event loop.
-    """
-    try:
-        return await job()
-    except ToolError:
-        raise
-    except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-            raise
-        # format_exception_only: the text of an error may fail as well
-        text = traceback.format_exception_only(error)[-1][:1000]
-        failure = OutsideError(" ".join(text.split())[:200])
-        failure.trace = traceback.format_exc(limit=-8)[-TRACE:]
-    raise failure
-
-
-class ApartLoop:
-    """An event loop on a thread of its own, for code that may block. One that is blocked is left for a new one."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
-        """Await a job there. To cancel it does not wait for code that ignores that."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="tools", daemon=True).start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(job(), self._loop))
-
-    async def leave_if_blocked(self) -> None:
-        """Begin a new loop with the next job where this one does not answer within ``GRACE_S``."""
-        loop, answered = self._loop, threading.Event()
-        if loop is None:
-            return
-        loop.call_soon_threadsafe(answered.set)
-        if not await asyncio.to_thread(answered.wait, GRACE_S) and self._loop is loop:
-            self._loop = None
-            log.warning(
-                "a tool or user blocks its event loop past its deadline; the next calls get a new one. Await instead "
-                "of blocking (asyncio.to_thread), or bound the time in the tool"
-            )
-
-    def close(self) -> None:
-        """End the thread, unless a call blocks it. A second call does nothing."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+# --- tools and users ---
 
 
 class Instance:
     """A tool or a simulated user in one episode. ``kwargs`` has the example's arguments of each method."""
 
-    def __init__(self, owner: Any, kwargs: Mapping[str, Any], episode: Episode, timeout_s: float, apart: ApartLoop):
-        self.owner, self.episode, self.timeout_s, self.apart = owner, episode, timeout_s, apart
+    def __init__(
+        self, owner: BaseTool | BaseInteraction, kwargs: Mapping[str, Any], episode: Episode, timeout_s: float
+    ):
+        self.owner, self.episode, self.timeout_s = owner, episode, timeout_s
         self.kwargs = copy.deepcopy(dict(kwargs))  # a tool may change what it is given
         self.id = str(uuid.uuid4())
         self.failure: Exception | None = None  # it could not begin
-        self.begun = False
 
-    async def begin(self, method: str) -> None:
-        """Await the method that begins an episode."""
-        try:
-            await self.call(method)
-            self.begun = True
-        except FAILURES as error:
-            self.failure = error
-            raise
-
-    async def call(
-        self, method: str, *args: Any, read: Callable[[Any], Any] = lambda found: found, counted: bool = False
-    ) -> Any:
-        """Return what ``read`` makes of what a method returned. ``counted``: it is a call that the policy made.
-
-        Raises ToolError, TimeoutError, and OutsideError for everything else.
-        """
+    async def call(self, method: str, *args: Any, counted: bool = False) -> Any:
+        """Return what a method returned. ``counted``: it is a call that the policy made. Raises what it raises."""
         if self.failure is not None:
             raise self.failure
-
-        async def found() -> Any:
-            return read(await getattr(self.owner, method)(self.id, *args, **(self.kwargs.get(method) or {})))
-
-        job = partial(guarded, found)
-        if self.owner.runs_apart:
-            job = partial(self.apart.run, job)
+        job = partial(getattr(self.owner, method), self.id, *args, **(self.kwargs.get(method) or {}))
         try:
             return await (self.episode.call if counted else self.episode.wait)(job, self.timeout_s)
         except TimeoutError:
-            if self.owner.runs_apart:
-                await self.apart.leave_if_blocked()
             raise TimeoutError(f"no answer in {self.timeout_s:g} s") from None
-
-
-FAILURES = (ToolError, TimeoutError, OutsideError)  # what Instance.call raises
 
 
 def read_answer(answer: Any) -> tuple[str, float | None]:
     """Return the text and the reward of a tool's answer: a text, or a text or ToolResponse with reward and metrics."""
     response, reward, *_ = answer if isinstance(answer, tuple) and len(answer) > 1 else (answer, None)
-    if getattr(response, "image", None) or getattr(response, "video", None):
-        raise ValueError("it returned a picture or a video, and an answer is text here")
     text = response if isinstance(response, str) else getattr(response, "text", response)
-    if not isinstance(text, str):
-        raise ValueError(f"it returned {type(text).__name__}, not text")
+    if getattr(response, "image", None) or getattr(response, "video", None) or not isinstance(text, str):
+        raise ValueError(f"it returned {type(text).__name__}, not text alone")
     return text, _finite(reward)
 
 
 def read_reply(reply: Any) -> tuple[bool, str, float | None]:
     """Return whether a user ends the episode, their text and their score of the policy's turn."""
-    if not isinstance(reply, tuple) or len(reply) < 3:
-        raise ValueError(f"it returned {type(reply).__name__}, not (whether it ends, text, score, metrics)")
-    over, text, score = reply[:3]
-    if not (over or isinstance(text, str)):
-        raise ValueError(f"it returned {type(text).__name__}, not text")
-    return bool(over), text, _finite(score)
+    if not isinstance(reply, tuple) or len(reply) < 3 or not (reply[0] or isinstance(reply[1], str)):
+        raise ValueError(f"it returned {reply!r:.60}, not (whether it ends, text, score, metrics)")
+    return bool(reply[0]), reply[1], _finite(reply[2])
+
+
+def described(error: Exception) -> str:
+    """Return an error's type and text in one line."""
+    return " ".join(f"{type(error).__name__}: {error}"[:1000].split())[:200]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _finite(value: Any) -> float | None:
-    if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+    if value is not None and not _is_number(value):
         raise ValueError(f"it returned {value!r:.60} as reward, which is no finite number")
     return None if value is None else float(value)
 
@@ -217,7 +145,6 @@ class ToolAgentLoop(AgentLoop):
         self.tools = load_tools(tools) if tools else {}
         self.users = load_users(users) if users else {}
         self.counts: Counter[str] = Counter()
-        self.apart = ApartLoop()
         self.traced: set[str] = set()  # tools and users whose first failure was logged
         kwargs = config.data.apply_chat_template_kwargs
         self.has_template = bool(kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
@@ -267,41 +194,40 @@ class ToolAgentLoop(AgentLoop):
         for name, tool in chosen_tools(self.tools, facts).items():
             given = (facts.get("tools_kwargs") or {}).get(name) or {}
             kwargs = {key.removesuffix("_kwargs"): value for key, value in given.items()}
-            tools[name] = Instance(tool, kwargs, episode, timeout_s, self.apart)
+            tools[name] = Instance(tool, kwargs, episode, timeout_s)
         if user is not None:
             methods = ("start_interaction", "generate_response", "finalize_interaction")
-            kwargs = dict.fromkeys(methods, facts["interaction_kwargs"])
-            user = Instance(user, kwargs, episode, timeout_s, self.apart)
+            user = Instance(user, dict.fromkeys(methods, facts["interaction_kwargs"]), episode, timeout_s)
+        begun: list[Instance] = []
         try:
-            for name, tool in tools.items():
-                await self.noted(f"the tool {name!r}", tool.begin("create"))
-            if user is not None:
-                await self.noted("the user", user.begin("start_interaction"), "user_failures")
+            for one in [*tools.values(), *([user] if user else [])]:
+                began = await self.attempt(one, "start_interaction" if one is user else "create")
+                if isinstance(began, Exception):
+                    one.failure = began
+                else:
+                    begun.append(one)
             await self.take_turns(tools, user, episode)
         finally:
-            if user is not None and user.begun:
-                await self.noted("the user", user.call("finalize_interaction"), "user_failures")
-            for name, tool in tools.items():
-                if tool.begun:
-                    reward = await self.noted(f"the tool {name!r}", tool.call("calc_reward", read=_finite))
-                    episode.tool_scores |= {} if reward is None else {name: reward}
-                    await self.noted(f"the tool {name!r}", tool.call("release"))
+            for one in begun:
+                if one is not user and _is_number(reward := await self.attempt(one, "calc_reward")):
+                    episode.tool_scores[one.owner.name] = float(reward)
+                await self.attempt(one, "finalize_interaction" if one is user else "release")
 
-    async def noted(self, name: str, call: Awaitable[Any], count: str = "tool_state_failures") -> Any:
-        """Return what a call returned; None where it failed, which is noted."""
+    async def attempt(self, one: Instance, method: str) -> Any:
+        """Return what a method at the beginning or end of an episode returned, or what it raised, which is noted."""
         try:
-            return await call
-        except FAILURES as error:
-            self.note(name, error, count)
-            return None
+            return await one.call(method)
+        except Exception as error:
+            self.note(one, error, "user_failures" if isinstance(one.owner, BaseInteraction) else "tool_state_failures")
+            return error
 
-    def note(self, name: str, error: Exception, count: str) -> None:
+    def note(self, one: Instance, error: Exception, count: str) -> None:
         """Count a failure of outside code, and log the first one of each tool and user with its traceback."""
         self.counts[count] += 1
-        if name not in self.traced:
-            self.traced.add(name)
-            reason, trace = printable(str(error)), printable(getattr(error, "trace", ""))
-            log.warning("%s failed: %s; further failures are counted alone\n%s", name, reason, trace)
+        if one.owner.name not in self.traced:
+            self.traced.add(one.owner.name)
+            trace = "".join(traceback.format_exception(error, limit=-8))[-TRACE:]
+            log.warning("%s failed; further failures are counted alone\n%s", one.owner.name, printable(trace))
 
     async def take_turns(self, tools: Mapping[str, Instance], user: Instance | None, episode: Episode) -> None:
         """Alternate with the policy: tools answer a turn with calls, the user, where there is one, any other."""
@@ -339,13 +265,13 @@ class ToolAgentLoop(AgentLoop):
             return f"error: {problem}", None
         self.counts["made"] += 1
         try:
-            return await tools[call.name].call("execute", call.arguments, read=read_answer, counted=True)
+            return read_answer(await tools[call.name].call("execute", call.arguments, counted=True))
         except (ToolError, TimeoutError) as error:
             self.counts["refused" if isinstance(error, ToolError) else "timeout"] += 1
             return f"error: {error}", None
-        except OutsideError as error:
-            self.note(f"the tool {call.name!r}", error, "failed")
-            return f"error: the tool failed: {error}", None
+        except Exception as error:
+            self.note(tools[call.name], error, "failed")
+            return f"error: the tool failed: {described(error)}", None
 
     def problem(self, call: Call, tools: Mapping[str, Instance], episode: Episode) -> str | None:
         """Return why a call cannot be made, or None."""
@@ -366,14 +292,14 @@ class ToolAgentLoop(AgentLoop):
         self.counts["user_turns"] += 1
         chat = [dict(message) for message in messages]
         try:
-            over, text, score = await user.call("generate_response", chat, read=read_reply)
+            over, text, score = read_reply(await user.call("generate_response", chat))
         except TimeoutError:
             self.counts["user_timeouts"] += 1
             episode.cut_short()
             return None
-        except (ToolError, OutsideError) as error:
-            self.note("the user", error, "user_failures")
-            return self.cut(f"error: {error}")
+        except Exception as error:
+            self.note(user, error, "user_failures")
+            return self.cut(f"error: {described(error)}")
         if score is not None:
             episode.user_scores.append(score)
         return None if over else text
@@ -440,4 +366,3 @@ class ToolAgentLoop(AgentLoop):
                 owner.close()
             except Exception:  # how the run ended must not be hidden by it
                 log.warning("%s cannot be closed", type(owner).__name__, exc_info=True)
-        self.apart.close()

@@ -66,12 +66,9 @@ class ToolResponse(BaseModel):
 class BaseTool:
     """A tool. One object serves all episodes of a run, many at a time; an episode's state is kept by its instance id.
 
-    ``runs_apart``: calls run on an event loop of their own, so that one that blocks meets its deadline. A class whose
-    methods never block sets it to False: they then answer between two steps of the engine, and a run with an engine in
-    this process repeats to the bit.
+    Its methods run on the run's event loop: await what takes time, in a thread where it blocks (``asyncio.to_thread``).
     """
 
-    runs_apart = True
     tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
@@ -127,11 +124,8 @@ class BaseTool:
 class BaseInteraction:
     """A simulated user. One object serves all episodes of a run, many at a time: keep an episode's state by its id.
 
-    Every method but :meth:`close` gets the example's ``interaction_kwargs`` as ``kwargs``. ``runs_apart`` is that of
-    :class:`BaseTool`.
+    Every method but :meth:`close` gets the example's ``interaction_kwargs`` as ``kwargs``. See :class:`BaseTool`.
     """
-
-    runs_apart = True
 
     def __init__(self, config: dict[str, Any]):
         """``config`` is the file's, with the user's name. Raises ValueError for what it cannot mean."""
@@ -281,7 +275,6 @@ def _function(name: str, description: str, parameter: str, meaning: str) -> Mapp
 class Calculator(BaseTool):
     """Arithmetic on numbers, without ``eval``."""
 
-    runs_apart = False  # a thousand characters of bounded powers take no time
     tool_schema = _function(
         "calculator",
         "Computes an arithmetic expression of numbers, + - * / // ** and parentheses.",
@@ -305,7 +298,6 @@ class PythonSandbox(BaseTool):
     where this machine cannot isolate a program.
     """
 
-    runs_apart = False  # it waits in a thread, and the sandbox has a deadline of its own
     tool_schema = _function(
         "python", "Runs a Python script in an empty sandbox and returns what it prints.", "code", "the script"
     )

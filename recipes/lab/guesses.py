@@ -50,8 +50,6 @@ class Riddle:
 class Thinker(BaseInteraction):
     """The user who thinks of the letter ``secret`` of an episode's facts, and leaves after the last guess."""
 
-    runs_apart = False
-
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], *, secret: str, **facts: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:

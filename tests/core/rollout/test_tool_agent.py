@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,9 +14,8 @@ from core.config import compose
 from core.data.prompts import PromptStream
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.rollout import tool_agent
 from core.rollout.agent_loop import Episode, Limits, check_examples, make_agent_loop
-from core.rollout.tool_agent import ApartLoop, Call, ToolAgentLoop, guarded, parse_calls
+from core.rollout.tool_agent import Call, ToolAgentLoop, parse_calls
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError, ToolResponse
 from core.types import Prompt, Stop
 from tests.core.data.templates import CHATML, GEMMA, LLAMA3, PHI3, tokenizer_of
@@ -38,11 +36,6 @@ ONE_AND_ONE = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 
 # --- tools and users of the tests ---
 
 
-class Odd(Exception):
-    def __str__(self):
-        raise SystemExit("even its text")
-
-
 def raises(error):
     raise error
 
@@ -53,12 +46,7 @@ def deep(level: int = 0) -> int:
 
 RAISES = {
     "key": lambda: raises(KeyError("x")),
-    "exit": lambda: raises(SystemExit(3)),
-    "generator_exit": lambda: raises(GeneratorExit()),
-    "timeout": lambda: raises(TimeoutError("of its own")),
-    "cancel": lambda: raises(asyncio.CancelledError()),
     "deep": deep,
-    "odd": lambda: raises(Odd()),
     "surrogate": lambda: raises(ValueError("\ud800")),
     "long": lambda: raises(ValueError("x" * 100_000)),
 }
@@ -75,15 +63,9 @@ class Any(BaseTool):
         what = parameters["what"]
         if what == "hang":
             await asyncio.Event().wait()
-        if what == "block":
-            time.sleep(1)
         if what == "refuse":
             raise ToolError("not that")
         return RAISES[what]() if what in RAISES else {**RETURNS, **TEXTS}[what]
-
-
-class InTheLoop(Any):
-    runs_apart = False
 
 
 class Counter(BaseTool):
@@ -191,11 +173,6 @@ def play(loop, turns, extra=None, length=3000):
 
 def added(trajectory) -> str:
     return "".join(segment.text for segment in trajectory.segments if segment.role != "policy")
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch):
-    monkeypatch.setattr(tool_agent, "GRACE_S", 0.05)
 
 
 # --- calls ---
@@ -428,17 +405,15 @@ def test_an_answer_without_room_ends_the_episode_as_truncated(tmp_path):
 # --- tools that fail, and their state ---
 
 
-@pytest.mark.parametrize("kind", ["Any", "InTheLoop"])
-def test_what_a_tool_raises_or_returns_is_an_error_for_the_policy(tmp_path, caplog, kind):
+def test_what_a_tool_raises_or_returns_is_an_error_for_the_policy(tmp_path, caplog):
     turns = [call("any", what=what) for what in (*RAISES, *RETURNS)]
     with caplog.at_level(logging.WARNING):
-        trajectory, loop = played(tmp_path, [*turns, "2"], tools=own(kind), length=9000)
+        trajectory, loop = played(tmp_path, [*turns, "2"], tools=own("Any"), length=9000)
     assert added(trajectory).count("error: the tool failed: ") == len(turns) == trajectory.turns - 1
-    assert added(trajectory).count("not text") == 4 and "nan as reward" in added(trajectory)
+    assert added(trajectory).count("not text alone") == 4 and "nan as reward" in added(trajectory)
     assert loop.metrics()["agent/failed_calls"] == 1 and trajectory.tool_rewards == ()
-    assert caplog.text.count("the tool 'any' failed") == 1 and "Traceback" in caplog.text  # then counted alone
+    assert caplog.text.count("any failed") == 1 and "Traceback" in caplog.text  # then counted alone
     caplog.text.encode()  # a log on disk takes it
-    loop.close()
 
 
 def test_any_text_is_an_answer_and_a_refusal_is_counted(tmp_path):
@@ -450,27 +425,11 @@ def test_any_text_is_an_answer_and_a_refusal_is_counted(tmp_path):
     assert metrics["agent/refused_calls"] == 1 / 5 and metrics["agent/failed_calls"] == 0
 
 
-@pytest.mark.parametrize("what", ["hang", "block"])
-def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path, what):
-    started = time.monotonic()
-    trajectory, loop = played(tmp_path, [call("any", what=what), "2"], f"{MULTI}.tool_timeout_s=0.05", tools=own("Any"))
-    assert "error: no answer in 0.05 s" in added(trajectory) and trajectory.turns == 2
-    assert loop.metrics()["agent/timeout_calls"] == 1 and time.monotonic() - started < 0.9
-    trajectory = play(loop, [call("any", what="empty"), "2"])  # a blocked loop was left behind
-    assert loop.metrics()["agent/timeout_calls"] == 0
-    loop.close()
-
-
-def test_a_sample_that_is_given_up_is_cancelled_wherever_its_tool_waits():
-    async def give_up(run):
-        task = asyncio.create_task(run(lambda: asyncio.sleep(60)))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    for run in (guarded, ApartLoop().run):
-        asyncio.run(give_up(run))
+def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path):
+    turns = [call("any", what="hang"), call("any", what="empty"), "2"]
+    trajectory, loop = played(tmp_path, turns, f"{MULTI}.tool_timeout_s=0.05", tools=own("Any"))
+    assert "error: no answer in 0.05 s" in added(trajectory) and trajectory.turns == 3
+    assert loop.metrics()["agent/timeout_calls"] == 1 / 2
 
 
 def test_a_tool_keeps_the_state_of_each_episode_and_rewards_it(tmp_path):
@@ -528,7 +487,7 @@ def test_a_user_without_room_or_time_ends_the_episode_as_truncated(tmp_path):
     assert loop.metrics()["agent/user_timeouts"] == 1
 
 
-@pytest.mark.parametrize("said", ["text", "score", "number", "exit", "deep"])
+@pytest.mark.parametrize("said", ["text", "score", "number", "key", "deep"])
 def test_what_is_no_reply_is_an_error_that_the_policy_reads(tmp_path, said):
     trajectory, loop = with_user(tmp_path, [said, "4"])
     assert trajectory.segments[1].text.startswith("\n<bos>user\nerror: ") and trajectory.user_scores == (1.0,)
@@ -539,5 +498,5 @@ def test_a_user_that_cannot_start_or_end_costs_no_run(tmp_path):
     trajectory, loop = with_user(tmp_path, ["3", "4"], f"{MULTI}.max_user_turns=1", start="key")
     assert "error: KeyError" in trajectory.segments[1].text and not ENDED
     assert loop.metrics()["agent/user_failures"] == 2  # the start, and the turn
-    trajectory, loop = with_user(tmp_path, ["4"], end="exit")
+    trajectory, loop = with_user(tmp_path, ["4"], end="key")
     assert trajectory.user_scores == (1.0,) and loop.metrics()["agent/user_failures"] == 1
