@@ -97,7 +97,7 @@
   const FIELDS = [
     { id: "who", name: "who wrote it", of: (o, t) => turnOf(o, t).role, kinds: [["policy", "--mark"], ["tool", "--tool"], ["retrieved", "--found"], ["prompt", null]] },
     { id: "mask", name: "mask and loss", kinds: [["carries loss", "--mark"], ["in the mask, no loss", "--tool"], ["loss outside the mask", "--bad"], ["neither", null]],
-      of: (o, t) => flag(o, t, 4) ? (flag(o, t, 1) ? "carries loss" : "loss outside the mask") : flag(o, t, 1) ? "in the mask, no loss" : "neither" },
+      of: (o, t) => o.skipped ? (flag(o, t, 1) ? "in the mask, no loss" : "neither") : flag(o, t, 4) ? (flag(o, t, 1) ? "carries loss" : "loss outside the mask") : flag(o, t, 1) ? "in the mask, no loss" : "neither" },
     { id: "engine", name: "log-prob, engine", of: (o, t) => number("engine", o, t), needs: "engine" },
     { id: "learner", name: "log-prob, learner", of: learner, needs: "gap" },
     { id: "gap", name: "learner less engine", of: (o, t) => number("gap", o, t), needs: "gap", signed: true },
@@ -378,7 +378,7 @@
     go(pane, Math.max(0, Math.min(pane.spans.length - 1, t + by)));
   };
   const KEYS = {
-    j: () => move(1), k: () => move(-1), ArrowRight: () => step(1), ArrowLeft: () => step(-1),
+    j: () => move(1), k: () => move(-1), ArrowDown: () => move(1), ArrowUp: () => move(-1), ArrowRight: () => step(1), ArrowLeft: () => step(-1),
     c: () => colour(FIELDS[(FIELDS.indexOf(state.field) + 1) % FIELDS.length]),
     C: () => colour(FIELDS[(FIELDS.indexOf(state.field) + FIELDS.length - 1) % FIELDS.length]),
     f: () => { const folds = [...$("reader").querySelectorAll("details")], open = folds.some((fold) => !fold.open); folds.forEach((fold) => (fold.open = open)); },
@@ -408,7 +408,7 @@
       chip.setAttribute("aria-pressed", String(Boolean(on)));
       list();
     } }, `${name} ${count}`);
-    if (!count) chip.disabled = true;
+    if (!count) chip.hidden = true;
     $("chips").append(chip);
   }
   for (const id of ["source", "from", "to"]) $(id).addEventListener("input", list);
@@ -425,7 +425,9 @@
   $("help").addEventListener("click", () => { $("keys").hidden = !$("keys").hidden; $("help").setAttribute("aria-expanded", String(!$("keys").hidden)); });
   for (const note of data.notes) $("notes").append(el("li", {}, note));
   if (!data.notes.length) $("notes").remove();
-  const asked = location.hash.slice(1), first = answers.find((one) => one.findings.length) ?? answers.find((one) => one.group.flipped) ?? answers.find((one) => one.turns > 1);
+  const mixed = (one) => !one.skipped && one.group.trajectories.some((other) => other.score !== one.score); // it has a gradient
+  const asked = location.hash.slice(1), first = [(one) => one.findings.length, (one) => one.group.flipped && mixed(one), mixed, (one) => one.turns > 1]
+    .map((teaches) => answers.find(teaches)).find(Boolean);
   state.at = asked !== "" && +asked < answers.length ? +asked : (first ?? answers[0]).at;
   list();
   // The list is painted first; the numbers of the other steps are unpacked once it stands.

@@ -127,7 +127,7 @@ def test_values_are_under_the_pointer_and_under_the_arrow_keys(browser, page_pat
         assert figure.locator("output").inner_text().startswith("step 15\n")
         page.keyboard.press("Tab")
         assert figure.locator("output").count() == 0
-        told = page.locator("figure").nth(1)
+        told = page.locator("figure:visible").nth(1)
         told.scroll_into_view_if_needed()
         told.locator("svg").hover(position={"x": 5, "y": 50})
         assert told.locator("output").inner_text().startswith("step 1\n")
