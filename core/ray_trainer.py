@@ -22,8 +22,7 @@ from core.algorithm import advantages, checks
 from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.rollout_correction import correct, log_prob_metrics, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
-from core.cluster.local_workers import LocalWorkers
-from core.cluster.workers import Workers, ray_backend
+from core.cluster.workers import LocalWorkers, Workers, ray_backend
 from core.config.schema import Config
 from core.data.parquet import Example
 from core.data.prompts import PromptStream, load_val_prompts

@@ -1,14 +1,15 @@
-"""One rank of a learner that several processes share: its part of policy, reference and critic, and their state.
+"""The models of one process: whole ones, or this rank's part of those that several processes share.
 
 The passes and the updates are those of ``core.learner.learner``; how a model is sharded, of ``core.cluster.fsdp``. How
-the processes are started is not decided here; the process group exists when :class:`LearnerRank` is made.
+the processes are started is not decided here; the process group exists when a :class:`LearnerRank` is made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from core.learner.hf_export import export_hf, load_weights, weight_files, write_
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.model_checks import logprob_noise, probe_ids, probe_log_probs
-from core.learner.models import freeze_parts, load_critic, load_policy, load_tokenizer
+from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
 from core.learner.passes import BasePolicy, Policy, pass_size
 from core.learner.saving import (
     OPTIMIZER,
@@ -44,15 +45,15 @@ from core.types import TrainBatch
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.sections.actor import Sharing
-    from core.config.sections.model import FSDPConfig
+
+MakeModel = Callable[[bool], nn.Module]  # whether on the meta device, without weights -> the model
 
 
-class LearnerRank:
-    """This rank's part of policy, reference and critic, for the phases of a step on the rank's share of a batch.
+class Learner:
+    """Policy, reference and critic, whole in this process, for the phases of a step.
 
-    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. All ranks call the
-    same methods in the same order. ``known`` are the tokenizer's ids (:func:`core.data.vocabulary.known_ids`).
-    ``master_dtype`` is float32 except in tests.
+    ``known`` are the tokenizer's ids (:func:`core.data.vocabulary.known_ids`). ``master_dtype`` is float32 except in
+    tests.
     """
 
     def __init__(
@@ -65,66 +66,115 @@ class LearnerRank:
         known: np.ndarray | None = None,
         master_dtype: torch.dtype = torch.float32,
     ):
-        self.config, self.device, self.lead = config, device, dist.get_rank() == 0
-        self.skeletons: dict[str, nn.Module] = {}
-        part, critic = config.actor_rollout_ref, config.critic
-
-        def policy(on_meta: bool) -> nn.Module:
-            module = freeze_parts(load_policy(part.model, master_dtype, on_meta=on_meta), config)
-            return add_adapters(module, part.model, config.trainer.seed)
-
-        def value_model(on_meta: bool) -> nn.Module:
-            module = load_critic(critic.model, config.trainer.seed, master_dtype, on_meta=on_meta)
-            return add_adapters(module, critic.model, config.trainer.seed)
-
-        source = policy(on_meta=False) if self.lead else None
-        shared = {"temperature": part.rollout.temperature or 1.0, "device": device, "known": known}
-        compiled = {"compiled": part.actor.use_torch_compile}
-        of_actor, of_ref = (compiled | self.split(one) for one in (part.actor, part.ref))
-        layer_size = part.actor.layer_ranks
-        module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config, layer_size)
-        bypass = config.algorithm.rollout_correction.bypass_mode
-        self.actor = Actor(module, part.actor, bypass=bypass, **shared, **of_actor)
-        self.ref = self.critic = None
-        if needs_ref and part.model.lora_rank:
-            self.ref = BasePolicy(module, **shared, **of_ref)
-        elif needs_ref:
-            layer_size = part.ref.layer_ranks
-            module = self.sharded("ref", policy(on_meta=True), source, part.ref.fsdp_config, layer_size)
-            self.ref = Policy(module.requires_grad_(False), **shared, **of_ref)
-        if needs_critic:
-            source = value_model(on_meta=False) if self.lead else None
-            fsdp, layer_size = critic.model.fsdp_config, critic.layer_ranks
-            module = self.sharded("critic", value_model(on_meta=True), source, fsdp, layer_size)
-            of_critic = {"compiled": critic.use_torch_compile} | self.split(critic)
-            self.critic = Critic(module, critic, device=device, **of_critic)
-        self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-        self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
+        self.config, self.device = config, device
+        self.skeletons: dict[str, nn.Module] = {}  # a model's names and shapes; where it is whole, the model
+        part, critic, seed = config.actor_rollout_ref, config.critic, config.trainer.seed
         self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": part.ref.fsdp_config}
         if part.model.lora_rank:
             self.fsdp["ref"] = part.actor.fsdp_config  # the policy without its adapters
 
-    def split(self, part: Sharing) -> dict[str, Any]:
-        """Return how neighbours share a model's passes: those that share a layer next to each other."""
-        mesh, tokens = None, part.ulysses_sequence_parallel_size
-        if tokens > 1:
-            shape = dist.get_world_size() // part.together, tokens, part.layer_ranks
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor"))["sequence"]
-        return {"ranks": ProcessRanks(part.together), "mesh": mesh}
+        def policy(on_meta: bool) -> nn.Module:
+            module = freeze_parts(load_policy(part.model, master_dtype, on_meta=on_meta), config)
+            return add_adapters(module, part.model, seed)
 
-    def sharded(
-        self, name: str, skeleton: nn.Module, source: nn.Module | None, config: FSDPConfig, layer_size: int
-    ) -> nn.Module:
-        """Shard the weightless ``skeleton`` and fill it; a copy is kept for names and exports."""
+        def value_model(on_meta: bool) -> nn.Module:
+            return add_adapters(load_critic(critic.model, seed, master_dtype, on_meta=on_meta), critic.model, seed)
+
+        options = {"temperature": part.rollout.temperature or 1.0, "known": known}
+        options["compiled"] = part.actor.use_torch_compile
+        module = self.place("actor", policy, part.actor)
+        bypass = config.algorithm.rollout_correction.bypass_mode
+        self.actor = Actor(module, part.actor, bypass=bypass, **options, **self.computing("actor", part.actor))
+        self.ref = self.critic = None
+        if needs_ref and part.model.lora_rank:
+            self.ref = BasePolicy(module, **options, **self.computing("ref", part.ref))
+        elif needs_ref:
+            module = self.place("ref", policy, part.ref).requires_grad_(False)
+            self.ref = Policy(module, **options, **self.computing("ref", part.ref))
+        if needs_critic:
+            module = self.place("critic", value_model, critic)
+            compiled = critic.use_torch_compile
+            self.critic = Critic(module, critic, compiled=compiled, **self.computing("critic", critic))
+        self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
+
+    def place(self, name: str, make: MakeModel, sharing: Sharing) -> nn.Module:
+        """Make a model where it computes."""
+        self.skeletons[name] = make(False).to(self.device)
+        return self.skeletons[name]
+
+    def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
+        """Return how a model's passes are computed. A whole reference has the policy's number format."""
+        return {"compute_dtype": compute_dtype(self.fsdp["critic" if name == "critic" else "actor"].dtype)}
+
+    def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
+        """Have a model ready for the time of a phase."""
+        return contextlib.nullcontext()
+
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        squares = registry.estimator(self.config.algorithm.adv_estimator).squares
+        with self.at_work("actor"):
+            return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
+
+    def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
+        with self.at_work("ref"):
+            return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        with self.at_work("critic"):
+            return self.critic.values(batch)
+
+    def update_actor(self, steps: Sequence[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        with self.at_work("actor", updates=True):
+            return self.actor.update(steps, lr_multiplier)
+
+    def update_critic(self, steps: Sequence[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        with self.at_work("critic", updates=True):
+            return self.critic.update(steps, lr_multiplier)
+
+    def traced(self, rows: Collection[int] | None) -> TracedRows:
+        return self.actor.traced.of(rows)
+
+    def logprob_noise(self, token_ids: Sequence[int]) -> float:
+        with self.at_work("actor"):
+            return logprob_noise(self.actor, token_ids)
+
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config)
+
+
+class LearnerRank(Learner):
+    """This rank's part of policy, reference and critic, for the phases of a step on the rank's share of a batch.
+
+    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. All ranks call the
+    same methods in the same order.
+    """
+
+    def __init__(self, config: Config, device: torch.device, **learner: Any):
+        self.lead = dist.get_rank() == 0
+        super().__init__(config, device, **learner)
+        self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
+
+    def place(self, name: str, make: MakeModel, sharing: Sharing) -> nn.Module:
+        """Shard a model without weights and fill it; a copy is kept for names and exports."""
+        source = make(False) if self.lead else None
+        skeleton, config = make(True), self.fsdp[name]
         self.skeletons[name] = copy.deepcopy(skeleton)
         if source is not None and getattr(source, "generation_config", None) is not None:
             self.skeletons[name].generation_config = source.generation_config
-        module = shard(skeleton, config, self.device, layer_size)
+        module = shard(skeleton, config, self.device, sharing.layer_ranks)
         module.to_empty(device="cpu" if config.offload_policy else self.device)
         fill(module, source, self.device)
         if config.param_offload:
             module.to("cpu")
         return module
+
+    def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
+        """Return how neighbours share a model's passes: those that share a layer next to each other."""
+        mesh, tokens = None, sharing.ulysses_sequence_parallel_size
+        if tokens > 1:
+            shape = dist.get_world_size() // sharing.together, tokens, sharing.layer_ranks
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor"))["sequence"]
+        return {"device": self.device, "ranks": ProcessRanks(sharing.together), "mesh": mesh}
 
     @contextmanager
     def at_work(self, name: str, *, updates: bool = False) -> Iterator[None]:
@@ -139,6 +189,7 @@ class LearnerRank:
             move_state(part.stepper.optimizer, self.device)
         try:
             yield
+            reshard(part.module)
         finally:
             self.rest(name)
 
@@ -153,55 +204,14 @@ class LearnerRank:
             torch.cuda.empty_cache()
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
-        """Return what :func:`core.learner.saving.fingerprints` does, of rank 0; others have nothing to add."""
-        if not self.lead:
-            return {}
-        return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config)
-
-    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
-        squares = registry.estimator(self.config.algorithm.adv_estimator).squares
-        with self.at_work("actor"):
-            log_probs = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
-            reshard(self.actor.module)
-        return log_probs
-
-    def compute_ref_log_prob(self, batch: TrainBatch) -> tuple[Tensor]:
-        with self.at_work("ref"):
-            log_probs = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
-            reshard(self.ref.module)
-        return log_probs
-
-    def compute_values(self, batch: TrainBatch) -> tuple[Tensor]:
-        with self.at_work("critic"):
-            values = self.critic.values(batch)
-            reshard(self.critic.module)
-        return (values,)
-
-    def update_actor(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        with self.at_work("actor", updates=True):
-            return self.actor.update(steps, lr_multiplier)
-
-    def traced(self, rows: tuple[int, ...] | None) -> TracedRows:
-        return self.actor.traced.of(rows)
-
-    def update_critic(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        with self.at_work("critic", updates=True):
-            return self.critic.update(steps, lr_multiplier)
+        """Return the models' fingerprints on rank 0; others have nothing to add."""
+        return super().fingerprints() if self.lead else {}
 
     def probe(self) -> tuple[tuple[int, ...], Any]:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
         ids = probe_ids(self.actor.module.config.get_text_config().vocab_size)
         with self.at_work("actor"):
-            log_probs = probe_log_probs(self.actor)
-            reshard(self.actor.module)
-        return ids, log_probs
-
-    def logprob_noise(self, token_ids: Sequence[int]) -> float:
-        """Return what rounding costs the policy on a text, in nats a token."""
-        with self.at_work("actor"):
-            nats = logprob_noise(self.actor, token_ids)
-            reshard(self.actor.module)
-        return nats
+            return ids, probe_log_probs(self.actor)
 
     def weights(self, dtype: torch.dtype) -> list[Weight]:
         """Return the policy's weights without their values, as an engine of this number format gets them."""
@@ -263,12 +273,13 @@ class LearnerRank:
     def load(self, folder: str) -> None:
         """Read what any number of ranks, or the in-process backend, saved."""
         for name, part in self.trained.items():
-            whole = self.read(name, Path(folder, name)) if self.lead else None
+            own = Path(folder, name)
+            whole = self.read(name, own) if self.lead else None
             fill(part.module, whole, self.device, everything=False)
-            if Path(folder, name, OPTIMIZER).is_dir():
-                load_sharded_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
+            if (own / OPTIMIZER).is_dir():
+                load_sharded_optimizer(part.module, part.stepper.optimizer, own / OPTIMIZER)
             else:
-                load_whole_optimizer(part.module, part.stepper.optimizer, Path(folder, name, "optimizer.pt"))
+                load_whole_optimizer(part.module, part.stepper.optimizer, own / "optimizer.pt")
             self.rest(name)
 
     def read(self, name: str, folder: Path) -> nn.Module | dict[str, Tensor]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+import core
 from core.engines import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Packer, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
@@ -31,6 +33,15 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 FOLDER = "RLREPRO_FOLDER"  # the driver's working directory, where relative paths of the configuration start
+
+
+def code_of_here() -> tuple[str, str]:
+    """Return where this process has core from, and a hash of the files of core and reward_scores there."""
+    package, digest = Path(core.__file__).resolve().parent, hashlib.sha256()
+    for name in ("core", "reward_scores"):
+        for path in sorted((package.parent / name).rglob("*.py")):
+            digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
+    return str(package), digest.hexdigest()
 
 
 class Process:
@@ -76,6 +87,9 @@ class Process:
             world_size=ranks,
             timeout=timedelta(seconds=config.trainer.phase_timeout_s),
         )
+
+    def code(self) -> tuple[str, str]:
+        return code_of_here()
 
     def thread_count(self) -> int:
         """Return the number of torch's threads here."""
@@ -130,6 +144,7 @@ class LearnerProcess(Process):
         One rank of those that split the tokens ``replies``: all of them have the same result.
         """
         results, mask = getattr(self.learner, method)(batch), batch.response_mask
+        results = results if isinstance(results, tuple) else (results,)
         return [value_N[mask].numpy() for value_N in results] if replies else None
 
     def begin_sync(self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool) -> list[Weight] | None:

@@ -25,7 +25,6 @@ from core.rewards.grading import Answer, ModelScore
 from core.types import Trajectory
 
 PAUSE_S = 1.0  # between two checks of the actors while samples are awaited
-CROWDED, FEW = 2, 16  # an engine with more than twice the mean load, and not few requests, gets no later turns
 
 
 @dataclass
@@ -81,8 +80,7 @@ class RayEngine:
                 self._abort(key, entry)
 
     def _send(self) -> None:
-        """Send the new requests: beside the same prompt, else to the episode's engine unless it is crowded, else where
-        least is in flight."""
+        """Send new requests: beside the same prompt, else to the episode's engine, else where least is in flight."""
         self._sends = False
         fresh = {key: entry for key, entry in self._awaited.items() if entry.engine is None}
         sent = [entry for entry in self._awaited.values() if entry.engine is not None]
@@ -90,7 +88,8 @@ class RayEngine:
         load = {name: sum(entry.engine == name for entry in sent) for name in self.engines}
         parts: dict[str, list[tuple[int, SampleRequest]]] = {}
         for key, entry in fresh.items():
-            entry.engine = place.setdefault(_prompt(entry), self._choose(entry.request.episode, load))
+            home = self._homes.get(entry.request.episode) or min(self.engines, key=load.__getitem__)
+            entry.engine = place.setdefault(_prompt(entry), home)
             load[entry.engine] += 1
             if entry.request.episode is not None:
                 self._homes[entry.request.episode] = entry.engine
@@ -100,12 +99,6 @@ class RayEngine:
             self._begin(self._watch_over(), "watch")
         for engine, requests in parts.items():
             self._begin(self._relay(engine, requests), "relay")
-
-    def _choose(self, episode: int | None, load: Mapping[str, int]) -> str:
-        home = self._homes.get(episode) if episode is not None else None
-        if home is not None and load[home] <= max(FEW, CROWDED * sum(load.values()) / len(load)):
-            return home
-        return min(self.engines, key=load.__getitem__)
 
     def _begin(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

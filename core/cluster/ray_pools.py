@@ -7,13 +7,11 @@ have a pool of their own. The driver runs where it was started, and rank 0 is on
 
 from __future__ import annotations
 
-import builtins
 import logging
 import os
 import signal
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.checkpoint.store import LOCK
-from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, RewardModelProcess
+from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, RewardModelProcess, code_of_here
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_watch import Watch
 from core.config import registry
@@ -41,8 +39,6 @@ log = logging.getLogger(__name__)
 
 START_S = 300.0  # for the cluster to have room
 WAIT_S = 0.5
-# A cluster that a token protects refuses others without naming the token.
-TOKEN_HINT = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
 
 
 def actor_class(body: type) -> Any:
@@ -55,8 +51,6 @@ def rank_name(rank: int) -> str:
 
 
 LEARNER, ENGINE, REWARD_MODEL = map(actor_class, (LearnerProcess, EngineProcess, RewardModelProcess))
-
-# ---------------------------------------------------------------- a connection, and the code of the processes
 
 
 @contextmanager
@@ -90,58 +84,20 @@ def connect(config: Config, device: torch.device) -> None:
             trainer, part = config.trainer, config.actor_rollout_ref
             apart = 0 if part.hybrid_engine else part.rollout.nnodes * part.rollout.n_gpus_per_node
             apart += config.reward_model.ranks if config.reward_model.loads_model else 0
-            bundles = trainer.nnodes * trainer.n_gpus_per_node + apart
-            options.setdefault("num_cpus", max(bundles, os.cpu_count() or 1))
+            options.setdefault("num_cpus", max(trainer.nnodes * trainer.n_gpus_per_node + apart, os.cpu_count() or 1))
     else:
         environment = options.setdefault("runtime_env", {})
         if "working_dir" not in environment:
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-            ours = {"PYTHONPATH": path, FOLDER: os.getcwd()}
             variables = {name: str(value) for name, value in environment.get("env_vars", {}).items()}
-            environment["env_vars"] = {**ours, **variables}
+            environment["env_vars"] = {"PYTHONPATH": path, FOLDER: os.getcwd(), **variables}
     try:
         with kept_from_children():
             ray.init(**{"logging_level": logging.WARNING, **options})
     except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
-        unsaid = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
-        raise InputError(f"ray_kwargs.ray_init={options}: {error}{TOKEN_HINT if unsaid else ''}") from error
-
-
-def code_of_here() -> tuple[str, str]:
-    """Return where this process has core from, and a hash of the files of core and reward_scores there.
-
-    It is sent to other processes by value, and so imports what it needs itself.
-    """
-    import hashlib
-    from pathlib import Path
-
-    import core
-
-    package, digest = Path(core.__file__).resolve().parent, hashlib.sha256()
-    for name in ("core", "reward_scores"):
-        for path in sorted((package.parent / name).rglob("*.py")):
-            digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
-    return str(package), digest.hexdigest()
-
-
-def check_code(actors: Mapping[str, Any], wait: Callable[[dict[str, ray.ObjectRef]], list[Any]]) -> None:
-    """Check that the actors run the code of this process: a clone's environment may have another checkout installed.
-
-    ``wait`` returns the results of calls. Raises InputError, which names both folders.
-    """
-    by_value = types.FunctionType(code_of_here.__code__, {"__builtins__": builtins})
-    calls = {name: actor.__ray_call__.remote(lambda _: by_value()) for name, actor in actors.items()}
-    here, digest = code_of_here()
-    for name, (there, other) in zip(calls, wait(calls), strict=True):
-        if other != digest:
-            what = f"{there} has other files there" if there == here else f"it has core from {there}"
-            raise InputError(
-                f"core={here}: {name} runs other code than this process, {what}; install this checkout where Ray's "
-                "processes start (pip install -e .), or set PYTHONPATH to it"
-            )
-
-
-# ---------------------------------------------------------------- pools
+        hint = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
+        hint = hint if isinstance(error, ConnectionError) else ""
+        raise InputError(f"ray_kwargs.ray_init={options}: {error}{hint}") from error
 
 
 def own_node() -> str:
@@ -210,7 +166,16 @@ def wait_for_room(config: Config, pools: Mapping[str, NodePool]) -> None:
         )
 
 
-# ---------------------------------------------------------------- the actors
+def check_code(watch: Watch) -> None:
+    """Check that the actors run the code of this process: a machine may have another checkout. Raises InputError."""
+    here, digest = code_of_here()
+    codes = watch.call("start", "code", dict.fromkeys(watch.actors, ()))
+    for name, (there, other) in zip(watch.actors, codes, strict=True):
+        if other != digest:
+            raise InputError(
+                f"core={here}: {name} runs other code than this process, that of {there}; install this checkout where "
+                "Ray's processes start (pip install -e .), or set PYTHONPATH to it"
+            )
 
 
 class RayProcesses:
@@ -225,7 +190,7 @@ class RayProcesses:
     """
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, *, learners: bool = True, **learner: Any):
-        trainer = config.trainer
+        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
         self.config, self.device = config, device
         self.per_node = trainer.n_gpus_per_node
         self.ranks = trainer.nnodes * trainer.n_gpus_per_node if learners else 0
@@ -233,16 +198,15 @@ class RayProcesses:
         self.watch = Watch(trainer.phase_timeout_s, trainer.heartbeat_timeout_s)
         self.learners: list[Any] = []
         self.address: tuple[str, int] | None = None  # where the ranks meet
-        rollout = config.actor_rollout_ref.rollout
         splits = "tensor_model_parallel_size" in registry.ENGINES[rollout.name].reads
         self.engine_gpus = rollout.tensor_model_parallel_size if splits else 1  # of each engine
         self.engine: RayEngine | None = None
         self.reward_model: RayRewardModel | None = None
         self.pools: dict[str, NodePool] = {}  # ranks, engines, reward; the last two may be beside the ranks
         self.owns_ray = not ray.is_initialized()
-        if learners:
-            _check_layers(config)
         try:
+            if learners:
+                _check_layers(config)
             if self.owns_ray:
                 connect(config, device)
             if trainer.device is None and ray.cluster_resources().get("GPU"):  # this machine need not have one
@@ -265,19 +229,19 @@ class RayProcesses:
     def _reserve(self) -> None:
         """Reserve the nodes of all pools, the first of the ranks' on the node of this process if it can be."""
         trainer, part, reward = self.config.trainer, self.config.actor_rollout_ref, self.config.reward_model
-        rollout, here, asked = part.rollout, own_node(), {}
+        here, asked = own_node(), {}
 
         def pool(name: str, section: Any, keys: str, gpus: int = 1, first_on: str | None = None) -> None:
             made = NodePool(self.device, section.nnodes, section.n_gpus_per_node // gpus, gpus, first_on)
             self.pools[name] = made
             asked[f"{keys}.nnodes={section.nnodes} {keys}.n_gpus_per_node={section.n_gpus_per_node}"] = made
 
-        if not self.ranks:
-            pool("engines", trainer, "trainer", self.engine_gpus)
-        else:
+        if self.ranks:
             pool("ranks", trainer, "trainer", first_on=here)
-            if not part.hybrid_engine:
-                pool("engines", rollout, "actor_rollout_ref.rollout", self.engine_gpus)
+        else:
+            pool("engines", trainer, "trainer", self.engine_gpus)
+        if self.ranks and not part.hybrid_engine:
+            pool("engines", part.rollout, "actor_rollout_ref.rollout", self.engine_gpus)
         if reward.loads_model and reward.enable_resource_pool:
             pool("reward", reward, "reward_model")
         wait_for_room(self.config, asked)
@@ -298,23 +262,23 @@ class RayProcesses:
                 share = parts[rank // self.per_node]
                 self.learners.append(LEARNER.options(**pool.place(rank)).remote(cores, share))
                 self.watch.add(rank_name(rank), self.learners[-1])
-        engines = self._make_engines(parts) if self.config.needs_engine else []
-        check_code(self.watch.actors, lambda calls: self.watch.wait("start", calls))
+        engines: list[str] = []
+        for place, share, gpus in self._engine_places(parts) if self.config.needs_engine else ():
+            engines.append(f"engine {len(engines)}")
+            self.watch.add(engines[-1], ENGINE.options(**place).remote(self.config, self.device, cores, share, gpus))
+        check_code(self.watch)
         # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
         self.watch.call("load", "start", dict.fromkeys(engines, (not self.learners,)))
         self.engine = RayEngine(self.watch, engines)
         if self._engines_sleep:
             self.engine.sleep()
         if self.learners:
-            self._load_learners(learner)
-
-    def _make_engines(self, rank_shares: list[int]) -> list[str]:
-        """Make an actor for each engine and return their names. ``rank_shares`` are those of the ranks on each node."""
-        names, cores = [], self.config.trainer.cpu_threads
-        for place, share, gpus in self._engine_places(rank_shares):
-            names.append(f"engine {len(names)}")
-            self.watch.add(names[-1], ENGINE.options(**place).remote(self.config, self.device, cores, share, gpus))
-        return names
+            (self.threads,) = self.watch.call("start", "thread_count", {rank_name(0): ()})
+            self._check_shared_folder()
+            (self.address,) = self.watch.call("start", "host", {rank_name(0): (ray.util.get_node_ip_address,)})
+            joining = (self.address, self.config, self.device)
+            calls = {rank_name(r): one.join.remote(r, *joining, **learner) for r, one in enumerate(self.learners)}
+            self.watch.wait("load", calls)
 
     def _engine_places(self, rank_shares: list[int]) -> Iterator[tuple[dict[str, Any], int, list[Any]]]:
         """Yield for each engine where it is, its share of cores, and its GPUs where Ray assigned them to ranks."""
@@ -334,17 +298,6 @@ class RayProcesses:
         for node, share in enumerate(pool.shares(1, cores)):
             yield pool.place(node * self.per_node, beside=True), share, []
 
-    def _load_learners(self, learner: dict[str, Any]) -> None:
-        first = rank_name(0)
-        (self.threads,) = self.watch.call("start", "thread_count", {first: ()})
-        self._check_shared_folder()
-        (self.address,) = self.watch.call("start", "host", {first: (ray.util.get_node_ip_address,)})
-        calls = {
-            rank_name(rank): actor.join.remote(rank, self.address, self.config, self.device, **learner)
-            for rank, actor in enumerate(self.learners)
-        }
-        self.watch.wait("load", calls)
-
     def _check_shared_folder(self) -> None:
         """Check that every rank sees the run folder, once this process has claimed it. Raises InputError."""
         folder = run_folder(self.config).absolute()
@@ -354,10 +307,9 @@ class RayProcesses:
         hosts = self.watch.call("start", "missing", calls)
         blind = [f"{name} on {host}" for name, host in zip(calls, hosts, strict=True) if host]
         if blind:
-            more = f" and {len(blind) - 3} more" if len(blind) > 3 else ""
             raise InputError(
-                f"trainer.default_local_dir={folder}: {', '.join(blind[:3])}{more} cannot see this folder, and every "
-                "rank writes its part of a checkpoint there; set it to a folder of a file system that all nodes share"
+                f"trainer.default_local_dir={folder}: {', '.join(blind)} cannot see this folder, and every rank writes "
+                "its part of a checkpoint there; set it to a folder of a file system that all nodes share"
             )
 
     def _start_reward_model(self) -> RayRewardModel:
@@ -383,11 +335,10 @@ class RayProcesses:
         timeline = self.config.ray_kwargs.timeline_json_file
         if timeline and self.watch.actors:
             try:  # for chrome://tracing or Perfetto; without it a run is none the worse
-                path = Path(timeline).expanduser()
-                path.parent.mkdir(parents=True, exist_ok=True)
-                ray.timeline(filename=str(path))
+                Path(timeline).expanduser().parent.mkdir(parents=True, exist_ok=True)
+                ray.timeline(filename=str(Path(timeline).expanduser()))
             except (RayError, OSError) as error:
-                log.warning("ray_kwargs.timeline_json_file=%s was not written: %s", path, error)
+                log.warning("ray_kwargs.timeline_json_file=%s was not written: %s", timeline, error)
         for actor in self.watch.actors.values():
             ray.kill(actor)
         for pool in self.pools.values():

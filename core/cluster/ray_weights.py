@@ -6,7 +6,6 @@ for engines with GPUs of their own (``hybrid_engine=False``) rank 0 broadcasts i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ from core.errors import WorkersLost
 from core.learner.model_checks import WeightSyncError, compare_probe, compare_weights
 from core.learner.models import compute_dtype
 from core.tracking.health import Repeats
-
-log = logging.getLogger(__name__)
 
 PHASE = "update_weights"
 
@@ -39,23 +36,16 @@ class WeightSync:
     def run(self, version: int, *, bf16: bool) -> dict[str, float]:
         """Bring the weights to every engine; prove it by checksums, and by a probe within the bound of the precision.
 
-        Where a proof fails all is sent again. Where it fails again WorkersLost is raised: a restart of the processes
-        may mend it, and a run must not go on with an engine that has other weights.
+        Raises WorkersLost where a proof fails: a restart of the processes may mend it, and a run must not go on with an
+        engine that has other weights.
         """
         try:
-            return self._attempt(version, bf16)
+            self._transfer(version)
+            ids, expected = self.watch.call("probe", "call", {rank_name(r): ("probe",) for r in self._all()})[0]
+            probes = self.processes.engine.probes(ids)
+            checked = [compare_probe(expected, probe, bf16=bf16, is_news=self.is_news) for probe in probes]
         except WeightSyncError as error:
-            log.warning("%s; all weights are sent again", error)
-        try:
-            return self._attempt(version, bf16)
-        except WeightSyncError as error:
-            raise WorkersLost(f"{error}; they were sent twice") from error
-
-    def _attempt(self, version: int, bf16: bool) -> dict[str, float]:
-        self._transfer(version)
-        ids, expected = self.watch.call("probe", "call", {rank_name(r): ("probe",) for r in self._all()})[0]
-        probes = self.processes.engine.probes(ids)
-        checked = (compare_probe(expected, probe, bf16=bf16, is_news=self.is_news) for probe in probes)
+            raise WorkersLost(str(error)) from error
         return {"rollout_corr/probe_diff": max(checked)}
 
     def _transfer(self, version: int) -> None:
@@ -63,9 +53,10 @@ class WeightSync:
         engine = self.processes.engine
         if self.broadcasts and not self.joined:
             self._join()
-        options = [(self.dtype, self.limit, self._stages(rank), self.broadcasts) for rank in self._all()]
-        weights = self._ranks("begin_sync", options)[0]
-        engine.begin_update(weights)
+        # Who keeps buckets: rank 0 to broadcast them, or one rank of each node for its engines
+        keepers = self._all()[:1] if self.broadcasts else self._all()[:: self.processes.per_node]
+        options = [(self.dtype, self.limit, rank in keepers, self.broadcasts) for rank in self._all()]
+        engine.begin_update(self._ranks("begin_sync", options)[0])
         sent: list[Checksum] = []
         sums: dict[str, int] = {}
         while None not in (buckets := self._ranks("next_bucket")):
@@ -87,10 +78,6 @@ class WeightSync:
         """Call a method of every rank's process."""
         each = options or [()] * self.processes.ranks
         return self.watch.call(PHASE, method, {rank_name(rank): one for rank, one in enumerate(each)})
-
-    def _stages(self, rank: int) -> bool:
-        """Return whether the rank keeps buckets: for the engines of its node, or to broadcast."""
-        return rank == 0 if self.broadcasts else rank % self.processes.per_node == 0
 
     def _join(self) -> None:
         """Make a group of rank 0 and every device of the engines."""

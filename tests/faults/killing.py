@@ -78,7 +78,7 @@ def patch_trainer(backend: str) -> None:
     if backend == "ray":
         from core.cluster.ray_workers import RayWorkers as Workers
     else:
-        from core.cluster.local_workers import LocalWorkers as Workers
+        from core.cluster.workers import LocalWorkers as Workers
     steps = [0]  # whose metrics were begun
     before(StepMetrics, "__init__", lambda self, step, *_, **__: steps.append(step))
     before(Workers, "update_actor", lambda *_: kill_at("update", steps[-1]))

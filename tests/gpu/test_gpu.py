@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 
 from core.cluster.learner_rank import LearnerRank
-from core.cluster.local_workers import LocalWorkers
+from core.cluster.workers import LocalWorkers
 from core.engines.hf import HFEngine
 from core.engines.weight_buckets import Staging
 from core.learner.batching import make_batch

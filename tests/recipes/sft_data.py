@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 from torch import Tensor
 
-from core.cluster import local_workers
+from core.cluster.workers import LocalWorkers
 from core.config import compose
 from core.config.schema import Config
-from core.learner.models import load_policy
 from recipes.sft.demonstrations import Demonstration, demonstration_batch
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -104,9 +101,8 @@ def learner_gradients(
     config: Config, demonstrations: Sequence[Demonstration], dtype: torch.dtype
 ) -> tuple[float, dict[str, Tensor], dict[str, float]]:
     """Return the loss, the gradients and the metrics of one update in this process, with masters of a dtype."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_workers, "load_policy", functools.partial(load_policy, dtype=dtype))
-        workers = local_workers.LocalWorkers(config, None, torch.device("cpu"), needs_ref=False, needs_critic=False)
+    options = {"needs_ref": False, "needs_critic": False, "master_dtype": dtype}
+    workers = LocalWorkers(config, None, torch.device("cpu"), **options)
     found = {}
 
     def step(rate: float) -> tuple[float, bool]:

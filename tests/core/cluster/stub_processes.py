@@ -72,6 +72,7 @@ def put_stubs(ray_pools) -> None:
     """Let :mod:`core.cluster.ray_pools` start these."""
     ray_pools.LEARNER = ray_pools.actor_class(StubLearner)
     ray_pools.ENGINE = ray_pools.actor_class(StubEngine)
+    ray_pools.check_code = lambda watch: None
 
 
 def layout(processes) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Sharded over processes, the learner computes what it computes in one: losses, gradients, weights, checkpoints."""
 
-import functools
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,14 +12,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import MetricSums
 from core.checkpoint.provenance import base_of
-from core.cluster import local_workers
 from core.cluster.learner_rank import LearnerRank
-from core.cluster.local_workers import LocalWorkers
+from core.cluster.workers import LocalWorkers
 from core.config.sections.model import FSDPConfig
 from core.files import file_sha256
 from core.learner.batching import mini_batches, rank_shares
 from core.learner.lora import merged_weights
-from core.learner.models import load_critic, load_policy
 from tests.core import fsdp_ranks
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
 from tests.tiny import tiny_tokenizer
@@ -57,10 +54,7 @@ BF16 = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
 
 def local(config, dtype=torch.float64, ref=False):
     """The in-process backend with masters of another dtype."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_workers, "load_policy", functools.partial(load_policy, dtype=dtype))
-        patch.setattr(local_workers, "load_critic", functools.partial(load_critic, dtype=dtype))
-        return LocalWorkers(config, None, CPU, needs_ref=ref, needs_critic=True)
+    return LocalWorkers(config, None, CPU, needs_ref=ref, needs_critic=True, master_dtype=dtype)
 
 
 def train_local(config, batch, updates=3, dtype=torch.float64, load=None, ref=False):

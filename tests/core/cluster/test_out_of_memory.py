@@ -12,8 +12,9 @@ import pytest
 import ray
 import torch
 
-from core.cluster import local_workers
+from core.cluster import learner_rank
 from core.cluster.ray_workers import RayWorkers
+from core.cluster.workers import LocalWorkers
 from core.command_line import work
 from core.config import compose, convert
 from core.engines.hf import HFEngine
@@ -41,7 +42,7 @@ def fail(*_, **__):
 
 # phase -> what is planted: an owner and its method that fails
 PLANTED = {
-    "load": (local_workers, "load_critic"),
+    "load": (learner_rank, "load_critic"),
     "update_weights": (HFEngine, "update_weights"),
     "gen": (HFEngine, "sample"),
     "old_log_prob": (Actor, "log_probs"),
@@ -49,7 +50,7 @@ PLANTED = {
     "values": (Critic, "values"),
     "update_critic": (Critic, "update"),
     "update_actor": (Actor, "update"),
-    "save_checkpoint": (local_workers.LocalWorkers, "save"),
+    "save_checkpoint": (LocalWorkers, "save"),
 }
 
 

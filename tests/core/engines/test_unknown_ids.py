@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.cluster.local_workers import LocalWorkers
+from core.cluster.workers import LocalWorkers
 from core.data.vocabulary import count_unknown, known_ids, unknown_among
 from core.engines.stopping import eos_ids
 from core.learner.batching import make_batch

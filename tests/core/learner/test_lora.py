@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from core.checkpoint.provenance import Base, base_of
-from core.cluster.local_workers import LocalWorkers
+from core.cluster.workers import LocalWorkers
 from core.config import compose
 from core.errors import InputError
 from core.export import main as export

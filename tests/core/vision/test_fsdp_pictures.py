@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.algorithm.losses import MetricSums
-from core.cluster.local_workers import LocalWorkers
+from core.cluster.workers import LocalWorkers
 from core.learner.batching import mini_batches
 from core.types import TrainBatch
 from tests.core.cluster.test_fsdp import WHOLE, distance, on_ranks
