@@ -71,14 +71,14 @@ def train(rank, world, config, batch, dtype="float64", updates=3, save=None, loa
         mine = steps(config, batch, rank, world)
         metrics.append({**one.update_critic(mine, 1.0), **one.update_actor(mine, 1.0)})
     log_probs = one.compute_log_probs(batch)[0]  # every rank the whole batch
-    values = one.compute_values(batch)[0]
+    values = one.compute_values(batch)
     weights = {name: gather(merged_weights(part.module)) for name, part in one.trained.items()}
     bases = {name: model.base.sha256 for name, model in one.fingerprints().items() if model.base}
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values, "bases": bases}
     if save:
         with patch("core.learner.hf_export.FILE_SIZE", file_size or FILE_SIZE):
             torch.save(one.save(str(save)), f"{save}_rank_{rank}.pt")
-    return {**found, "ref": one.compute_ref_log_prob(batch)[0]} if one.ref else found
+    return {**found, "ref": one.compute_ref_log_prob(batch)} if one.ref else found
 
 
 class Operations(TorchDispatchMode):
