@@ -15,7 +15,7 @@ import numpy as np
 
 from core.errors import InputError
 from core.files import write_atomic
-from core.tracking.records import intact_rows
+from core.tracking.tracker import intact_rows
 from core.types import Prompt, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:

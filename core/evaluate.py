@@ -35,8 +35,8 @@ from core.config.problem import show
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
 from core.files import file_sha256, is_url, write_atomic, written_here
 from core.tracking import run_manifest
-from core.tracking.progress import progress
-from core.tracking.records import json_line
+from core.tracking.samples import progress
+from core.tracking.tracker import json_line
 from core.types import Prompt, ScoredGroup, Trajectory
 from reward_scores import SCORERS, scorer_for
 from reward_scores.score import Score

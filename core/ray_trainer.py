@@ -1,9 +1,8 @@
 """The loop: collect, log-probs, advantages, update, sync. Recipes override its hooks, never ``fit``.
 
-The hooks are phases that take and return values: :meth:`RayPPOTrainer.generate`,
-:meth:`~RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
-:meth:`~RayPPOTrainer.compute_advantages`. Starting, resuming, recording, saving and stopping belong to
-the :class:`core.run.Run` that the trainer holds.
+The hooks are phases that take and return values: :meth:`RayPPOTrainer.generate`, :meth:`~RayPPOTrainer.shape_reward`,
+:meth:`~RayPPOTrainer.keep_group` and :meth:`~RayPPOTrainer.compute_advantages`. Starting, resuming, recording, saving
+and stopping belong to the :class:`core.run.Run` that the trainer holds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from core.algorithm import advantages, checks
 from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.rollout_correction import correct, log_prob_metrics, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
-from core.cluster.workers import LocalWorkers, Workers, ray_backend
 from core.config.schema import Config
 from core.data.parquet import Example
 from core.data.prompts import PromptStream, load_val_prompts
@@ -49,16 +47,14 @@ from core.rollout.collect import (
 from core.rollout.group_rollout import GroupRollout, TrajectorySampler, make_deterministic
 from core.run import LoopState, Run, prepare_torch
 from core.tracking.health import FAILED
-from core.tracking.metrics import data_metrics, progress_metrics, unknown_ids
-from core.tracking.profiling import profiled
-from core.tracking.progress import progress
-from core.tracking.samples import generation_rows, print_examples
-from core.tracking.step_time import BusyClock
+from core.tracking.metrics import BusyClock, data_metrics, profiled, progress_metrics, unknown_ids
+from core.tracking.samples import generation_rows, print_examples, progress
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
+    from core.cluster.workers import Workers
     from core.trace import TraceRecorder
 
 DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
@@ -68,8 +64,8 @@ OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one 
 class RayPPOTrainer:
     """PPO and GRPO as they are, and the base of every other recipe.
 
-    ``RayPPOTrainer(config).init_workers()`` checks the data, loads the models and finds the checkpoint
-    to go on from; ``.fit()`` trains.
+    ``RayPPOTrainer(config).init_workers()`` checks the data, loads the models and finds the checkpoint to go on from;
+    ``.fit()`` trains.
     """
 
     def __init__(self, config: Config):
@@ -104,50 +100,34 @@ class RayPPOTrainer:
 
         Raises InputError, mostly before a model loads, and what a training hook raises on an example answer.
         """
-        config = self.config
         self.run.fetch()
         self.load_data()
-        check_lengths(config, self.longest())
+        check_lengths(self.config, self.longest())
         checkpoint = self.run.open(self.stream, critic=self.needs.critic)
-        if config.trainer.trace.used:
+        if self.config.trainer.trace.used:
             from core.trace import TraceRecorder
 
-            self.trace = TraceRecorder(config, self.tokenizer, self.run.total_steps)
+            self.trace = TraceRecorder(self.config, self.tokenizer, self.run.total_steps)
         with memory_phase("load"):
-            self.workers = self.make_workers(prepare_torch(config.trainer))
+            self.workers = self.make_workers(prepare_torch(self.config.trainer))
         try:
             if self.workers.reward_model is not None:
                 self.reward.attach(self.workers.reward_model)
             state = self.run.attach(self.workers, checkpoint)
-            self.collect_state, self.kl_controller = state.collect, state.kl_controller
         except BaseException:
             self.workers.close()
             raise
-        if self.reward.in_process and isinstance(self.workers.engine, InProcessEngine):
-            self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
-        self.sampler = self.make_sampler(self.turns.watch(self.workers.engine))
-        self.rollout = self.make_rollout()
-        make_deterministic(config, self.workers.engine, self.rollout.scoring, self.tool_calls)
+        self.collect_state, self.kl_controller = state.collect, state.kl_controller
+        self.make_rollout(self.workers.engine)
         return self
-
-    def make_sampler(self, engine: Any) -> TrajectorySampler:
-        """Return what samples single turns and episodes from an engine."""
-        return TrajectorySampler(engine, self.tokenizer, self.config.trainer.seed, self.agent_loop, self.tool_calls)
-
-    def make_rollout(self) -> GroupRollout:
-        """Return what answers and scores groups with the hooks."""
-        n, greedy = self.config.actor_rollout_ref.rollout.n, self.needs.baseline
-        hooks = self.generate, self.shape_reward
-        return GroupRollout(*hooks, self.reward, self.clock, n, self.train_sampling, greedy)
 
     def load_data(self) -> None:
         """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
-        config = self.config
+        config, data = self.config, self.config.data
         check_files(config)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         modality = load_modality(config.actor_rollout_ref.model, self.tokenizer)
         self.known = known_ids(self.tokenizer)
-        data = config.data
         self.agent_loop = make_agent_loop(config, self.tokenizer)
         tools_of = self.agent_loop and self.agent_loop.tools_of
         self.stream = PromptStream(data, self.tokenizer, config.trainer.seed, modality=modality, tools_of=tools_of)
@@ -157,6 +137,10 @@ class RayPPOTrainer:
         self.reward.check(self._examples())
         examples = list(self.stream.files.first.values())
         check_hooks(examples, self.reward.known, self.tokenizer, self.shape_reward, self.keep_group)
+
+    def _examples(self) -> Iterator[Example | Prompt]:
+        """Return all that the run may draw, then the validation prompts."""
+        return itertools.chain(self.stream.files.examples(), self.val_prompts)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return, by the key of their files, the tokens of the longest prompt and those that may follow it."""
@@ -169,28 +153,32 @@ class RayPPOTrainer:
         """Return the tokens of a prompt as the policy reads it, tools included, and of what may follow it."""
         return prompt, self.config.data.max_response_length
 
-    def opening_text(self) -> list[int]:
-        """Return the tokens of the first prompts that have no media, one after another: text as the run has it."""
-        most = min(OPENING, sum(self.longest()["data.train_files"]))
-        prompts = (self.stream.prompt(ordinal) for ordinal in range(min(OPENING_PROMPTS, len(self.stream))))
-        return [token for prompt in prompts if not prompt.media for token in prompt.token_ids][:most]
-
-    def _examples(self) -> Iterator[Example | Prompt]:
-        """Return all that the run may draw, then the validation prompts."""
-        return itertools.chain(self.stream.files.examples(), self.val_prompts)
-
     def make_workers(self, device: torch.device) -> Workers:
         """Return the models and the engine, where ``trainer.backend`` places them."""
+        from core.cluster.workers import LocalWorkers, ray_backend  # which import transformers
+
         backend = ray_backend().RayWorkers if self.config.trainer.backend == "ray" else LocalWorkers
         needs = {"needs_ref": self.needs.ref, "needs_critic": self.needs.critic}
         return backend(self.config, self.tokenizer, device, **needs)
 
+    def make_rollout(self, engine: Any) -> None:
+        """Set what samples from the engine, and what answers and scores groups with the hooks."""
+        if self.reward.in_process and isinstance(engine, InProcessEngine):
+            self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
+        self.sampler = self.make_sampler(self.turns.watch(engine))
+        n, greedy = self.config.actor_rollout_ref.rollout.n, self.needs.baseline
+        hooks = self.generate, self.shape_reward
+        self.rollout = GroupRollout(*hooks, self.reward, self.clock, n, self.train_sampling, greedy)
+        make_deterministic(self.config, engine, self.rollout.scoring, self.tool_calls)
+
+    def make_sampler(self, engine: Any) -> TrajectorySampler:
+        """Return what samples single turns and episodes from an engine."""
+        return TrajectorySampler(engine, self.tokenizer, self.config.trainer.seed, self.agent_loop, self.tool_calls)
+
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
-        with (
-            self.run.running(self.workers, self.agent_loop, self.reward) as self.runner,
-            closing(self.make_ahead()) as ahead,
-        ):
+        owned = self.workers, self.agent_loop, self.reward
+        with self.run.running(*owned) as self.runner, closing(self.make_ahead()) as ahead:
             self.run.bound_mismatch(lambda: self.workers.logprob_noise(self.opening_text()))
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
@@ -246,6 +234,7 @@ class RayPPOTrainer:
         Sets the state that the next step starts from.
         """
         oldest, wanted = self.run.step - self.config.trainer.max_staleness, self.config.data.train_batch_size
+        looks_ahead = self.looks_ahead(metrics.step)
 
         async def roll_group(ordinal: int) -> ScoredGroup:
             group = await self.roll_group(ordinal)
@@ -254,31 +243,23 @@ class RayPPOTrainer:
             return group
 
         with metrics.time("gen"), progress(f"step {metrics.step}, answers", wanted, "prompt") as answered:
-            self.collected = self.runner.run(
-                collect(
-                    roll_group,
-                    self.keeps,
-                    fresh_enough(self.collect_state, oldest),
-                    self.collect_limits(),
-                    stop_requested=lambda: self.run.stop.requested,
-                    ahead=self.looks_ahead(metrics.step),
-                )
+            collecting = collect(
+                roll_group,
+                self.keeps,
+                fresh_enough(self.collect_state, oldest),
+                self.collect_limits(),
+                stop_requested=lambda: self.run.stop.requested,
+                ahead=looks_ahead,
             )
+            self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_all()
         self.collect_state = self.collected.state
-        if not self.looks_ahead(metrics.step):
+        if not looks_ahead:
             # Which groups beyond the step were answered depends on timing, and must not reach a checkpoint
             self.collect_state = dataclasses.replace(self.collect_state, carried={})
         metrics.add(self.collected.metrics)
         metrics.add({"rollout/unknown_ids": unknown_ids(self.collected.groups, self.known)})
         return self.collected.groups
-
-    def keeps(self, group: ScoredGroup) -> bool:
-        """Return what ``keep_group`` does; a group that it drops is remembered where steps are recorded."""
-        kept = self.keep_group(group)
-        if self.trace is not None and not kept:
-            self.trace.remember(group)
-        return kept
 
     def make_batch(self, groups_P: Sequence[ScoredGroup], step: int) -> TrainBatch:
         """Return the groups as a batch, after a check that it is what the engine sampled."""
@@ -286,31 +267,6 @@ class RayPPOTrainer:
         checks.batch_is_sampled(groups_P, batch)
         self.turns.check(groups_P)
         return batch if self.trace is None else self.trace.begin(batch, step)
-
-    def collect_limits(self) -> CollectLimits:
-        """Return how many groups a step needs and how many prompts it draws for them at most.
-
-        A recipe that drops groups may override it.
-        """
-        wanted, in_flight = self.config.data.train_batch_size, self.config.data.gen_batch_size
-        return CollectLimits(wanted, in_flight, DRAWN * max(wanted, in_flight), raise_on_exhausted=False)
-
-    def looks_ahead(self, step: int) -> bool:
-        """Return whether the next step's first prompts are answered by the policy that this step updates."""
-        return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
-
-    def collect_ahead(self, step: int) -> Coroutine[Any, Any, CollectState] | None:
-        """Return what answers the next step's first prompts with this step's policy, if ``max_staleness`` allows it."""
-        if not self.looks_ahead(step):
-            return None
-        return collect_ahead(self.roll_group, self.keeps, self.collected, self.collect_limits())
-
-    def make_ahead(self) -> Ahead:
-        return Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)
-
-    async def roll_group(self, ordinal: int) -> ScoredGroup:
-        """Answer the prompt of an ordinal and score the answers."""
-        return await self.rollout.roll_group(self.stream.prompt(ordinal))
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it."""
@@ -379,13 +335,53 @@ class RayPPOTrainer:
         metrics.add(self.reward.failures.rate(FAILED))
         epoch = self.stream.epoch(groups_P[-1].prompt.ordinal)
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
-        if trainer.rollout_data_dir or self.config.reward_model.num_examine:
-            rows = generation_rows(step, groups_P, self.tokenizer)
-            self.show_generations(step, rows, self.config.reward_model.num_examine, "rollout_data_dir")
+        self.show_generations(step, groups_P, self.config.reward_model.num_examine, "rollout_data_dir")
         state = LoopState(self.kl_controller, self.collect_state)
         if self.run.is_due(trainer.test_freq, step, state):
             self.validate(metrics)
-        self.run.complete(metrics, state, batch)
+        self.run.complete(metrics, state)
+
+    # -- what collecting needs -------------------------------------------------------------------
+
+    def collect_limits(self) -> CollectLimits:
+        """Return how many groups a step needs and how many prompts it draws for them at most.
+
+        A recipe that drops groups may override it.
+        """
+        wanted, in_flight = self.config.data.train_batch_size, self.config.data.gen_batch_size
+        return CollectLimits(wanted, in_flight, DRAWN * max(wanted, in_flight), raise_on_exhausted=False)
+
+    async def roll_group(self, ordinal: int) -> ScoredGroup:
+        """Answer the prompt of an ordinal and score the answers."""
+        return await self.rollout.roll_group(self.stream.prompt(ordinal))
+
+    def keeps(self, group: ScoredGroup) -> bool:
+        """Return what ``keep_group`` does; a group that it drops is remembered where steps are recorded."""
+        kept = self.keep_group(group)
+        if self.trace is not None and not kept:
+            self.trace.remember(group)
+        return kept
+
+    def looks_ahead(self, step: int) -> bool:
+        """Return whether the next step's first prompts are answered by the policy that this step updates."""
+        return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
+
+    def collect_ahead(self, step: int) -> Coroutine[Any, Any, CollectState] | None:
+        """Return what answers the next step's first prompts with this step's policy, if ``max_staleness`` allows it."""
+        if not self.looks_ahead(step):
+            return None
+        return collect_ahead(self.roll_group, self.keeps, self.collected, self.collect_limits())
+
+    def make_ahead(self) -> Ahead:
+        return Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)
+
+    # -- what is measured and shown --------------------------------------------------------------
+
+    def opening_text(self) -> list[int]:
+        """Return the tokens of the first prompts that have no media, one after another: text as the run has it."""
+        most = min(OPENING, sum(self.longest()["data.train_files"]))
+        prompts = (self.stream.prompt(ordinal) for ordinal in range(min(OPENING_PROMPTS, len(self.stream))))
+        return [token for prompt in prompts if not prompt.media for token in prompt.token_ids][:most]
 
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
         """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples are apart.
@@ -400,11 +396,13 @@ class RayPPOTrainer:
         z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
         return {} if z is None else {"rollout_corr/entropy_gap_z": z}
 
-    def show_generations(self, step: int, rows: Sequence[Mapping[str, Any]], printed: int, key: str) -> None:
+    def show_generations(self, step: int, groups: Sequence[ScoredGroup], printed: int, key: str) -> None:
         """Print the first ``printed`` answers of each data source; write all where ``trainer.<key>`` names a folder."""
-        print_examples(rows, printed)
-        if folder := getattr(self.config.trainer, key):
-            self.run.tracker.dump(folder, step, rows, f"trainer.{key}")
+        if (folder := getattr(self.config.trainer, key)) or printed:
+            rows = generation_rows(step, groups, self.tokenizer)
+            print_examples(rows, printed)
+            if folder:
+                self.run.tracker.dump(folder, step, rows, f"trainer.{key}")
 
     # -- validation ------------------------------------------------------------------------------
 
@@ -417,13 +415,14 @@ class RayPPOTrainer:
             self.run.tracker.log(metrics)
 
     async def evaluate(self) -> Sequence[ScoredGroup]:
-        """Answer and score the validation prompts; nothing shapes or filters."""
+        """Answer and score the validation prompts; no hook that shapes or filters is called."""
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
         with progress("validation", len(self.val_prompts), "prompt") as answered:
             return await self.rollout.validation_groups(self.val_prompts, n, self.val_sampling, answered)
 
     def validate(self, metrics: StepMetrics) -> None:
-        """Answer every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
+        """Answer every validation prompt ``val_kwargs.n`` times and record what was right."""
+        step = metrics.step
         with metrics.time("testing"):
             groups = self.runner.run(self.evaluate())
         self.reward.failures.stop_if_all()
@@ -435,7 +434,6 @@ class RayPPOTrainer:
         if self.agent_loop is not None:
             found = self.agent_loop.metrics().items()
             metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
-        rows = generation_rows(metrics.step, groups, self.tokenizer)
-        self.run.tracker.log_validation(metrics.step, records)
-        self.run.tracker.log_samples(metrics.step, rows, self.val_prompts)
-        self.show_generations(metrics.step, rows, self.config.reward_model.val_num_examine, "validation_data_dir")
+        self.run.tracker.log_validation(step, records)
+        self.run.tracker.log_samples(step, generation_rows(step, groups, self.tokenizer), self.val_prompts)
+        self.show_generations(step, groups, self.config.reward_model.val_num_examine, "validation_data_dir")

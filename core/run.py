@@ -7,14 +7,13 @@ needs of the loop arrives as arguments, and it never calls back. Who starts a tr
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -27,34 +26,24 @@ from core.checkpoint import run_state
 from core.checkpoint.provenance import Change, ModelFingerprint, Provenance, check_resume
 from core.checkpoint.remote_copy import RemoteCopy
 from core.checkpoint.store import Checkpoint, CheckpointStore, resolve_resume
-from core.cluster.workers import Workers
 from core.config import convert, defaults
 from core.config.paths import run_folder
-from core.data.prompts import PromptStream
-from core.errors import InputError, WriteFailed, memory_phase, writing
+from core.errors import InputError, WriteFailed, memory_phase
 from core.files import check_writable, is_url
-from core.learner.saving import planned_fingerprints
 from core.rollout.collect import CollectState, StopRequested
-from core.tracking import run_manifest, step_time
-from core.tracking.health import BoundViolation, Health, Repeats, UnhealthyRun
-from core.tracking.run_manifest import RunFacts
-from core.tracking.tracker import Tracker, mend_run_folder
-from core.types import Prompt, StepMetrics, TrainBatch
+from core.tracking import run_manifest
+from core.tracking.health import Health, Repeats, UnhealthyRun
+from core.tracking.metrics import REST, time_parts
+from core.tracking.tracker import Tracker
+from core.types import Prompt, StepMetrics
 
 if TYPE_CHECKING:
+    from core.cluster.workers import Workers
     from core.config.schema import Config
     from core.config.sections.trainer import TrainerConfig
+    from core.data.prompts import PromptStream
 
 log = logging.getLogger(__name__)
-
-# Ctrl-C; a scheduler's warning; a terminal that closes; the warning that `sbatch --signal=USR1@600` asks SLURM for
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-ENDED_BY_SIGNAL = 128  # plus its number: what shells report for a program that a signal ended
-NOTICE = (
-    ": finishing this step, then saving a checkpoint and stopping; the same command continues from it. "
-    "Once more stops at once."
-)
-NOTICE_AGAIN = " again: stopping at once; the last complete checkpoint stands, and the same command continues from it"
 
 
 @dataclass(frozen=True)
@@ -73,15 +62,14 @@ class Run:
     """
 
     def __init__(self, config: Config, state: LoopState):
-        self.config = config
-        self.state = state
+        self.config, self.state = config, state
         self.run_dir = run_folder(config)
         self.store = CheckpointStore(self.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         self.stop = GracefulStop()
         self.health, self.repeats = Health(), Repeats()
         self.step = self.total_steps = 0
-        self.prompt_of: Callable[[int], Prompt] | None = None  # the prompt of an ordinal, once the stream is known
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
+        self.prompt_of: Callable[[int], Prompt] | None = None  # the prompt of an ordinal, once the stream is known
         url = config.trainer.default_local_dir
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
         self.saved_step: int | None = None
@@ -98,7 +86,7 @@ class Run:
     def fetch(self) -> None:
         """Check the URLs that the run writes to, and fetch what is newer at that of the run folder than it is here.
 
-        Before anything opens a file of the run folder, a judge's replies among them. Raises InputError.
+        Before anything opens a file of the run folder. Raises InputError.
         """
         trainer = self.config.trainer
         for name in ("rollout_data_dir", "validation_data_dir"):
@@ -111,10 +99,11 @@ class Run:
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
         """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.
 
-        Raises:
-            InputError: an epoch has no whole batch, or the checkpoint cannot be used: it is damaged, holds other
-                models, or is of a run with another base, other data or another objective.
+        Raises InputError where an epoch has no whole batch, or where the checkpoint is damaged, holds other models, or
+        is of a run with another base, other data or another objective.
         """
+        from core.learner.saving import planned_fingerprints
+
         trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
         self.prompt_of = stream.prompt
         self.contents = run_manifest.contents(self.config)
@@ -123,28 +112,23 @@ class Run:
             self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
             self.ordinals = trainer.total_epochs * len(stream)
         if self.total_steps == 0:
-            raise InputError(
-                f"data.train_batch_size={batch_size}: an epoch has only {len(stream)} prompts; "
-                "lower it, or set trainer.total_training_steps"
-            )
+            rule = f"an epoch has only {len(stream)} prompts; lower it, or set trainer.total_training_steps"
+            raise InputError(f"data.train_batch_size={batch_size}: {rule}")
         checkpoint = resolve_resume(trainer, self.store)
-        if checkpoint is not None and checkpoint.provenance is not None:
-            self.models = planned_fingerprints(self.config, critic=critic)
         if checkpoint is not None:
-            self._check(checkpoint)
-            if not trainer.val_only:
-                with writing(self.run_dir, "what is intact of the run's records"):
-                    mend_run_folder(self.run_dir)
+            if checkpoint.provenance is not None:
+                self.models = planned_fingerprints(self.config, critic=critic)
+            self._compare(checkpoint)
             own = checkpoint.folder.parent == self.store.root
             if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
                 self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
+        print(f"writes to {self.run_dir}", flush=True)
         return checkpoint
 
-    def _check(self, checkpoint: Checkpoint) -> None:
+    def _compare(self, checkpoint: Checkpoint) -> None:
         """Compare the run with the checkpoint, as far as the run is known. Raises InputError."""
-        trainer = self.config.trainer
+        trainer, saved = self.config.trainer, checkpoint.provenance
         allow = trainer.resume_with_changes or trainer.val_only  # which trains nothing
-        saved = checkpoint.provenance
         self.changes = check_resume(checkpoint.folder, saved, self.provenance(saved), allow=allow)
 
     def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
@@ -153,14 +137,14 @@ class Run:
         self.models = workers.fingerprints()  # once: a checkpoint records what was loaded
         if checkpoint is None:
             return self.state
-        self._check(checkpoint)
+        self._compare(checkpoint)
         if self.changes:
             changed = "; ".join(map(str, self.changes))
             log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder, self.prompt_of)
         self.step = self.saved_step = saved.step
-        self.health = Health.of_state(saved.values["health"])
+        self.health = Health(**saved.values["health"])
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)
         self.state = LoopState(self.state.kl_controller.with_state(saved.values["kl_controller"]), collect)
         run_state.set_rng_state(run_state.load_tensors(checkpoint.folder / "rng.pt"))
@@ -194,14 +178,18 @@ class Run:
                     yield runner
                     status = "finished"
                 except StopRequested:
-                    self._save_and_say()
+                    self.save()
                     status = "stopped"
-                except Exception as error:
-                    unhealthy = isinstance(error, UnhealthyRun)
-                    status = "stopped" if unhealthy else status
-                    because = str(error) if unhealthy else f"{type(error).__name__}: {error}"
-                    self.tracker.note("stopped_because", because)
-                    raise
+                    resume = "" if self.config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+                    text = "stopped after step %d of %d (%s); the same command continues%s"
+                    log.warning(text, self.step, self.total_steps, self.stop.cause or "requested", resume)
+        except UnhealthyRun as error:
+            status = "stopped"
+            self.tracker.note("stopped_because", str(error))
+            raise
+        except Exception as error:
+            self.tracker.note("stopped_because", f"{type(error).__name__}: {error}")
+            raise
         finally:
             self._close(status)
             for part in owned:
@@ -212,14 +200,10 @@ class Run:
         only_validates = self.config.trainer.val_only
         folder = self.run_dir / f"val_only_step_{self.step}" if only_validates else self.run_dir
         if self.finished() and not only_validates:
-            log.warning(
-                "the run is finished: step %d of %d is done; raise trainer.total_training_steps or "
-                "trainer.total_epochs to train on",
-                self.step,
-                self.total_steps,
-            )
+            text = "the run is finished: step %d of %d is done; raise trainer.total_training_steps or total_epochs"
+            log.warning(text, self.step, self.total_steps)
         resume_step = self.step if self.saved_step is not None and not only_validates else None
-        facts = RunFacts(
+        facts = run_manifest.RunFacts(
             models={name: model.base for name, model in self.models.items()},
             changes={change.key: [change.there, change.here] for change in self.changes},
         )
@@ -255,18 +239,18 @@ class Run:
         """Return whether something that happens every ``frequency`` steps, and after the last, happens now."""
         return frequency > 0 and (step % frequency == 0 or self._is_last(step, state))
 
-    def complete(self, metrics: StepMetrics, state: LoopState, batch: TrainBatch) -> None:
+    def complete(self, metrics: StepMetrics, state: LoopState) -> None:
         """Record the step, save it where due, and stop an unhealthy run.
 
         The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
         """
         self.step, self.state = metrics.step, state
-        violations = self._check_health(metrics)
+        stopping = self._check_health(metrics)
         if self.saving_s:
             metrics.add({"timing_s/save_checkpoint": self.saving_s})
         now = time.perf_counter()
         metrics.add({"timing_s/whole": now - self.line_ended})  # since the line before; a checkpoint is on the next one
-        metrics.add({"timing_s/other": step_time.parts(metrics.values)[step_time.REST]})
+        metrics.add({"timing_s/other": time_parts(metrics.values)[REST]})
         self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
         if self.is_due(self.config.trainer.save_freq, self.step, state):
@@ -277,7 +261,8 @@ class Run:
                     raise
                 # A run of days may find room before its next save
                 log.warning("%s. Training goes on, and the next checkpoint is another try", error)
-        self._stop_if_unhealthy(violations, batch)
+        if stopping:
+            self._stop_unhealthy(stopping)
 
     def outcome(self) -> str:
         """Return how the run ended, in a few words."""
@@ -285,7 +270,7 @@ class Run:
             return f"validated after step {self.step}"
         return f"{'finished' if self.finished() else 'stopped'} after step {self.step} of {self.total_steps}"
 
-    # -- saving and giving up --------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Write a checkpoint of the last complete step, unless there is one, and send it to the run folder's URL.
@@ -315,74 +300,47 @@ class Run:
             self.remote.send(self.step)
         self.saving_s += time.perf_counter() - start
 
-    def _save_and_say(self) -> None:
-        """Save what a requested stop leaves, and print how to continue. Raises WriteFailed."""
-        cause = f" ({self.stop.cause})" if self.stop.cause else ""
-        try:
-            self.save()
-        except WriteFailed as error:
-            self.tracker.note("stopped_because", str(error))
-            raise
-        how = "the same command continues"
-        if self.step and self.config.trainer.resume_mode != "auto":
-            how += " with trainer.resume_mode=auto"
-        log.warning("stopped after step %d of %d%s; %s", self.step, self.total_steps, cause, how)
-
-    def _check_health(self, metrics: StepMetrics) -> list[BoundViolation]:
-        """Compare the step with ``trainer.health`` and warn of every bound that it crossed."""
-        exact = defaults.EXACT if defaults.exact(self.config) else None
-        self.health, violations = self.health.after(self.step, metrics.values, self.config.trainer.health, exact=exact)
-        last = self.health.last_healthy_step
-        metrics.add({"health/crossed_bounds": len(violations), "health/last_healthy_step": last})
-        self.tracker.note("last_healthy_step", last)
-        for violation in violations:
-            if self.repeats.is_news(violation.check, violation.value) or violation.action == "stop":
-                log.warning("step %d: %s (last healthy step %d)", self.step, violation.text, last)
-        return violations
+    # -- health ----------------------------------------------------------------------------------
 
     def bound_mismatch(self, logprob_noise: Callable[[], float]) -> None:
         """Bound the distance between engine and learner by what rounding costs on this model, in nats a token.
 
         Only where ``trainer.health.logp_diff`` is left to that, and once a run: a resumed one keeps its bound.
         """
-        if not defaults.follows_rounding(self.config) or self.health.logp_diff_bound is not None:
-            return
-        cost = logprob_noise()
-        self.health = dataclasses.replace(self.health, logp_diff_bound=defaults.of_rounding(cost))
-        log.info(
-            "rounding costs %.2g nats a token on this model in the learner's precision: trainer.health.logp_diff warns "
-            "above %.2g; in float32 (actor_rollout_ref.rollout.dtype, actor_rollout_ref.actor.fsdp_config.dtype) "
-            "engine and learner agree",
-            cost,
-            self.health.logp_diff_bound,
-        )
+        if defaults.follows_rounding(self.config) and self.health.logp_diff_bound is None:
+            cost = logprob_noise()
+            self.health.logp_diff_bound = bound = defaults.of_rounding(cost)
+            text = "rounding costs %.2g nats a token on this model: trainer.health.logp_diff warns above %.2g; in "
+            text += "float32 (rollout.dtype and actor.fsdp_config.dtype) engine and learner agree"
+            log.info(text, cost, bound)
 
-    def _stop_if_unhealthy(self, violations: Iterable[BoundViolation], batch: TrainBatch) -> None:
-        """Save and raise UnhealthyRun where a bound with ``action=stop`` was crossed."""
-        stopping = [violation for violation in violations if violation.action == "stop"]
-        if not stopping:
-            return
+    def _check_health(self, metrics: StepMetrics) -> list[str]:
+        """Compare the step with ``trainer.health``, warn of every bound that it crossed, and return what stops."""
+        exact = defaults.EXACT if defaults.exact(self.config) else None
+        violations = self.health.check(self.step, metrics.values, self.config.trainer.health, exact)
+        last = self.health.last_healthy_step
+        metrics.add({"health/crossed_bounds": len(violations), "health/last_healthy_step": last})
+        self.tracker.note("last_healthy_step", last)
+        for violation in violations:
+            if self.repeats.is_news(violation.check, violation.value) or violation.action == "stop":
+                log.warning("step %d: %s (last healthy step %d)", self.step, violation.text, last)
+        return [violation.text for violation in violations if violation.action == "stop"]
+
+    def _stop_unhealthy(self, texts: Sequence[str]) -> None:
+        """Save and raise UnhealthyRun."""
         saved = f"saved in {self.store.folder(self.step)}"
         try:
             self.save()
         except WriteFailed as error:  # must not hide why the run stops
             saved = f"not saved ({error})"
-        if any(violation.check == "nonfinite" for violation in stopping):
-            path = self.run_dir / f"nonfinite_step_{self.step}.pt"
-            tensors = {"lengths": batch.lengths, **batch.stored}
-            if not self.tracker.records.attempt(path.name, path, lambda: run_state.save_tensors(path, tensors)):
-                path.unlink(missing_ok=True)
         last = self.health.last_healthy_step
         sound = max((step for step in self.store.steps() if step <= last), default=None)
-        back = "no checkpoint is that old" if sound is None else f"go back to it with {self._resume_from(sound)}"
+        path = f"trainer.resume_mode=resume_path trainer.resume_from_path={self.store.folder(sound or 0)}"
+        back = "no checkpoint is that old" if sound is None else f"go back to it with {path}"
         raise UnhealthyRun(
-            f"stopped after step {self.step}, {saved}: "
-            f"{'; '.join(violation.text for violation in stopping)}. The last healthy step is {last}: {back}. "
+            f"stopped after step {self.step}, {saved}: {'; '.join(texts)}. The last healthy step is {last}: {back}. "
             "The same command goes on from here and stops again unless the bound is raised"
         )
-
-    def _resume_from(self, step: int) -> str:
-        return f"trainer.resume_mode=resume_path trainer.resume_from_path={self.store.folder(step)}"
 
 
 def prepare_torch(trainer: TrainerConfig) -> torch.device:
@@ -390,6 +348,15 @@ def prepare_torch(trainer: TrainerConfig) -> torch.device:
     torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
     run_state.seed_generators(trainer.seed)
     return torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+# -- signals --------------------------------------------------------------------------------------
+
+# Ctrl-C; a scheduler's warning; a terminal that closes; the warning that `sbatch --signal=USR1@600` asks SLURM for
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+ENDED_BY_SIGNAL = 128  # plus its number: what shells report for a program that a signal ended
+FIRST = ": finishing this step, then saving a checkpoint; the same command continues from it. Once more stops at once."
+AGAIN = " again: stopping at once; the last complete checkpoint stands, and the same command continues from it"
 
 
 class GracefulStop:
@@ -425,13 +392,11 @@ class GracefulStop:
             return
         if number == signal.SIGHUP:
             _drop_closed_terminal()
-        again, self.requested = self.requested, True
-        text = f"\n{signal.Signals(number).name}{NOTICE_AGAIN if again else NOTICE}\n"
+        again, self.requested, self.cause = self.requested, True, signal.Signals(number).name
         with suppress(OSError):  # the terminal that closed, say: nobody reads it
-            os.write(2, text.encode())  # safe while it interrupts a print
+            os.write(2, f"\n{self.cause}{AGAIN if again else FIRST}\n".encode())  # safe while it interrupts a print
         if again:
             os._exit(ENDED_BY_SIGNAL + number)
-        self.cause = signal.Signals(number).name
 
     def request(self) -> None:
         """Request a stop after the step, as a first signal does."""

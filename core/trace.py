@@ -29,7 +29,7 @@ import numpy as np
 from core.config.paths import run_folder
 from core.data.vocabulary import end_ids
 from core.files import replacing
-from core.tracking.records import Records
+from core.tracking.tracker import attempt
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class TraceRecorder:
         self.folder, self.total_steps = run_folder(config) / FOLDER, total_steps
         self.texts: dict[int, str | dict[str, str]] = {}  # of the tokens seen so far
         self.dropped: dict[int, ScoredGroup] = {}  # the lowest ordinals, which do not depend on timing
-        self.records = Records()
 
     def is_due(self, step: int) -> bool:
         """Return whether the step is to be recorded."""
@@ -106,7 +105,7 @@ class TraceRecorder:
             nonlocal size
             size = self._write(path, metrics.step, chosen, batch, traced.rows)
 
-        written = self.records.attempt(FOLDER, path, write)
+        written = attempt(path, write)
         cost = {"perf/trace_cpu_s": time.thread_time() - start + traced.cpu_s, "perf/trace_mb": size / 2**20}
         return cost if written else {**cost, "perf/trace_dropped": 1}
 

@@ -25,7 +25,7 @@ from core.engines import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Packer, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
 from core.rewards.grading import Answer, ModelScore
-from core.tracking.profiling import Profile
+from core.tracking.metrics import Profile
 from core.types import TrainBatch
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from core.learner.saving import load_model, load_optimizer, save_model
 from core.learner.traced_tokens import TracedRows
 from core.rewards.grading import RewardModelCall
 from core.tracking.health import Repeats
-from core.tracking.profiling import Profile
+from core.tracking.metrics import Profile
 from core.types import TrainBatch
 
 if TYPE_CHECKING:

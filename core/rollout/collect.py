@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.tracking.step_time import BusyClock
+from core.tracking.metrics import BusyClock
 from core.types import Dropped, ScoredGroup, StepMetrics
 
 log = logging.getLogger(__name__)

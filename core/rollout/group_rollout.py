@@ -18,7 +18,7 @@ from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.engines.in_process_engine import InProcessEngine
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import AgentLoop, Barrier, Episode, Limits
-from core.tracking.step_time import BusyClock
+from core.tracking.metrics import BusyClock
 from core.types import Prompt, ScoredGroup, Trajectory
 from reward_scores.score import Score
 

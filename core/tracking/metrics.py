@@ -1,23 +1,52 @@
-"""Metrics of a step's data, under verl's names.
+"""Numbers of a step, under verl's names: of its data, and where its seconds went.
 
-``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less the KL penalty
-where the reward carries one). ``response_length/*`` counts every token after the prompt, tool output included;
-``clip_ratio`` is the share that ran into the limit. ``reward/<part>/mean`` follows each part of the scores, so that
-``reward/acc/mean`` equals ``critic/acc/mean``; published runs have the latter. ``perf/throughput`` is verl's:
-tokens of prompts and responses, a second of the step, a GPU of the learner (on a CPU: a learner rank).
+``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less the KL penalty where the
+reward carries one). ``response_length/*`` counts every token after the prompt, tool output included; ``clip_ratio`` is
+the share that ran into the limit. ``perf/throughput`` is verl's: tokens of prompts and responses, a second of the step,
+a GPU of the learner (on a CPU: a learner rank).
+
+Imports no torch: reports use the parts of a step's time too.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
-from core.data.vocabulary import count_unknown
+from core.config.paths import run_folder
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from reward_scores.score import Score, ScoreStatus
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.config.schema import Config
+
+# part -> the timers it is made of. With the rest they add up to timing_s/whole, the seconds since the line before.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "decode": ("decode",),
+    "score": ("reward",),
+    "log-probs": ("old_log_prob",),
+    "reference": ("ref",),
+    "values": ("values",),
+    "advantages": ("adv",),
+    "update": ("update_critic", "update_actor"),
+    "sync": ("update_weights",),
+    "next step's samples": ("wait_ahead",),
+    "validation": ("testing",),
+    "checkpoint": ("save_checkpoint",),
+}
+REST = "other"
+PREFIX = "timing_s/"
+
+
+# --- the data of a step ---
 
 
 def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, float]:
@@ -37,20 +66,19 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         **_spread("prompt_length", prompts),
         **_spread("num_turns", np.array([t.turns for t in trajectories])),
         "tool_call_counts/mean": float(np.mean([t.tool_calls for t in trajectories])),
-        **{f"reward/{name}/mean": mean for name, mean in part_means(scores).items()},
+        **_part_means(scores),
         **status_rates(scores),
         "reward/zero_variance_share": float(np.mean(np.ptp(values, axis=1) <= 1e-6)),
         "reward/masked_share": float(np.mean([score.masked for score in scores])),
         "perf/total_num_tokens": float(lengths.sum() + prompts.sum()),
     }
-    written = batch.response_mask
-    for name in ("advantages", "returns", "values"):
-        if name in batch.stored and (name != "returns" or "values" in batch.stored):
+    written, critic = batch.response_mask, "values" in batch.stored
+    for name in ("advantages", "returns", "values") if critic else ("advantages",):
+        if name in batch.stored:
             metrics.update(_spread(f"critic/{name}", batch.require(name)[written].numpy()))
-    if "values" in batch.stored:
-        metrics["critic/vf_explained_var"] = explained_variance(
-            batch.require("values"), batch.require("returns"), written
-        )
+    if critic:
+        returns = batch.require("returns")
+        metrics["critic/vf_explained_var"] = explained_variance(batch.require("values"), returns, written)
     return metrics
 
 
@@ -64,30 +92,24 @@ def repeated_share(ids: np.ndarray, size: int = 3) -> float:
 
 def unknown_ids(groups: Sequence[ScoredGroup], known: np.ndarray | None) -> int:
     """Count the tokens of the policy that are not among its tokenizer's ids, ``known``: engines never sample others."""
+    from core.data.vocabulary import count_unknown
+
     return sum(count_unknown(known, t.response_ids[t.response_mask]) for group in groups for t in group.trajectories)
 
 
 def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str, float]:
     """Return the numbers of a step that follow from its others."""
+    seconds = metrics.values["timing_s/step"]
     return {
         "training/global_step": metrics.step,
         "training/epoch": epoch,
-        "perf/time_per_step": (seconds := metrics.values["timing_s/step"]),  # unlike verl's without validation
+        "perf/time_per_step": seconds,  # unlike verl's without validation
         "perf/throughput": metrics.values["perf/total_num_tokens"] / (seconds * ranks),
     }
 
 
-def part_means(scores: Iterable[Score]) -> dict[str, float]:
-    """Return the mean of each part over the scores that have it."""
-    parts = defaultdict(list)
-    for score in scores:
-        for name, value in score.parts.items():
-            parts[name].append(value)
-    return {name: float(np.mean(values)) for name, values in sorted(parts.items())}
-
-
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return ``1 - Var(returns - values) / Var(returns)`` over the policy tokens: 1 is a perfect critic.
+    """Return ``1 - Var(returns - values) / Var(returns)`` over the policy's tokens: 1 is a perfect critic.
 
     Shapes:
         all tensors  [...]  of one shape
@@ -96,13 +118,116 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return float(1 - residual.var(correction=0) / (returns.var(correction=0) + 1e-5))
 
 
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
-    if not len(values):  # a step in which no answer holds a token
-        values = np.zeros(1)
-    return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
+def _part_means(scores: Iterable[Score]) -> dict[str, float]:
+    """Return the mean of each part over the scores that have it."""
+    parts = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            parts[name].append(value)
+    return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sorted(parts.items())}
 
 
 def status_rates(scores: Sequence[Score]) -> dict[str, float]:
     """Return ``reward/<status>_rate`` for every status, 0 included; nothing for no scores."""
     counts = Counter(score.status for score in scores)
     return {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    if not len(values):  # a step in which no answer holds a token
+        values = np.zeros(1)
+    return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
+
+
+# --- the seconds of a step ---
+
+
+class BusyClock:
+    """Wall time by activity, each second counted once: for the first activity of ``order`` that is going on.
+
+    Samples decode while others are scored; what is scored behind decoding costs nothing, and only the seconds in
+    which nothing decodes are the scorer's. Used from one thread at a time.
+    """
+
+    def __init__(self, *order: str, now: Callable[[], float] = time.perf_counter):
+        self.order, self.now = order, now
+        self.going_on = dict.fromkeys(order, 0)
+        self.seconds = dict.fromkeys(order, 0.0)
+        self.since = now()
+
+    @contextmanager
+    def busy(self, activity: str) -> Iterator[None]:
+        """Count one more of this activity while the block runs. Blocks may overlap."""
+        self._charge()
+        self.going_on[activity] += 1
+        try:
+            yield
+        finally:
+            self._charge()
+            self.going_on[activity] -= 1
+
+    def _charge(self) -> None:
+        now = self.now()
+        first = next((name for name in self.order if self.going_on[name]), None)
+        if first is not None:
+            self.seconds[first] += now - self.since
+        self.since = now
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, by activity."""
+        self._charge()
+        taken, self.seconds = self.seconds, dict.fromkeys(self.order, 0.0)
+        return taken
+
+
+def time_parts(row: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's seconds by part, in the order of :data:`PARTS` with the rest last; they sum to the whole.
+
+    A part that never began is left out; a line without ``timing_s/whole`` (the validation before the first step) has
+    none.
+    """
+    if (whole := row.get(f"{PREFIX}whole")) is None:
+        return {}
+    begun = {name: [row[PREFIX + timer] for timer in timers if PREFIX + timer in row] for name, timers in PARTS.items()}
+    seconds = {name: sum(timed) for name, timed in begun.items() if timed}
+    return {**seconds, REST: whole - sum(seconds.values())}
+
+
+class Profile:
+    """torch's profiler in this process, which writes a Chrome trace (open it in ui.perfetto.dev).
+
+    ``start`` and ``stop`` enclose a step, in the same thread.
+    """
+
+    def __init__(self) -> None:
+        self._running: Any = None
+
+    def start(self) -> None:
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._running = torch.profiler.profile(activities=activities)
+        self._running.start()
+
+    def stop(self, trace: Path) -> None:
+        """End the profile and write it to ``trace``."""
+        running, self._running = self._running, None
+        running.stop()
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        running.export_chrome_trace(str(trace))
+
+
+@contextmanager
+def profiled(config: Config, workers: Any, step: int) -> Iterator[None]:
+    """Profile the step in every process that works on it, where ``global_profiler`` names it."""
+    profiler = config.global_profiler
+    if profiler.tool is None or step not in (profiler.steps or ()):
+        yield
+        return
+    workers.start_profile()
+    try:
+        yield
+    finally:
+        workers.stop_profile(Path(profiler.save_path or run_folder(config) / "profile"), f"step_{step}")

@@ -6,37 +6,36 @@ validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` t
 
 **Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
 files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
-logged before its checkpoint is complete. TensorBoard purges what follows k as well; wandb cannot take steps back and
-keeps the first values it was sent, MLflow keeps both.
+logged before its checkpoint is complete. TensorBoard purges what follows k as well; wandb keeps the first values it was
+sent.
 
-**Metric names** are verl's: ``critic/{score,rewards,advantages,returns,values}/{mean,max,min}``, ``critic/vf_*``,
-``actor/{entropy,pg_loss,kl_loss,ppo_kl,pg_clipfrac,pg_clipfrac_lower,grad_norm,lr}``,
-``{response,prompt}_length/{mean,max,min,clip_ratio}``, ``rollout_corr/*``, ``timing_s/{gen,reward,old_log_prob,ref,
-values,adv,update_critic,update_actor,save_checkpoint,testing,step}``, ``perf/*``, ``training/{global_step,epoch}``, and
-the validation names of :mod:`core.tracking.validation`. Not verl's: ``reward/<part>/mean`` and ``collect/*``.
+**Metric names** are verl's (``critic/score/mean``, ``actor/pg_loss``, ``response_length/mean``, ``timing_s/gen``, ...),
+and the validation names of :mod:`core.tracking.validation`. Not verl's: ``reward/<part>/mean`` and ``collect/*``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from core.config import Config, to_yaml
-from core.errors import writing
+from core.errors import WriteFailed, unwritten, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
-from core.tracking import records, run_manifest
+from core.tracking import run_manifest
 from core.tracking.loggers import LoggedRun, Loggers, headline
-from core.tracking.records import Records, Row, intact_rows, json_line, read_jsonl, step_of
 from core.tracking.run_manifest import RunFacts
-from core.tracking.samples import of_each_source, spread_out
+from core.tracking.samples import Row, by_source, spread_out
 from core.tracking.validation import ValRecord
 from core.types import Prompt, StepMetrics
+
+log = logging.getLogger(__name__)
 
 ENDINGS = ("finished", "stopped", "failed")
 METRICS, SAMPLES, MANIFEST = "metrics.jsonl", "samples.jsonl", "manifest.json"
@@ -50,7 +49,6 @@ class Tracker:
 
     ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to ``previous/<n>/``),
     ``resume_step=k`` goes on after step k. Create it once threads are set and data files are known: both are recorded.
-    ``recipe`` is by default the name of the folder that holds the run's.
 
     A record that cannot be written is dropped with a warning; a line of metrics waits for the next step.
 
@@ -69,40 +67,38 @@ class Tracker:
         facts: RunFacts | None = None,
     ) -> None:
         self.run_dir, self.config = Path(run_dir), config
-        self.records = Records()
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
+        self._bar: Any = None
         with writing(self.run_dir, "the run folder"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
                 _set_aside(self.run_dir)
             else:
-                mend_run_folder(self.run_dir)
                 _drop_after(self.run_dir, resume_step)
             self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1)
             recipe = recipe or self.run_dir.resolve().parent.name
-            path = self.run_dir / MANIFEST
-            self.manifest = run_manifest.begun(path, config, recipe, resume_step, self._last_step, facts)
+            self.manifest = run_manifest.begun(
+                self.run_dir / MANIFEST, config, recipe, resume_step, facts or RunFacts()
+            )
+            if resume_step and self._last_step < resume_step:
+                gap = f"resumed after step {resume_step}, but metrics.jsonl ends at step {max(0, self._last_step)}"
+                self.manifest["sessions"][-1]["gap"] = gap
+                log.warning("%s: the curves of this run have a hole", gap)
             self._write_manifest()
             write_atomic(self.run_dir / "config.yaml", to_yaml(config))
             (self.run_dir / METRICS).touch()  # a run that ends before its first step has one too
-        self._bar: Any = None
-        run_id, sessions = self.manifest["run_id"], self.manifest["sessions"]
-        self._run = LoggedRun(config, self.run_dir, run_id, resume_step, self.manifest["recipe"], sessions)
+        self._run = LoggedRun(config, self.run_dir, self.manifest["run_id"], resume_step, self.manifest["recipe"])
         try:
-            self._loggers = Loggers(self._run, self._note_logger)
+            self._loggers = Loggers(self._run)
         except BaseException:
             self._end("failed")
             raise
 
-    def _note_logger(self, name: str, reason: str) -> None:
-        self.manifest["sessions"][-1].setdefault("logger_failures", {})[name] = reason
-        self._keep_manifest()
-
     def _write_manifest(self) -> None:
         write_atomic(self.run_dir / MANIFEST, json.dumps(self.manifest, indent=1) + "\n")
 
-    def _keep_manifest(self) -> bool:
-        return self.records.attempt(MANIFEST, self.run_dir / MANIFEST, self._write_manifest, "stays as it is")
+    def _keep_manifest(self) -> None:
+        attempt(self.run_dir / MANIFEST, self._write_manifest, "stays as it is")
 
     def note(self, name: str, value: Any) -> None:
         """Add a fact about the run to its manifest, which is written when the run ends."""
@@ -113,17 +109,15 @@ class Tracker:
 
         ``total`` also goes into the manifest, from which a report knows that a run ended early.
         """
-        self.manifest["total_steps"] = total
+        self.manifest["total_steps"] = self._run.total = total
         self._keep_manifest()
-        self._run.total = total
         if sys.stderr.isatty():  # a log has the console's line for each step
+            from tqdm import tqdm
+
             self._bar = tqdm(total=total, initial=max(0, self._last_step), unit="step", dynamic_ncols=True)
 
     def log(self, metrics: StepMetrics) -> None:
-        """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps do not rise.
-
-        A line that a full disk does not take waits for the next step.
-        """
+        """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps do not rise."""
         if metrics.step <= self._last_step:
             raise ValueError(f"step {metrics.step} logged after {self._last_step}: each step is logged once, in order")
         self._last_step = metrics.step
@@ -131,13 +125,13 @@ class Tracker:
         self._append_metrics("waits for the next step")
         self._loggers.log(metrics.step, metrics.values)
         if self._bar is not None:
-            shown = {label: f"{value:{form}}" for label, value, form in headline(metrics.values)}
-            self._bar.set_postfix({k: v for k, v in shown.items() if k in ("reward", "length")}, refresh=False)
+            shown = dict(headline(metrics.values))
+            self._bar.set_postfix({k: shown[k] for k in ("reward", "length") if k in shown}, refresh=False)
             self._bar.update(metrics.step - self._bar.n)
 
     def _append_metrics(self, lost: str) -> None:
         path = self.run_dir / METRICS
-        if self.records.attempt(METRICS, path, lambda: records.append(path, self._unwritten), lost):
+        if attempt(path, lambda: append(path, self._unwritten), lost):
             self._unwritten.clear()
 
     def log_validation(self, step: int, rows: Iterable[ValRecord]) -> None:
@@ -146,8 +140,7 @@ class Tracker:
 
     def dump(self, folder: str | Path, step: int, rows: Sequence[Row], key: str = "folder") -> None:
         """Write the rows with :func:`dump_jsonl`, where that is possible."""
-        path = f"{folder}/{step}.jsonl"
-        self.records.attempt(Path(folder).name, path, lambda: dump_jsonl(folder, step, rows, key))
+        attempt(f"{folder}/{step}.jsonl", lambda: dump_jsonl(folder, step, rows, key))
 
     def log_samples(self, step: int, rows: Sequence[Row], prompts: Iterable[Prompt] = ()) -> None:
         """Keep a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
@@ -156,16 +149,16 @@ class Tracker:
         the report shows thumbnails.
         """
         count = self.config.trainer.log_val_generations
-        kept = [{**row, "step": step} for row in of_each_source(rows, max(count, KEPT_SAMPLES))]
+        kept = [row for same in by_source(rows).values() for row in spread_out(same, max(count, KEPT_SAMPLES))]
         path = self.run_dir / SAMPLES
-        self.records.attempt(SAMPLES, path, lambda: records.append(path, kept))
-        media = {(prompt.data_source, prompt.uid): prompt.media for prompt in prompts if prompt.media}
-        of_kept = ((row.get("data_source"), row.get("uid")) for row in kept)
-        if shown := {question: media[question] for question in of_kept if question in media}:
+        attempt(path, lambda: append(path, [{**row, "step": step} for row in kept]))
+        asked = {(row.get("data_source"), row.get("uid")) for row in kept}
+        media = {(one.data_source, one.uid): one.media for one in prompts if one.media}
+        if shown := {question: media[question] for question in media if question in asked}:
             from core.vision.pictures import keep_thumbnails
 
             file = self.run_dir / PICTURES
-            self.records.attempt(PICTURES, file, lambda: keep_thumbnails(file, shown))
+            attempt(file, lambda: keep_thumbnails(file, shown))
         if count:
             self._loggers.samples(step, spread_out(rows, count))
 
@@ -180,41 +173,11 @@ class Tracker:
             self._loggers.close(status == "failed")
 
     def _end(self, status: str) -> None:
-        """Write what is left, and the status, which needs no room on a full disk."""
         self.manifest["status"] = status
         self.manifest["sessions"][-1]["ended"] = run_manifest.now()
         if self._unwritten:  # a last try
             self._append_metrics("is lost")
-        if self.records.dropped:
-            self.manifest["sessions"][-1]["records_dropped"] = dict(self.records.dropped)
-        if not self._keep_manifest():
-            run_manifest.put_status(self.run_dir / MANIFEST, status)
-
-
-def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "folder") -> None:
-    """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir.
-
-    Raises InputError, which names ``key``, where the folder is a URL that cannot be written.
-    """
-    name, text = f"{step}.jsonl", "".join(map(json_line, rows))
-    if is_url(folder):
-        return upload(str(folder), key, name, text.encode())
-    path = Path(folder) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)
-
-
-# --- resuming ---
-
-
-def mend_run_folder(run_dir: Path) -> None:
-    """Set what is damaged of the run's records aside, with a warning: a run resumes from its checkpoint, not from them.
-
-    Call it before models load. Raises OSError.
-    """
-    records.mend(run_dir / METRICS)
-    records.mend(run_dir / SAMPLES)
-    run_manifest.mend(run_dir / MANIFEST)
+        self._keep_manifest()
 
 
 def _set_aside(run_dir: Path) -> None:
@@ -229,10 +192,19 @@ def _set_aside(run_dir: Path) -> None:
 
 
 def _drop_after(run_dir: Path, step: int) -> None:
-    """Remove what later steps wrote before the run went back to its checkpoint of ``step``."""
+    """Remove what later steps wrote before the run went back to its checkpoint of ``step``.
+
+    A damaged line is left out with a warning, and the file as it was is kept beside it: a run resumes from its
+    checkpoint, not from its records.
+    """
     for path in (run_dir / METRICS, run_dir / SAMPLES):
+        rows, damaged = intact_rows(path)
+        if damaged:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.copyfile(path, aside)
+            text = "%s: %d damaged lines (%s) are left out; %s has the file as it was"
+            log.warning(text, path, len(damaged), damaged[0], aside.name)
         if path.exists():
-            rows, _ = intact_rows(path, of_steps=True)
             write_atomic(path, "".join(json_line(row) for row in rows if row["step"] <= step))
     for path in (run_dir / "validation").glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > step:
@@ -240,3 +212,88 @@ def _drop_after(run_dir: Path, step: int) -> None:
     for path in (run_dir / "trace").glob("step_*"):
         if step_of(path) > step or path.name.endswith(PARTIAL):  # or what a kill left half written
             path.unlink()
+
+
+# --- JSON lines, and writes that may fail ---
+
+
+def attempt(path: Path | str, write: Callable[[], Any], lost: str = "is dropped") -> bool:
+    """Write a record and return whether it worked: one that cannot be written costs a warning, never the training."""
+    try:
+        write()
+    except (OSError, WriteFailed) as error:
+        reason = error if isinstance(error, WriteFailed) else unwritten(error, path, Path(path).name)
+        log.warning("%s: it %s, and the run goes on; make room there", reason, lost)
+        return False
+    return True
+
+
+def json_line(row: Row) -> str:
+    """Return a row as a line. Half a surrogate pair, which no file can hold, is written as an escape."""
+    line = json.dumps(row, ensure_ascii=False, default=str) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        line = json.dumps(row, default=str) + "\n"
+    return line
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Add the rows to the file, on disk when this returns. Raises OSError, and leaves no part of a line then."""
+    data = memoryview("".join(map(json_line, rows)).encode())
+    with open(path, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "folder") -> None:
+    """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir.
+
+    Raises InputError, which names ``key``, where the folder is a URL that cannot be written.
+    """
+    name, text = f"{step}.jsonl", "".join(map(json_line, rows))
+    if is_url(folder):
+        return upload(str(folder), key, name, text.encode())
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_atomic(Path(folder) / name, text)
+
+
+def intact_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of a file, and for each damaged line its number and what is wrong. No file has neither.
+
+    An incomplete last line, of a process killed in writing it, is neither.
+    """
+    # Not splitlines: it also splits at U+2028 and the like, which JSON leaves as they are inside an answer.
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    rows, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line and type(row := json.loads(line.decode())) is dict:
+                rows.append(row)
+            elif line:
+                raise ValueError("no mapping")
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                damaged.append(f"line {number}: {type(error).__name__}: {error}")
+    return rows, damaged
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file; an incomplete last line is left out. Raises ValueError where another is damaged."""
+    rows, damaged = intact_rows(path)
+    if damaged:
+        raise ValueError(f"{path}, {damaged[0]}")
+    return rows
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a record named ``step_N``, complete or not; -1 for another name."""
+    number = path.name.split(".")[0].removeprefix("step_")
+    return int(number) if number.isdecimal() else -1

@@ -1,22 +1,17 @@
-"""Validation statistics: pure functions of the validation records, with an interval on every number.
+"""Validation numbers with a 95 % interval each: pure functions of the validation records, without torch.
 
-**The unit is the question.** Samples of one question are not independent, so every interval here treats
-a question as one observation (a cluster), never a sample. Records that share ``(data_source, uid)`` are
-one question: a benchmark whose examples are repeated 32 times gives ``mean@32``, not 32 times as many questions.
+**The unit is the question.** Samples of one question are not independent, so every interval treats a question as one
+observation, never a sample. Records that share ``(data_source, uid)`` are one question: a benchmark whose examples are
+repeated 32 times gives ``mean@32``.
 
-**Names** are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N`` with ``N`` samples a question, and in
-``val-aux/`` the rest: ``std@N``, smaller ``k``, other variables, ``.../ci_low``, ``.../ci_high``,
-``<source>/num_questions``, and ``acc/{min,max}`` where a scorer's ``acc`` leaves 0 to 1. Two estimators differ from
-verl's on purpose:
+**Names** are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N`` with ``N`` samples a question, and in ``val-aux/`` the
+rest. Two estimators differ from verl's on purpose:
 
-* verl's ``best@k`` draws k of the N samples *with* replacement (a bootstrap on the global numpy generator),
-  which underestimates: one right answer of two gives 0.75 at k=2, though both answers were drawn and one is
-  right. Here subsets are drawn without replacement and in closed form; for 0/1 values this is the unbiased
+* verl's ``best@k`` draws k of the N samples *with* replacement, which underestimates: one right answer of two gives
+  0.75 at k=2. Here subsets are drawn without replacement and in closed form; for 0/1 values this is the unbiased
   ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, arXiv 2107.03374, eq. 1), called ``pass@k``.
-* ``maj@N`` is one vote of all N samples instead of a bootstrap over votes. As in verl a tie goes to the answer
-  that was seen first; unlike verl, samples from which no answer was read do not vote.
-
-Nothing here imports torch or draws a random number. Comparisons of runs are in results/reporting/comparison.py.
+* ``maj@N`` is one vote of all N samples instead of a bootstrap over votes. As in verl a tie goes to the answer that was
+  seen first; unlike verl, samples from which no answer was read do not vote.
 """
 
 from __future__ import annotations
@@ -26,14 +21,91 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from core.tracking.confidence_intervals import Estimate, question_interval, t_interval
 from core.types import ScoredGroup
 from reward_scores.score import ScoreStatus
 
 LOST = (ScoreStatus.TIMEOUT.value, ScoreStatus.CRASH.value)  # an answer of these has no score
-_FAILURES = (ScoreStatus.PARSE_ERROR, ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
+FAILURES = (ScoreStatus.PARSE_ERROR, ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
+Z95 = statistics.NormalDist().inv_cdf(0.975)
+
+
+# --- intervals ---
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over ``n`` units with its 95 % interval; the bounds are None where one unit cannot give any."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+def t_probability(t: float, df: int) -> float:
+    """P(-t < T < t) of Student's t with integer ``df``, exact (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
+    theta = math.atan(t / math.sqrt(df))
+    cos2, odd = math.cos(theta) ** 2, df % 2
+    total = term = math.cos(theta) if odd else 1.0
+    for i in range(2 + odd, df - 1, 2):
+        term *= cos2 * (i - 1) / i
+        total += term
+    if odd:
+        return 2 / math.pi * (theta + (math.sin(theta) * total if df > 1 else 0.0))
+    return math.sin(theta) * total
+
+
+@cache
+def t_quantile(df: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t, by bisection; the normal one from 10,000 degrees on."""
+    if df >= 10_000:
+        return Z95
+    low, high = Z95, 13.0  # 12.706 belongs to one degree of freedom
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_probability(middle, df) < 0.95 else (low, middle)
+    return (low + high) / 2
+
+
+def wilson(mean: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a proportion seen in ``n`` independent trials (Wilson 1927)."""
+    z2 = Z95**2
+    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z95 / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """Mean of independent values with Student's 95 % interval; no bounds for a single value."""
+    n, mean = len(values), statistics.fmean(values)
+    if n < 2:
+        return Estimate(mean, None, None, n)
+    half = t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return Estimate(mean, mean - half, mean + half, n)
+
+
+def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate:
+    """Mean over questions of their own 0/1 frequencies over ``draws`` samples, with a 95 % interval.
+
+    Wilson's interval at the effective sample size ``p (1-p) / var(mean)``, which stays sensible near 0 and 1 where
+    Student's has no width. The size is kept between the number of questions (as if a question's draws always agreed)
+    and that times ``draws`` (as if they were independent).
+    """
+    n, mean = len(per_question), statistics.fmean(per_question)
+    if n < 2:
+        return Estimate(mean, None, None, n)
+    variance = statistics.variance(per_question) / n
+    size = mean * (1 - mean) / variance if variance > 0 else float(n)
+    if draws > 1:  # the variance was itself estimated from n questions (Korn and Graubard 1998)
+        size *= (Z95 / t_quantile(n - 1)) ** 2
+    low, high = wilson(mean, min(max(size, n), n * draws))
+    return Estimate(mean, low, high, n)
+
+
+# --- one question ---
 
 
 @dataclass(frozen=True)
@@ -60,7 +132,7 @@ class ValRecord:
             del values["score"]
         values["response_length"] = tuple(float(t.response_mask.sum()) for t in group.trajectories)
         values["truncated"] = tuple(float(t.truncated) for t in group.trajectories)
-        for status in _FAILURES:
+        for status in FAILURES:
             values[status.value] = tuple(float(score.status is status) for score in group.scores)
         voted = any(score.pred is not None for score in group.scores)
         preds = tuple(score.pred for score in group.scores) if voted else ()
@@ -76,9 +148,6 @@ class ValRecord:
         return cls(row["uid"], row["data_source"], values, tuple(row.get("pred", ())))
 
 
-# --- one question ---
-
-
 def best_at_k(values: Sequence[float], k: int) -> float:
     """Return the expected best of ``k`` samples drawn without replacement; for 0/1 values, unbiased ``pass@k``."""
     n = len(values)
@@ -89,10 +158,7 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 
 
 def majority(values: Sequence[float], preds: Sequence[str | None]) -> float:
-    """Return the value of the answer that most samples gave, the first seen of several.
-
-    A sample without an answer has no vote. Where no sample has an answer, the value of the first sample is returned.
-    """
+    """Return the value of the answer that most samples gave, the first seen of several; without answers the first."""
     votes = Counter(pred for pred in preds if pred is not None)  # in the order in which they were first seen
     return values[list(preds).index(max(votes, key=votes.__getitem__))] if votes else values[0]
 
@@ -148,32 +214,27 @@ def are_shares(values: Iterable[float]) -> bool:
 def failed_share(records: Iterable[ValRecord]) -> float:
     """Return the share of answers that the scorer failed on."""
     answers = [record.values.get(name, ()) for record in records for name in LOST]
-    failed = sum(map(sum, answers))
-    return failed * len(LOST) / max(1, sum(map(len, answers)))
-
-
-def _source_metrics(source: str, rows: Sequence[ValRecord]) -> dict[str, float]:
-    n = min(len(row.values["acc"]) for row in rows)
-    out: dict[str, float] = {}
-    for variable in [v for v in rows[0].values if all(v in row.values for row in rows)]:
-        for name, estimate in variable_estimates(variable, rows, n).items():
-            core = variable == "acc" and name.partition("/")[0].endswith(f"@{n}")
-            out[f"val-{'core' if core else 'aux'}/{source}/{variable}/{name}"] = estimate.value
-            if estimate.low is not None and estimate.high is not None:
-                out[f"val-aux/{source}/{variable}/{name}/ci_low"] = estimate.low
-                out[f"val-aux/{source}/{variable}/{name}/ci_high"] = estimate.high
-        if n > 1 and variable in ("acc", "reward"):
-            spread = statistics.fmean(statistics.pstdev(row.values[variable]) for row in rows)
-            out[f"val-aux/{source}/{variable}/std@{n}"] = spread
-    values = [value for row in rows for value in row.values["acc"]]
-    if not are_shares(values):
-        out[f"val-aux/{source}/acc/min"], out[f"val-aux/{source}/acc/max"] = min(values), max(values)
-    out[f"val-aux/{source}/num_questions"] = float(len(rows))
-    out[f"val-aux/{source}/num_samples"] = float(sum(len(row.values["acc"]) for row in rows))
-    return out
+    return sum(map(sum, answers)) * len(LOST) / max(1, sum(map(len, answers)))
 
 
 def validation_metrics(records: Iterable[ValRecord]) -> dict[str, float]:
     """Return all numbers of one validation pass, by data source, under the names of the module's head."""
-    by_source = merge_by_question(records).items()
-    return {name: value for source, rows in by_source for name, value in _source_metrics(source, rows).items()}
+    out: dict[str, float] = {}
+    for source, rows in merge_by_question(records).items():
+        n = min(len(row.values["acc"]) for row in rows)
+        for variable in [v for v in rows[0].values if all(v in row.values for row in rows)]:
+            for name, estimate in variable_estimates(variable, rows, n).items():
+                core = variable == "acc" and name.partition("/")[0].endswith(f"@{n}")
+                out[f"val-{'core' if core else 'aux'}/{source}/{variable}/{name}"] = estimate.value
+                if estimate.low is not None and estimate.high is not None:
+                    out[f"val-aux/{source}/{variable}/{name}/ci_low"] = estimate.low
+                    out[f"val-aux/{source}/{variable}/{name}/ci_high"] = estimate.high
+            if n > 1 and variable in ("acc", "reward"):
+                spread = statistics.fmean(statistics.pstdev(row.values[variable]) for row in rows)
+                out[f"val-aux/{source}/{variable}/std@{n}"] = spread
+        values = [value for row in rows for value in row.values["acc"]]
+        if not are_shares(values):
+            out[f"val-aux/{source}/acc/min"], out[f"val-aux/{source}/acc/max"] = min(values), max(values)
+        out[f"val-aux/{source}/num_questions"] = float(len(rows))
+        out[f"val-aux/{source}/num_samples"] = float(len(values))
+    return out

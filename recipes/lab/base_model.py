@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.tracking.samples import progress
 from recipes.lab import hops, warm_start
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import IGNORED, BaseModelError, built_once
@@ -169,19 +170,14 @@ def learn(recipe: BaseRecipe, folder: Path) -> None:
 
 
 def _build(recipe: BaseRecipe, folder: Path) -> None:
-    from tqdm import tqdm
-
     tokenizer = build_tokenizer()
     losses: list[float] = []
     started = time.perf_counter()
-    with tqdm(total=recipe.steps, desc="base model", unit="step", mininterval=0.5) as bar:
+    with progress("base model", recipe.steps, "step") as count:
 
         def on_step(step: int, loss: float) -> None:
             losses.append(loss)
-            bar.set_postfix_str(
-                f"{'chains' if step < recipe.chain_steps else 'mixture'}, loss {loss:.2f}", refresh=False
-            )
-            bar.update()
+            count()
             if step == recipe.chain_steps - 1:
                 _check_chains(losses, recipe)
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core.tracking.samples import progress
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -227,8 +229,6 @@ def train(
     Raises:
         BaseModelError: the task was not learned when the mixture begins.
     """
-    from tqdm import trange
-
     model, losses = new_model(recipe, tokenizer, positions=recipe.positions, tied=True), []
     rng = random.Random(recipe.seed)
     batches = (
@@ -236,15 +236,17 @@ def train(
             alike(task, recipe, rng) if step < recipe.task_steps else rng.sample(mixture, recipe.batch_size),
             tokenizer.pad_token_id,
         )
-        for step in trange(recipe.steps, desc="base model", unit="step", mininterval=0.5)
+        for step in range(recipe.steps)
     )
-    for loss in fitted(model, recipe, batches, written_loss):
-        losses.append(loss)
-        if len(losses) == recipe.task_steps and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
-            raise BaseModelError(
-                f"the base model did not learn the task: loss {last:.3f} after {len(losses)} steps, expected at most "
-                f"{recipe.loss_bound}; raise WarmStart.task_steps or change its seed"
-            )
+    with progress("base model", recipe.steps, "step") as count:
+        for loss in fitted(model, recipe, batches, written_loss):
+            losses.append(loss)
+            count()
+            if len(losses) == recipe.task_steps and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
+                raise BaseModelError(
+                    f"the base model did not learn the task: loss {last:.3f} after {len(losses)} steps, expected at "
+                    f"most {recipe.loss_bound}; raise WarmStart.task_steps or change its seed"
+                )
     return model.eval(), losses
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from core.answers import read_manifest, trajectory_of
 from core.errors import InputError
-from core.tracking.confidence_intervals import Estimate, question_interval
+from core.tracking.validation import Estimate, question_interval
 from recipes.real.controls import control_of
 from results.reporting.accuracies import lenient, summary
 from results.reporting.comparison import seed_interval

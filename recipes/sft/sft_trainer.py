@@ -14,8 +14,7 @@ from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import check_examples, make_agent_loop
 from core.rollout.collect import CollectState, StopRequested
 from core.run import LoopState
-from core.tracking.metrics import progress_metrics
-from core.tracking.profiling import profiled
+from core.tracking.metrics import profiled, progress_metrics
 from core.types import StepMetrics, TrainBatch
 from recipes.sft.demonstrations import DemonstrationFiles, demonstration_batch, end_ids
 
@@ -75,7 +74,7 @@ class SFTTrainer(RayPPOTrainer):
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
         if self.run.is_due(self.config.trainer.test_freq, step, state):
             self.validate(metrics)
-        self.run.complete(metrics, state, batch)
+        self.run.complete(metrics, state)
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer the questions with the learner's weights, which engines have not had since the last validation."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.tracking.confidence_intervals import Estimate, t_interval
+from core.tracking.validation import Estimate, t_interval
 from results.reporting.comparison import seed_interval
 from results.reporting.numbers import with_interval
 from results.reporting.pages import Table, markdown_table

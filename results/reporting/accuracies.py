@@ -29,9 +29,9 @@ from core.command_line import is_dry_run
 from core.data.parquet import sha256_of
 from core.errors import InputError, printable
 from core.files import write_atomic
-from core.tracking.confidence_intervals import Estimate
-from core.tracking.records import read_jsonl
+from core.tracking.tracker import read_jsonl
 from core.tracking.validation import (
+    Estimate,
     ValRecord,
     are_shares,
     failed_share,

@@ -10,8 +10,15 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from core.tracking.confidence_intervals import Estimate, t_interval, t_probability, t_quantile, wilson
-from core.tracking.validation import ValRecord, merge_by_question
+from core.tracking.validation import (
+    Estimate,
+    ValRecord,
+    merge_by_question,
+    t_interval,
+    t_probability,
+    t_quantile,
+    wilson,
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from core.errors import InputError
-from core.tracking.confidence_intervals import Estimate
+from core.tracking.validation import Estimate
 from results.reporting.answers import Flip, Row, answers, flips
 from results.reporting.comparison import holm, paired_comparison, question_p, welch_interval, welch_p
 from results.reporting.curves import Group

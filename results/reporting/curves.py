@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from core.tracking import step_time
+from core.tracking.metrics import REST, time_parts
 from results.reporting.pages import Block, Curves, Gallery, Heading, Line, Text, draw
 from results.reporting.run_reader import RecordedRun
 from results.reporting.summaries import group_name
@@ -155,10 +155,10 @@ def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, varian
 
 def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
     """Return mean seconds of each part of a step over the seeds, for the steps that all of them have."""
-    rows = [{row["step"]: found for row in run.metrics if (found := step_time.parts(row))} for run in group]
+    rows = [{row["step"]: found for row in run.metrics if (found := time_parts(row))} for run in group]
     steps = sorted(set.intersection(*(set(table) for table in rows)))
     names = dict.fromkeys(name for table in rows for found in table.values() for name in found)
-    if not steps or list(names) == [step_time.REST]:
+    if not steps or list(names) == [REST]:
         return None
     seconds = {n: [statistics.fmean(table[step].get(n, 0.0) for table in rows) for step in steps] for n in names}
     whole = sum(map(sum, seconds.values()))

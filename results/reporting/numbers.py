@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from core.tracking.confidence_intervals import Estimate
+from core.tracking.validation import Estimate
 from results.reporting.comparison import Paired, SeedEstimate
 
 

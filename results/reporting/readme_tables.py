@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT
+from core.tracking.validation import Estimate
 from results.reporting.ablations import NUMBERS, PAGE, render_ablations
 from results.reporting.comparison import Paired, seed_interval
 from results.reporting.curves import learning_curve

@@ -18,8 +18,8 @@ import yaml
 from core.config.convert import read_yaml
 from core.config.problem import show
 from core.errors import InputError
-from core.tracking.confidence_intervals import Estimate, wilson
 from core.tracking.run_manifest import flatten
+from core.tracking.validation import Estimate, wilson
 from results.reporting.accuracies import macro_average
 from results.reporting.comparison import seed_interval
 from results.reporting.numbers import evidence, percent

@@ -27,11 +27,9 @@ from core.config.section import BOOKKEEPING
 from core.errors import InputError
 from core.files import local_path
 from core.tracking import run_manifest
-from core.tracking.confidence_intervals import Estimate
-from core.tracking.records import intact_rows, read_jsonl
 from core.tracking.run_manifest import ROOT, flatten
-from core.tracking.tracker import PICTURES
-from core.tracking.validation import ValRecord
+from core.tracking.tracker import PICTURES, intact_rows, read_jsonl
+from core.tracking.validation import Estimate, ValRecord
 from results.reporting.comparison import accuracy_by_question
 
 Item = TypeVar("Item")
@@ -237,7 +235,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
-    rows, damaged = intact_rows(path, of_steps=True)
+    rows, damaged = intact_rows(path)
     if damaged:
         raise ValueError(f"no row of metrics: {damaged[0]}")
     for row in rows:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import printable
-from core.tracking import step_time
+from core.tracking.metrics import PARTS, REST, time_parts
 from core.tracking.samples import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, verdicts, with_baseline
 from results.reporting.curves import Group, curves, panels
@@ -105,14 +105,14 @@ def step_times(groups: Sequence[Group]) -> Iterator[Block]:
     """Yield a table of the seconds of a step by part, which add up; the mean over the steps of all seeds."""
     columns = []
     for group in groups:
-        lines = [found for run in group for row in run.metrics if (found := step_time.parts(row))]
-        names = [*step_time.PARTS, step_time.REST]
+        lines = [found for run in group for row in run.metrics if (found := time_parts(row))]
+        names = [*PARTS, REST]
         columns.append({n: statistics.fmean(f.get(n, 0.0) for f in lines) for n in names} if lines else {})
     if not any(columns):
         return
     rows = [
         [name, *(_seconds(column, name) for column in columns)]
-        for name in (*step_time.PARTS, step_time.REST)
+        for name in (*PARTS, REST)
         if any(column.get(name) for column in columns)
     ]
     total = [f"{sum(column.values()):.3f}" if column else "" for column in columns]

@@ -19,7 +19,7 @@ import numpy as np
 from core.errors import InputError
 from core.files import PARTIAL
 from core.trace import FOLDER, FORMAT
-from core.tracking.records import step_of
+from core.tracking.tracker import step_of
 
 HOW = "record some with trainer.trace.freq=20 (every 20 steps, the first and the last), or trainer.trace.steps=[1,2]"
 DAMAGED = (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile)

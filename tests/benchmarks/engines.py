@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from core.tracking.confidence_intervals import t_interval
+from core.tracking.validation import t_interval
 from results.reporting.run_reader import RecordedRun, load_run
 from results.reporting.summaries import outcomes
 

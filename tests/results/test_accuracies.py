@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core import evaluate
-from core.tracking.confidence_intervals import Estimate
+from core.tracking.validation import Estimate
 from results.reporting import accuracies
 from results.reporting.accuracies import macro_average, report, summary
 from tests.core.test_evaluate import answers, copied, files, generate, own  # noqa: F401

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.tracking.confidence_intervals import question_interval
-from core.tracking.validation import ValRecord, validation_metrics
+from core.tracking.validation import ValRecord, question_interval, validation_metrics
 from results.reporting.comparison import holm, paired_comparison, question_p, seed_interval, welch_interval, welch_p
 from results.reporting.comparison_report import comparison
 from results.reporting.pages import Table

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.tracking.records import json_line, read_jsonl
 from core.tracking.run_manifest import ROOT
+from core.tracking.tracker import json_line, read_jsonl
 from core.tracking.validation import validation_metrics
 from results import publish as publishing
 from results import report

@@ -33,8 +33,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.tracking.confidence_intervals import t_interval
 from core.tracking.run_manifest import hardware
+from core.tracking.validation import t_interval
 from tests.benchmarks.decode import model_3m
 from tests.tiny import tiny_tokenizer
 

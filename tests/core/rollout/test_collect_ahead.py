@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from core.config import examine
 from core.data.draw_order import derive_seed, sampling_seed
 from core.rollout.collect import Ahead, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
-from core.tracking.step_time import BusyClock
+from core.tracking.metrics import BusyClock
 from core.types import Dropped, StepMetrics
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run

@@ -13,8 +13,7 @@ import pytest
 from core.config import Config, compose, convert, examine, paths
 from core.errors import InputError
 from core.tracking.loggers import LoggedRun
-from core.tracking.records import read_jsonl
-from core.tracking.tracker import Tracker
+from core.tracking.tracker import Tracker, read_jsonl
 from core.types import StepMetrics
 from tests.core.synthetic import configured, sample_rows, step_metrics
 

@@ -16,9 +16,8 @@ import pytest
 from core.config import Config
 from core.errors import WriteFailed
 from core.tracking import tracker as tracking
-from core.tracking.records import read_jsonl
 from core.tracking.samples import generation_rows, spread_out
-from core.tracking.tracker import Tracker, dump_jsonl
+from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from reward_scores.score import Score
 from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics

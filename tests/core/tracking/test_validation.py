@@ -13,8 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.tracking.confidence_intervals import question_interval, t_interval, t_quantile, wilson
-from core.tracking.validation import ValRecord, best_at_k, majority, merge_by_question, validation_metrics
+from core.tracking.validation import (
+    ValRecord,
+    best_at_k,
+    majority,
+    merge_by_question,
+    question_interval,
+    t_interval,
+    t_quantile,
+    validation_metrics,
+    wilson,
+)
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from results.reporting.comparison import accuracy_by_question
 from reward_scores.score import Score, ScoreStatus

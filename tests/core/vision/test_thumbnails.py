@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from core.tracking.records import read_jsonl
 from core.tracking.samples import generation_rows
-from core.tracking.tracker import Tracker
+from core.tracking.tracker import Tracker, read_jsonl
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from core.vision.pictures import SHOWN, thumbnail
 from reward_scores.score import Score
