@@ -222,7 +222,7 @@ def attempt(path: Path | str, write: Callable[[], Any], lost: str = "is dropped"
     try:
         write()
     except (OSError, WriteFailed) as error:
-        reason = error if isinstance(error, WriteFailed) else unwritten(error, path, Path(path).name)
+        reason = error if isinstance(error, WriteFailed) else unwritten(error, path, "a record")
         log.warning("%s: it %s, and the run goes on; make room there", reason, lost)
         return False
     return True

@@ -11,7 +11,7 @@ import pytest
 from core.checkpoint.run_state import DriverState
 from core.checkpoint.store import CheckpointStore
 from core.command_line import train
-from core.errors import WriteFailed
+from core.errors import InputError, WriteFailed
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
 
 
@@ -97,21 +97,23 @@ def test_a_failed_last_write_ends_the_command_with_a_line_and_1(tmp_path, monkey
 
 
 @pytest.mark.parametrize("kind", ["metrics.jsonl", "samples.jsonl", "manifest.json"])
-def test_a_damaged_record_is_mended_before_a_model_loads(kind, tmp_path, monkeypatch, caplog):
+def test_a_damaged_record_does_not_end_a_resume(kind, tmp_path, caplog):
     start(tmp_path, "trainer.total_training_steps=2", "trainer.val_before_train=True").fit()
     path = tmp_path / "run" / kind
-    before = path.read_bytes()
-    path.write_bytes(b"\xff broken\n" + (before if kind != "manifest" else b""))
-    run = scripted()(configured(tmp_path, "run", "trainer.save_freq=1", "trainer.total_training_steps=3"), respond)
-    make = run.make_workers
-
-    def loads(device):
-        assert path.with_name(f"{path.name}.damaged").exists(), "it was mended before"
-        return make(device)
-
-    monkeypatch.setattr(run, "make_workers", loads)
-    run.init_workers().fit()
+    path.write_bytes(b"\xff broken\n" + path.read_bytes())
+    run = start(tmp_path, "trainer.total_training_steps=3")
+    run.fit()
     assert run.run.step == 3 and CheckpointStore(tmp_path / "run").steps() == [1, 2, 3]
-    assert path.name in caplog.text
+    assert path.name in caplog.text and path.with_name(f"{path.name}.damaged").exists()
     metrics = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert metrics == [0, 1, 2, 3]
+
+
+def test_the_first_line_comes_after_the_checks_of_the_data(tmp_path, capsys):
+    prepare(tmp_path)
+    refused = scripted()(configured(tmp_path, "run", "data.max_response_length=240"), respond)
+    with pytest.raises(InputError):
+        refused.init_workers()
+    assert "writes to" not in capsys.readouterr().out
+    start(tmp_path)
+    assert f"writes to {tmp_path / 'run'}" in capsys.readouterr().out

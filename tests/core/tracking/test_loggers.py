@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from core.config import Config, compose, convert, examine, paths
+from core.config import Config, examine
 from core.errors import InputError
 from core.tracking.loggers import LoggedRun
 from core.tracking.tracker import Tracker, read_jsonl
 from core.types import StepMetrics
 from tests.core.synthetic import configured, sample_rows, step_metrics
-
-ROOT = Path(__file__).parents[3]
 
 
 def metrics_of(step: int, **values: float) -> StepMetrics:
@@ -107,72 +104,42 @@ def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
     assert runs and all(name.endswith(run_id) for name in runs)
 
 
-def test_wandb_gets_group_and_tags(tmp_path, monkeypatch):
+def test_wandb_gets_group_and_recipe(tmp_path, monkeypatch):
     import wandb
 
     given = {}
     run = SimpleNamespace(log=lambda *a, **k: None, finish=lambda exit_code: None)
     monkeypatch.setattr(wandb, "init", lambda **arguments: given.update(arguments) or run)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "recipes.grpo.main_grpo", "preset=a", "preset=lab"])
-    name = {"trainer.experiment_name": "lab-seed7", "trainer.seed": 7, "trainer.logger": ("wandb",)}
-    config = configured({**name, "actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B"})
+    config = configured({"trainer.experiment_name": "lab-seed7", "trainer.seed": 7, "trainer.logger": ("wandb",)})
     Tracker(tmp_path, config, recipe="grpo").close("finished")
-    assert given["group"] == "lab" and given["name"] == "lab-seed7"
-    assert given["tags"] == ["grpo", "lab", "Qwen2.5-0.5B"]
+    assert (given["group"], given["name"], given["tags"]) == ("lab", "lab-seed7", ["grpo"])
 
 
 @pytest.mark.parametrize(
     "name, seed, group",
-    [
-        ("lab-seed1", 1, "lab"),
-        ("seed1-lab", 1, "lab"),
-        ("lab-seed1-cispo", 1, "lab-cispo"),
-        ("lab-seed12", 1, "lab-seed12"),  # another number that begins alike
-        ("lab", 1, "lab"),
-        ("seed3", 3, "seeds"),
-    ],
+    [("lab-seed1-cispo", 1, "lab-cispo"), ("lab-seed12", 1, "lab-seed12"), ("lab", 1, "lab"), ("seed3", 3, "seeds")],
 )
 def test_a_group_is_the_experiment_without_its_seed(tmp_path, name, seed, group):
     config = configured({"trainer.experiment_name": name, "trainer.seed": seed})
     assert LoggedRun(config, tmp_path, "id", None).group == group
 
 
-def mlflow_runs(uri: str, project: str):
+def test_mlflow_keeps_values_settings_and_samples(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow-skinny is an optional extra: pip install '.[mlflow]'")
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(tracking_uri=uri)
-    return client, client.search_runs([client.get_experiment_by_name(project).experiment_id])
-
-
-def test_mlflow_keeps_values_and_settings_and_a_resumed_run_goes_on_as_the_same(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow-skinny is an optional extra: pip install '.[mlflow]'")
-    uri = (tmp_path / "store").as_uri()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # then it writes into the run folder
     config = with_trainer(logger=("mlflow",), log_val_generations=2, project_name="p", experiment_name="run-seed1")
     tracker = Tracker(tmp_path / "run", config, recipe="grpo")
-    for step in (1, 2):
-        tracker.log(metrics_of(step, **{"val-core/lab/hops/acc/mean@2": 0.1 * step}))
-    tracker.log_samples(2, sample_rows(2))
+    tracker.log(metrics_of(1, **{"val-core/lab/hops/acc/mean@2": 0.1}))
+    tracker.log_samples(1, sample_rows(2))
     tracker.close("failed")
-    client, (run,) = mlflow_runs(uri, "p")
+    client = MlflowClient(tracking_uri=(tmp_path / "run" / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FAILED", "run-seed1")
-    assert run.data.params["trainer.experiment_name"] == "run-seed1" and len(run.data.params) == len(convert.all_keys())
     assert (run.data.tags["group"], run.data.tags["recipe"]) == ("run", "grpo")
-    tracker = Tracker(tmp_path / "run", config, resume_step=1)
-    tracker.log(metrics_of(2, **{"val-core/lab/hops/acc/mean@2": 0.5}))
-    tracker.close("finished")
-    client, (run,) = mlflow_runs(uri, "p")
-    assert run.info.status == "FINISHED"
-    history = client.get_metric_history(run.info.run_id, "val-core/lab/hops/acc/mean_at_2")
-    assert sorted((each.step, each.value) for each in history) == [(1, 0.1), (2, 0.2), (2, 0.5)]
-    assert [each.path for each in client.list_artifacts(run.info.run_id, "generations")] == ["generations/2.jsonl"]
-
-
-def test_mlflow_writes_into_the_run_folder_where_no_server_is_named(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow-skinny is an optional extra: pip install '.[mlflow]'")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    Tracker(tmp_path / "run", with_trainer(logger=("mlflow",), project_name="p")).close("finished")
-    assert len(mlflow_runs((tmp_path / "run" / "mlruns").as_uri(), "p")[1]) == 1
+    assert run.data.metrics["val-core/lab/hops/acc/mean_at_2"] == 0.1
+    assert {one.path for one in client.list_artifacts(run.info.run_id)} == {"config.yaml", "generations"}
 
 
 OWN_LOGGER = """
@@ -183,7 +150,7 @@ class Lines:
     fails = ()
 
     def __init__(self, run):
-        self.path, self.tags = run.run_dir / "own.jsonl", run.tags
+        self.path = run.run_dir / "own.jsonl"
 
     def write(self, what):
         if what in self.fails:
@@ -237,12 +204,6 @@ def test_a_logger_of_ones_own_is_named_by_its_path(tmp_path):
         Tracker(tmp_path / "other", with_trainer(logger=("nowhere.at_all:X",)))
 
 
-def test_a_dry_run_looks_for_the_file_of_a_logger(tmp_path):
-    config = compose("grpo", [f"trainer.logger=['{tmp_path}/absent.py:Lines']"])
-    assert [problem.key for problem in paths.missing(config, frozenset({"trainer.logger"}))] == ["trainer.logger"]
-    assert "function: trainer.logger can be loaded and called" in paths.checked_at_start(config)
-
-
 def test_a_failing_logger_costs_no_line_of_metrics_and_is_switched_off(tmp_path, capsys):
     tracker = own(tmp_path, "Away")
     for step in range(1, 7):
@@ -253,10 +214,7 @@ def test_a_failing_logger_costs_no_line_of_metrics_and_is_switched_off(tmp_path,
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 3 and all("was not logged (ConnectionError: no route" in line for line in warnings)
     assert ["switched off" in line for line in warnings] == [False, False, True]
-    (session,) = tracker.manifest["sessions"]
-    assert list(session["logger_failures"].values()) == ["step 4: ConnectionError: no route to host"]
     assert tracker.manifest["status"] == "finished"
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text()) == tracker.manifest
     resumed = own(tmp_path, "Away", resume_step=6)
     resumed.log(metrics_of(7))
     resumed.close("finished")

@@ -1,25 +1,32 @@
-"""Metrics of a step that follow from its others."""
+"""Numbers of a step: its data under verl's names, and its seconds, which add up; profiles; how far work is."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
+import json
+import random
+import time
 
+import numpy as np
 import pytest
 import torch
 
-from core.config import compose
-from core.tracking.metrics import data_metrics, progress_metrics
+from core.config import compose, examine
+from core.ray_trainer import RayPPOTrainer
+from core.tracking import samples
+from core.tracking.metrics import PARTS, REST, BusyClock, data_metrics, progress_metrics, time_parts
+from core.tracking.samples import progress
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
+from results import report
+from results.reporting.run_reader import load_run
 from reward_scores.score import Score
+from tests.core.scripted_run import configured, prepare, scripted
 from tests.padded import batch_of_padded
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [
-        ([], 1),
         (["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 1),  # the trainer's own process holds the only learner
         (["trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 8),
         (["trainer.backend=ray", "trainer.device=cpu", "trainer.n_gpus_per_node=2"], 2),
@@ -37,3 +44,153 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
     batch = batch_of_padded(**fields, response_mask=torch.arange(15).expand(4, -1) >= 10)
     metrics.add(data_metrics(groups, batch))
     assert progress_metrics(metrics, 0, config.learner_ranks)["perf/throughput"] == pytest.approx(60 / 20 / ranks)
+
+
+# --- seconds ---
+
+
+class Now:
+    value = 0.0
+
+    def __call__(self):
+        return self.value
+
+
+def play(clock, now, events, blocks):
+    """``events``: (seconds until it, activity, +1 begins or -1 ends); ``blocks`` are those that have begun already."""
+    for wait, activity, change in events:
+        now.value += wait
+        if change > 0:
+            block = clock.busy(activity)
+            block.__enter__()
+            blocks.setdefault(activity, []).append(block)
+        else:
+            blocks[activity].pop().__exit__(None, None, None)
+
+
+def test_scoring_behind_decoding_is_not_counted_twice():
+    now, begun = Now(), {}
+    clock = BusyClock("decode", "reward", now=now)
+    first = [(1, "decode", 1), (2, "decode", 1), (3, "reward", 1), (4, "decode", -1), (5, "decode", -1)]
+    play(clock, now, first, begun)
+    assert clock.take() == {"decode": 14, "reward": 0}  # 2 + 3 + 4 + 5, though two samples decoded for 7 of them
+    play(clock, now, [(6, "reward", -1), (7, "decode", 1), (8, "decode", -1)], begun)
+    assert clock.take() == {"decode": 8, "reward": 6}  # nobody was at work for 7
+    blocking = BusyClock("reward", "decode", now=now)  # scoring in the engine's own process holds it up
+    play(blocking, now, [(0, "decode", 1), (2, "reward", 1), (3, "reward", -1), (4, "decode", -1)], {})
+    assert blocking.take() == {"decode": 6, "reward": 3}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_clock_never_counts_more_than_there_was(seed):
+    rng, now, busy = random.Random(seed), Now(), 0.0
+    clock, going_on, events = BusyClock("a", "b", now=now), {"a": 0, "b": 0}, []
+    for _ in range(40):
+        wait, activity = rng.randrange(5), rng.choice("ab")
+        change = -1 if going_on[activity] and rng.random() < 0.5 else 1
+        busy += wait * any(going_on.values())
+        going_on[activity] += change
+        events.append((wait, activity, change))
+    play(clock, now, events, {})
+    assert sum(clock.take().values()) == busy <= now.value
+
+
+def test_a_line_adds_up_to_its_whole():
+    seconds = {"whole": 10.0, "step": 8.0, "gen": 4.0, "decode": 3.0, "reward": 0.5}
+    seconds |= {"update_actor": 2.0, "update_critic": 1.0, "testing": 1.5}
+    found = time_parts({f"timing_s/{name}": value for name, value in seconds.items()})
+    assert found == {"decode": 3.0, "score": 0.5, "update": 3.0, "validation": 1.5, REST: 2.0}
+    assert list(found) == [name for name in (*PARTS, REST) if name in found]
+    assert time_parts({"timing_s/testing": 1.0}) == {}  # the validation before the first step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("times"))
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    config = configured(folder, "run", "trainer.save_freq=2", "trainer.test_freq=3", "trainer.val_before_train=True")
+    run = scripted()(config, lambda request, version: str(request.seed % 5)).init_workers()
+    run.fit()
+    return run.run.run_dir
+
+
+def test_every_steps_parts_are_the_time_since_the_line_before(finished):
+    rows = [row for row in load_run(finished).metrics if row["step"]]
+    for row in rows:
+        found = time_parts(row)
+        assert sum(found.values()) == pytest.approx(row["timing_s/whole"], rel=1e-9)
+        assert found[REST] == pytest.approx(row["timing_s/other"], abs=1e-9) and found[REST] >= 0
+        assert row["timing_s/decode"] + row["timing_s/reward"] <= row["timing_s/gen"] <= row["timing_s/step"]
+        assert row["timing_s/step"] < row["timing_s/whole"]
+    assert [row["step"] for row in rows if "timing_s/testing" in row] == [3, 6]
+    assert [row["step"] for row in rows if "timing_s/save_checkpoint" in row] == [3, 5]  # the line after 2 and 4
+
+
+def test_the_report_shows_a_table_that_adds_up(finished, tmp_path):
+    assert report.main([str(finished), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text().partition("## Where a step's time goes")[2].partition("Means over")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
+    table = {name: float(value.split()[0]) for name, value in cells}
+    total = table.pop("all")
+    assert {"decode", "update", "checkpoint", "validation", REST} <= set(table)
+    assert sum(table.values()) == pytest.approx(total, abs=0.0005 * len(table) + 0.0005)
+    rows = [row for row in load_run(finished).metrics if row["step"]]
+    assert total == pytest.approx(np.mean([row["timing_s/whole"] for row in rows]), abs=0.0006)
+
+
+# --- profiles ---
+
+
+def test_torch_writes_a_trace_of_the_chosen_step(folder):
+    config = configured(folder, "traced", "global_profiler.tool=torch", "global_profiler.steps=[2]", steps=3)
+    run = RayPPOTrainer(config).init_workers()
+    run.fit()
+    (trace,) = (run.run.run_dir / "profile").iterdir()
+    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert trace.name == "step_2.json" and "Optimizer.step#AdamW.step" in names  # the update is in it
+
+
+@pytest.mark.parametrize("steps", ["[90]", "null"])
+def test_a_profile_that_is_never_made_is_told(steps):
+    keys = ["preset=lab", "global_profiler.tool=torch", f"global_profiler.steps={steps}"]
+    found = examine("grpo", [*keys, "trainer.total_training_steps=20"])
+    told = found.warnings if steps == "null" else found.problems
+    assert len(told) == 1 and "global_profiler" in told[0]
+
+
+# --- progress ---
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_a_terminal_shows_a_bar_of_work_that_is_not_short(monkeypatch, pause):
+    monkeypatch.setattr(samples, "DELAY_S", 0.05)
+    out = io.StringIO()
+    out.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", out)
+    with progress("validation", 2, "prompt") as count:
+        time.sleep(pause)
+        count()
+        time.sleep(0.15 if pause else 0)
+        count()
+        count()  # one more than was expected is no error
+    count()  # nor is one that comes late
+    assert ("validation" in out.getvalue()) == (pause > 0)
+
+
+def test_a_log_gets_a_line_a_tenth_and_none_in_between(monkeypatch):
+    now = Now()
+    monkeypatch.setattr(samples.time, "monotonic", now)
+    monkeypatch.setattr("sys.stderr", out := io.StringIO())
+    with progress("validation", 40, "prompt") as count:
+        for _ in range(41):
+            now.value += 20.0  # a tenth takes 80 s
+            count()
+    assert out.getvalue().splitlines() == [f"validation: {done} of 40 prompts" for done in range(4, 44, 4)]
+    with progress("validation", 40, "prompt") as count:
+        for _ in range(40):
+            now.value += 0.5  # five tenths pass before a line is due
+            count()
+    assert out.getvalue().splitlines()[10:] == ["validation: 20 of 40 prompts", "validation: 40 of 40 prompts"]
