@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from core.tracking.metrics import REST, time_parts
+from core.tracking.metrics import PARTS, REST, time_parts
 from results.reporting.pages import Block, Curves, Gallery, Heading, Line, Text, draw
 from results.reporting.run_reader import RecordedRun
 from results.reporting.summaries import group_name
@@ -164,7 +164,7 @@ def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
     whole = sum(map(sum, seconds.values()))
     largest = sorted(seconds, key=lambda name: -sum(seconds[name]))
     note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
-    colours = [*step_time.PARTS, step_time.REST]  # a phase has one colour in every chart
+    colours = [*PARTS, REST]  # a phase has one colour in every chart
     kept = [name for name in largest if sum(seconds[name]) > 0.005 * whole]
     shown = [Line(name, steps, seconds[name], colours.index(name)) for name in kept]
     return Curves("Time by phase", shown, stacked=True, note=note) if len(shown) > 1 else None
