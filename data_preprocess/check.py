@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.data.chat_frames import ChatError
 from core.data.encoder import Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
+from core.data.vocabulary import ChatError
 from core.errors import InputError, printable
 from core.rewards.scorer_check import GOLD_REMARK
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.data.chat_frames import MARK, Message, template_of
+from core.data.vocabulary import MARK, Message, template_of
 from core.errors import InputError
 from core.vision.modality import TEXT, Modality
 from core.vision.pictures import Pictures

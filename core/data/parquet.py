@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
+from core.data.vocabulary import Message
 from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, file_sha256, is_url, local_path
 from core.vision.pictures import MediaError, stored_bytes
 
 log = logging.getLogger(__name__)
-Message = Mapping[str, Any]
 Finding = tuple[str, str, str]  # (rule, fix, the value that breaks the rule)
 MEDIA = ("images", "videos", "audios")  # columns of media in verl's schema
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from core.data.chat_frames import ChatError
 from core.data.draw_order import DrawOrder, permutation
 from core.data.encoder import Encoder, truncate
 from core.data.parquet import Example, ExampleFile, Problems
+from core.data.vocabulary import ChatError
 from core.errors import InputError
 from core.types import Prompt
 from core.vision.modality import TEXT, Modality
@@ -34,8 +34,6 @@ ToolsOf = Callable[[Example], Sequence[Any]]  # the schemas of tools of which an
 # Of an example that can be drawn: its row in the file, tokens of its prompt before it is cut, hashes of the question's
 # content and of its name in the data (of its content where it has none)
 MEASURES = [("number", np.int64), ("length", np.int64), ("content", np.uint64), ("name", np.uint64)]
-
-
 Unreadable = tuple[str, str, str]  # why a prompt cannot be read: the rule, the fix, and what breaks the rule
 
 
@@ -82,7 +80,7 @@ class PromptFiles:
     def prompt(self, path: str, index: int, ordinal: int) -> Prompt:
         """Return the prompt of a file's ``index``-th example that can be drawn."""
         example = self.files[path].example(int(self.measured[path]["number"][index]))
-        media = self.encoder.modality.read_media(example.media) or None
+        media = self.encoder.modality.read_media(example.media)
         ids = self.encoder.encode(example.prompt, self.tools_of(example), media)
         # A plain string stands in messages as what it is to a reader: the user's words.
         chat = ({"role": "user", "content": example.prompt},) if isinstance(example.prompt, str) else example.prompt
@@ -98,7 +96,7 @@ class PromptFiles:
             data_source=example.data_source,
             extra_info=example.extra_info,
             style=example.style,
-            media=media,
+            media=media or None,
             opened_tag=self.encoder.opened_tag(example.prompt, ids),
         )
 
@@ -139,29 +137,29 @@ class PromptFiles:
 
     def _add_lengths(self, batch: Sequence[Example]) -> None:
         """Add the length of every new prompt, or why it has none."""
-        texts: dict[bool, dict[Any, tuple]] = {True: {}, False: {}}  # plain or not -> key -> text, media
+        texts: dict[bool, dict[Any, str]] = {True: {}, False: {}}  # plain or not -> key -> text
         for key, example in {self._key(example): example for example in batch}.items():
             if key in self._lengths:
                 continue
+            tools = self.tools_of(example)
             try:
                 media = self.encoder.modality.read_media(example.media, decode=True)
-                text, plain = self.encoder.text(example.prompt, self.tools_of(example), media or None)
+                if media is None:
+                    text, plain = self.encoder.text(example.prompt, tools)
+                    texts[plain][key] = text
+                else:
+                    self._lengths[key] = len(self.encoder.encode(example.prompt, tools, media))
                 if role := self.encoder.dropped_role(example.prompt):
                     rule = "the chat template leaves out the text of a message"
                     self._lengths[key] = rule, CHAT_FIX, f"role {role}"
-                else:
-                    texts[plain][key] = text, media
             except ChatError as error:
                 self._lengths[key] = "the chat template refuses a prompt", CHAT_FIX, str(error)
             except MediaError as error:
                 self._lengths[key] = error.rule, error.fix, error.value
         for plain, found in texts.items():
-            encoded = self.encoder.encode_texts([text for text, _ in found.values()], plain)
-            for (key, (_, media)), ids in zip(found.items(), encoded, strict=True):
-                try:
-                    self._lengths[key] = len(media.expand(ids) if media else ids)
-                except MediaError as error:
-                    self._lengths[key] = error.rule, error.fix, error.value
+            encoded = self.encoder.encode_texts(list(found.values()), plain)
+            for key, ids in zip(found, encoded, strict=True):
+                self._lengths.setdefault(key, len(ids))
 
     def _fitting(self, file: ExampleFile, rows: np.ndarray, problems: Problems) -> np.ndarray:
         """Leave out what is too long, or report it, as the configuration has it; log what became of the file."""

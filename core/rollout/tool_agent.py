@@ -23,9 +23,18 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from core.data.chat_frames import ChatError, Frame, reply_frame, template_of
 from core.data.parquet import Example
-from core.data.vocabulary import end_ids, first_token, template_ends, whole_tokens, writable
+from core.data.vocabulary import (
+    ChatError,
+    Frame,
+    end_ids,
+    first_token,
+    reply_frame,
+    template_ends,
+    template_of,
+    whole_tokens,
+    writable,
+)
 from core.errors import InputError, printable
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.tools import (

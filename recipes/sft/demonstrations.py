@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.data.chat_frames import ChatError
 from core.data.encoder import Encoder
 from core.data.parquet import Example, Problems
 from core.data.prompts import CHAT_FIX, Choose
+from core.data.vocabulary import ChatError
 from core.engines.stopping import eos_ids
 from core.errors import InputError
 from core.files import local_path

@@ -1,8 +1,8 @@
 import pytest
 
 from core.config.sections.model import ModelConfig
-from core.data.chat_frames import ChatError
 from core.data.encoder import Encoder, truncate
+from core.data.vocabulary import ChatError
 from core.errors import InputError
 from core.learner.models import load_tokenizer
 from tests.tiny import tiny_config, tiny_tokenizer
