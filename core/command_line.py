@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,11 +40,7 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 
     Exits with 2 where the input is at fault, with 1 where the run or the machine is.
     """
-    try:
-        hooks = recipes.hooks_of(trainer)
-    except InputError as error:
-        _refuse(error.problems)
-    config = prepare(recipe, sys.argv[1:], hooks)
+    config = prepare(recipe, sys.argv[1:])
     if (folder := finished_folder(config)) is not None:
         print(
             f"the run in {folder} has finished with this configuration and data, and nothing is trained. Its report: "
@@ -58,19 +54,15 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
+def prepare(recipe: str, argv: Sequence[str]) -> Config:
     """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run or ``--help``."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character that was typed shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
     if HELP & {*argv}:
-        _help(recipe, argv, hooks)
+        _help(recipe, argv)
     dry = is_dry_run()
-    try:
-        composed = examine(recipe, argv, hooks)
-        problems = all_problems(composed, _typed_keys(recipe, argv) if dry else None)
-    except InputError as error:  # a rule of a recipe of the user's
-        problems = error.problems
-    if problems:
+    composed = examine(recipe, argv)
+    if problems := all_problems(composed, _typed_keys(recipe, argv) if dry else None):
         _refuse(problems)
     if dry:
         print(_report(recipe, composed))
@@ -128,8 +120,7 @@ def _missing_here(config: Config) -> list[str]:
 
 def _problems_of_files(config: Config) -> list[str]:
     """Return the problems with users' programs and with what episodes read."""
-    files = [(key, path) for key, path in paths.named(config) if path.endswith(".py") and os.path.isfile(path)]
-    lines = [f"{key}={path}: {line}" for key, path in files for line in code_by_path.verl_imports(Path(path))]
+    lines: list[str] = []
     if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
         from core.rollout.tools import file_problems
 
@@ -181,13 +172,13 @@ def _report(recipe: str, composed: Composed) -> str:
     return "\n".join(lines)
 
 
-def _help(recipe: str, arguments: Sequence[str], hooks: Collection[str]) -> NoReturn:
+def _help(recipe: str, arguments: Sequence[str]) -> NoReturn:
     """Print the help and end: with 1 where a search found nothing. Words after ``--help`` are searched for."""
     from core.config import help as explained
 
     at = next(number for number, text in enumerate(arguments) if text in HELP)
     words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in {*HELP, "--"}]
-    text, known = explained.shown(recipe, arguments[:at], words, hooks)
+    text, known = explained.shown(recipe, arguments[:at], words)
     print(text, file=sys.stdout if known else sys.stderr)
     raise SystemExit(0 if known else 1)
 

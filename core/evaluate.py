@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from core import answers as files
 from core.command_line import is_dry_run
-from core.config import Config, convert, examine, recipes, recorded_settings
+from core.config import Config, convert, examine, recipes, recorded
 from core.config.paths import is_local
 from core.config.problem import show
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
@@ -102,8 +102,8 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
     """
     if out.suffix != ".jsonl":
         raise InputError(f"--out={out}: must end in .jsonl")
-    trainer, hooks = recipes.trainer_of(recipe)
-    own = examine(recipe, overrides, hooks).given.get(PATH)
+    trainer = recipes.trainer_of(recipe)
+    own = examine(recipe, overrides).given.get(PATH)
     named = [name for name, value in (("--model", model), ("--run", run), (PATH, own)) if value]
     if len(named) != 1:
         has = f"{' and '.join(named)} name one each" if named else "none is named"
@@ -119,11 +119,11 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
         own_paths = {PATH: str((checkpoint.folder / "actor").resolve()), f"{MODEL}tokenizer_path": None}
         settings = {**(checkpoint.provenance.config if checkpoint.provenance else {}), **own_paths}
         settings["trainer.resume_mode"] = "disable"
-    composed = examine(recipe, overrides, hooks, settings)
+    composed = examine(recipe, overrides, settings)
     if composed.problems:
         raise InputError(composed.problems)
     if run is not None:
-        recorded_settings.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
+        recorded.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
     return GenerateCall(recipe, trainer or "core.ray_trainer:RayPPOTrainer", composed.config, out, checkpoint)
@@ -415,7 +415,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     recipe = manifest.get("recipe")
     if not isinstance(recipe, str) or not isinstance(manifest.get("config"), Mapping):
         raise InputError(f"{files.manifest_path(source)}: names no recipe, or no configuration; restore it from a copy")
-    composed = examine(recipe, overrides, recipes.trainer_of(recipe)[1], manifest["config"])
+    composed = examine(recipe, overrides, manifest["config"])
     fix = "decides answers, not their scores; leave it out, or generate with it"
     problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
     if composed.config.reward_model.enable:
@@ -423,7 +423,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     if problems:
         raise InputError(problems)
     unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
-    recorded_settings.refuse_code(str(files.manifest_path(source)), composed.config, recipe, overrides, unread)
+    recorded.refuse_code(str(files.manifest_path(source)), composed.config, recipe, overrides, unread)
     return composed.config
 
 

@@ -34,11 +34,11 @@ from typing import Any
 
 import yaml
 
-from core.config import compose, recipes, registry
-from core.config.limits import FULL_PRECISION
+from core.config import compose, registry
 from core.config.paths import is_local
 from core.config.problem import Problem
 from core.config.schema import Config
+from core.config.section import FULL_PRECISION
 from core.errors import MEMORY_KEYS, InputError
 from core.learner.logit_memory import CPU_LOGITS, head_logits
 
@@ -192,7 +192,7 @@ def _architecture(config: Config, key: str, model: Any, parts: Mapping[str, Any]
         what = f"{heads} attention heads and {kv_heads} key-value heads"
         split.append((f"actor_rollout_ref.rollout.{tensor}", ranks, common, what))
     for name, part in parts.items() if config.trainer.backend == "ray" else ():
-        layers, common = part.layer_ranks, gcd(heads, kv_heads, shape.mlp)
+        layers, common = part.tensor_model_parallel_size, gcd(heads, kv_heads, shape.mlp)
         what = f"{heads} attention heads, {kv_heads} key-value heads and MLP size {shape.mlp}"
         split.append((f"{name}.{tensor}", layers, common, what))
         what = f"{heads} attention heads" + (f" of which each of {layers} ranks has a part" if layers > 1 else "")
@@ -440,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     try:
         overrides = [each for each in args.overrides if each != "--"]
-        config = compose(args.recipe, overrides, recipes.trainer_of(args.recipe)[1])
+        config = compose(args.recipe, overrides)
         if problems := model_problems(config):
             raise InputError(problems)
         plan = Plan(config, args.gpu)

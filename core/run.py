@@ -39,8 +39,7 @@ from core.types import Prompt, StepMetrics
 
 if TYPE_CHECKING:
     from core.cluster.workers import Workers
-    from core.config.schema import Config
-    from core.config.sections.trainer import TrainerConfig
+    from core.config.schema import Config, TrainerConfig
     from core.data.prompts import PromptStream
 
 log = logging.getLogger(__name__)

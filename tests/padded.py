@@ -12,7 +12,7 @@ from torch import Tensor
 from core.algorithm.advantages import AdvantageInputs, estimator, inputs_of
 from core.algorithm.losses import LossInputs, loss_weights, policy_loss
 from core.algorithm.padded import OF_TOKENS, PaddedAdvantageInputs
-from core.config.sections.algorithm import AlgorithmConfig
+from core.config.training_keys import AlgorithmConfig
 from core.types import BATCH_FIELDS, TrainBatch
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from core.config.sections.model import ModelConfig
+from core.config.training_keys import ModelConfig
 from core.vision.modality import Modality
 from core.vision.pictures import Picture, PictureFormat, Pictures, read_picture
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer

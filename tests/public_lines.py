@@ -27,7 +27,6 @@ from core.command_line import all_problems
 from core.config import Composed, examine
 
 FOLDER = Path(__file__).parent / "commands"
-HOOKS = {"search_r1": ("generate",)}
 COMPOSES, MENDED, ABSENT, OPEN = "composes", "mended by the advice", "not here", "open"
 STEPS = 6  # of following the advice
 # What this repository does not have; a line that asks for it is refused, and rightly
@@ -105,7 +104,7 @@ def arguments(line: Line, folder: Path) -> list[str]:
 @cache
 def composed(recipe: str, args: tuple[str, ...]) -> tuple[Composed, list[str]]:
     """Return what a dry run composes, and its problems."""
-    found = examine(recipe, args, HOOKS.get(recipe, ()))
+    found = examine(recipe, args)
     return found, all_problems(found, frozenset(found.given))
 
 

@@ -21,8 +21,7 @@ import pytest
 import yaml
 
 from core.config import convert, examine
-from core.config.recipes import trainer_of
-from core.config.recorded_settings import role_of
+from core.config.recorded import role_of
 from core.config.section import FILES, IDENTITY
 from data_preprocess.gsm8k import row
 from data_preprocess.schema import write_rows
@@ -204,7 +203,7 @@ def test_commands_with_other_settings_have_other_folders_and_equal_ones_share_th
     settings_of, folders_of = defaultdict(set), defaultdict(set)
     for command in commands_that_train():
         recipe, arguments = arguments_of(command)
-        composed = examine(recipe, arguments, trainer_of(recipe)[1])
+        composed = examine(recipe, arguments)
         if "--help" in arguments or composed.problems:  # one is misspelt on purpose
             continue
         counts = {IDENTITY, FILES}

@@ -30,7 +30,7 @@ from core.config import registry
 from core.config.code_by_path import chosen
 
 if TYPE_CHECKING:
-    from core.config.sections.algorithm import AlgorithmConfig
+    from core.config.training_keys import AlgorithmConfig
     from core.types import TrainBatch
 
 Estimator = Callable[["AdvantageInputs"], tuple[Tensor, Tensor]]

@@ -26,7 +26,7 @@ from core.algorithm.sequences import sum_by_sequence
 from core.errors import BrokenInvariant
 
 if TYPE_CHECKING:
-    from core.config.sections.algorithm import AlgorithmConfig
+    from core.config.training_keys import AlgorithmConfig
     from core.types import ScoredGroup, TrainBatch, Trajectory
 
 SUM_TO_ONE = ("token-mean", "seq-mean-token-mean")

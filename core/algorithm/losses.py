@@ -26,7 +26,7 @@ from core.config import registry
 from core.config.code_by_path import chosen
 
 if TYPE_CHECKING:
-    from core.config.sections.actor import ActorConfig, PolicyLossConfig
+    from core.config.training_keys import ActorConfig, PolicyLossConfig
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
 SAME_POLICY = 1e-4  # a float32 log-ratio below it may be rounding: its sign would depend on the micro-batch

@@ -17,9 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from core.config import recorded_settings
-from core.config.checked import schema_for
+from core.config import recorded
 from core.config.problem import brief, show
+from core.config.recorded import schema_for
 from core.config.section import BOOKKEEPING, FILES, IDENTITY
 from core.errors import InputError
 from core.files import file_sha256, local_path
@@ -211,11 +211,11 @@ def _check_model(folder: Path, name: str, there: ModelFingerprint, here: ModelFi
 def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
     """Yield every key whose other value counts, by its role; of a file the content counts where its hash is known."""
     schema = schema_for(run.config)
-    there, here = (recorded_settings.completed(each.config, schema) for each in (saved, run))
+    there, here = (recorded.completed(each.config, schema) for each in (saved, run))
     sums_there, sums_here = saved.hashes(), run.hashes()
     keys = there.keys() | here.keys() | sums_there.keys() | sums_here.keys()
     for key in sorted(keys - {SEED}):
-        role, pair = recorded_settings.role_of(key), [there.get(key), here.get(key)]
+        role, pair = recorded.role_of(key), [there.get(key), here.get(key)]
         sums = [sums_there.get(key), sums_here.get(key)]
         unread = key.startswith("critic.") and "critic" not in run.models  # those keys follow the policy's
         same = pair[0] == pair[1]

@@ -40,7 +40,7 @@ from core.errors import InputError, WriteFailed, free_space
 from core.files import damage, file_sha256, fsync, inside, is_url, local_path, write_atomic
 
 if TYPE_CHECKING:
-    from core.config.sections.trainer import TrainerConfig
+    from core.config.schema import TrainerConfig
 
 FORMAT = 4
 MANIFEST = "manifest.json"

@@ -29,8 +29,8 @@ from core.learner.models import compute_dtype, load_classifier
 from core.learner.passes import Ranks
 
 if TYPE_CHECKING:
-    from core.config.sections.model import FSDPConfig
-    from core.config.sections.reward import RewardModelConfig
+    from core.config.schema import RewardModelConfig
+    from core.config.training_keys import FSDPConfig
     from core.rewards.reward_model import RewardModel
 
 # Models return views (a slice of the logits); nothing here works in place on them.

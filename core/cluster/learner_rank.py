@@ -44,7 +44,7 @@ from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-    from core.config.sections.actor import Sharing
+    from core.config.training_keys import Sharing
 
 MakeModel = Callable[[bool], nn.Module]  # whether on the meta device, without weights -> the model
 
@@ -161,7 +161,7 @@ class LearnerRank(Learner):
         self.skeletons[name] = copy.deepcopy(skeleton)
         if source is not None and getattr(source, "generation_config", None) is not None:
             self.skeletons[name].generation_config = source.generation_config
-        module = shard(skeleton, config, self.device, sharing.layer_ranks)
+        module = shard(skeleton, config, self.device, sharing.tensor_model_parallel_size)
         module.to_empty(device="cpu" if config.offload_policy else self.device)
         fill(module, source, self.device)
         if config.param_offload:
@@ -172,7 +172,7 @@ class LearnerRank(Learner):
         """Return how neighbours share a model's passes: those that share a layer next to each other."""
         mesh, tokens = None, sharing.ulysses_sequence_parallel_size
         if tokens > 1:
-            shape = dist.get_world_size() // sharing.together, tokens, sharing.layer_ranks
+            shape = dist.get_world_size() // sharing.together, tokens, sharing.tensor_model_parallel_size
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor"))["sequence"]
         return {"device": self.device, "ranks": ProcessRanks(sharing.together), "mesh": mesh}
 

@@ -351,7 +351,7 @@ class RayProcesses:
 def _check_layers(config: Config) -> None:
     """Check, on models without weights, that ranks can share layers where the configuration asks for it."""
     parts = (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic)
-    if any(part.layer_ranks > 1 for part in parts):
+    if any(part.tensor_model_parallel_size > 1 for part in parts):
         from core.cluster.split_layers import check_layers
 
         check_layers(config, critic=config.critic.enable)

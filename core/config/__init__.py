@@ -7,22 +7,18 @@ The names below are loaded when they are first used: a learner rank that reads a
 that module alone, not the whole of composing and checking.
 """
 
+import importlib
 from typing import Any
 
-__all__ = [
-    "Composed",
-    "Config",
-    "compose",
-    "diff",
-    "examine",
-    "from_yaml",
-    "to_yaml",
-]
+_MODULES = {
+    **dict.fromkeys(("Composed", "compose", "examine"), "composition"),
+    **dict.fromkeys(("diff", "from_yaml"), "recorded"),
+    **{"Config": "schema", "to_yaml": "convert"},
+}
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from core.config import checked
-
-    return getattr(checked, name)
+    return getattr(importlib.import_module(f"core.config.{_MODULES[name]}"), name)

@@ -8,13 +8,12 @@ pickled by value, because no actor could import it. Names of tables are those of
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,17 +21,6 @@ from typing import Any
 from core.errors import InputError
 
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a project's root
-REPLACEMENTS = {  # beginning of a module of verl -> what to write instead; the first that fits
-    "verl.tools": "from core.rollout.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse",
-    "verl.interactions": "from core.rollout.tools import BaseInteraction",
-    "verl.utils.reward_score": "from reward_scores import scorer_for; scorer_for(data_source)(answer, gold, {}), "
-    "or copy the function into your file",
-    "verl.experimental.agent_loop": "from core.rollout.agent_loop import AgentLoop",
-    "verl.workers.reward_manager": "write compute_score(data_source, solution_str, ground_truth, extra_info); with "
-    "reward_model.reward_manager=batch it gets lists",
-    "verl.utils.dataset": "write the examples into parquet files (data_preprocess/ has examples)",
-    "verl": "leave the import out; COMING_FROM.md has what stands here for a name of verl",
-}
 _REGISTERED: dict[str, dict[str, Any]] = {}  # key of the configuration -> name -> a user's own, by decorator
 _OF_PROJECTS: dict[str, tuple[str, ...]] = {}  # module that was imported for a user's file -> the folders of that file
 
@@ -75,40 +63,16 @@ def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
     if not separator or not where or not name:
         raise InputError(f"{label}: write package.module:function or path/to/file.py:function")
     module = load_module(where, label, beside)
-    if not hasattr(module, name):
-        if name in registered(key):
-            return registered(key)[name]
+    if not hasattr(module, name) and name not in registered(key):
         public = ", ".join(sorted(item for item in vars(module) if not item.startswith("_"))) or "nothing"
         raise InputError(f"{label}: {where} has no {name!r}; it has {public}")
-    return getattr(module, name)
-
-
-def load_module(where: str, label: str, beside: Path | None = None) -> ModuleType:
-    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
-    if where.endswith(".py"):
-        return _from_file(where, label)
-    if beside is None:
-        return _from_package(where, label)
-    with importing_from(beside.expanduser().resolve()):
-        return _from_package(where, label)
-
-
-def absent(error: ModuleNotFoundError) -> str:
-    """Return what to do about a module that a user's file imports and that is not there."""
-    name = error.name or ""
-    if name.partition(".")[0] == "verl":
-        return f"in place of {name}: {_replacement(name)}"
-    ours = sys.modules.get(name.partition(".")[0])
-    if name and ours is not None and Path(__file__).resolve().parents[2] in Path(ours.__file__ or "/").parents:
-        return f"{name.partition('.')[0]} is a package of this repository; rename yours"
-    return f"install {name}, or put the folder that holds it into PYTHONPATH"
+    return getattr(module, name) if hasattr(module, name) else registered(key)[name]
 
 
 def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
     """Import the function of an entry of :mod:`core.config.registry`, or a user's own by its path or registered name.
 
-    Raises:
-        InputError: neither a known name nor a path that leads to a function.
+    Raises InputError: neither a known name nor a path that leads to a function.
     """
     if name in known:
         return load_object(known[name].function)
@@ -120,17 +84,30 @@ def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
     return load_object(name, key)
 
 
-def _from_package(name: str, label: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # A package that the module itself imports and lacks is another error than a module that is not there.
-        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise
-        raise InputError(
-            f"{label}: no module {error.name!r} on the import path; "
-            "run from the repository root, or name the file: path/to/file.py:function"
-        ) from error
+def load_module(where: str, label: str, beside: Path | None = None) -> ModuleType:
+    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
+    if where.endswith(".py"):
+        return _from_file(where, label)
+    with importing_from(beside.expanduser().resolve()) if beside else nullcontext():
+        try:
+            return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            # A package that the module itself imports and lacks is another error than a module that is not there.
+            if error.name is None or not (where == error.name or where.startswith(f"{error.name}.")):
+                raise
+            fix = "run from the repository root, or name the file: path/to/file.py:function"
+            raise InputError(f"{label}: no module {error.name!r} on the import path; {fix}") from error
+
+
+def absent(error: ModuleNotFoundError) -> str:
+    """Return what to do about a module that a user's file imports and that is not there."""
+    package = (error.name or "").partition(".")[0]
+    ours = sys.modules.get(package)
+    if package == "verl":
+        return "verl is not installed; core.rollout.tools has its classes of tools and simulated users"
+    if package and ours is not None and Path(__file__).resolve().parents[2] in Path(ours.__file__ or "/").parents:
+        return f"{package} is a package of this repository; rename yours"
+    return f"install {error.name}, or put the folder that holds it into PYTHONPATH"
 
 
 def _from_file(where: str, label: str) -> ModuleType:
@@ -141,8 +118,6 @@ def _from_file(where: str, label: str) -> ModuleType:
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    if lines := verl_imports(path):
-        raise InputError([f"{label}: {line}" for line in lines])
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before running it: dataclasses look their own module up
@@ -164,10 +139,9 @@ def importing_from(file: Path) -> Iterator[None]:
     """
     roots = [one for one in file.parents if any((one / marker).exists() for marker in MARKERS)][:1]
     folders = tuple(map(str, dict.fromkeys([file.parent, *roots, *(one / "src" for one in roots)])))
-    for name, others in list(_OF_PROJECTS.items()):
-        if others != folders:
-            sys.modules.pop(name, None)
-            del _OF_PROJECTS[name]
+    for name in [name for name, others in _OF_PROJECTS.items() if others != folders]:
+        sys.modules.pop(name, None)
+        del _OF_PROJECTS[name]
     known = set(sys.modules)
     own = [folder for folder in folders if folder not in sys.path]  # what those on the path hold is no project's alone
     importlib.invalidate_caches()
@@ -187,36 +161,3 @@ def importing_from(file: Path) -> Iterator[None]:
 def _pickle_by_value(module: ModuleType) -> None:
     if (ray := sys.modules.get("ray")) is not None:
         ray.cloudpickle.register_pickle_by_value(module)
-
-
-def verl_imports(path: Path) -> list[str]:
-    """Return a line for each import of verl that a file cannot do without, where verl is not installed.
-
-    Read from the file's text: an import within a function would otherwise fail in the middle of a run. What is imported
-    under ``try`` or ``TYPE_CHECKING`` the file can do without.
-    """
-    if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
-        return []
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (ValueError, SyntaxError):  # reported where the file is run
-        return []
-    return [
-        f"line {line}: imports {module}, and verl is not installed; instead: {_replacement(module)}"
-        for line, module in _imports(tree)
-        if module.partition(".")[0] == "verl"
-    ]
-
-
-def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
-    if isinstance(node, ast.Import):
-        yield from ((node.lineno, one.name) for one in node.names)
-    elif isinstance(node, ast.ImportFrom) and not node.level:
-        yield node.lineno, node.module or ""
-    elif not (isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))):
-        for child in ast.iter_child_nodes(node):
-            yield from _imports(child)
-
-
-def _replacement(module: str) -> str:
-    return next(fix for start, fix in REPLACEMENTS.items() if module.startswith(start))

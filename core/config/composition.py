@@ -1,12 +1,13 @@
-"""Overrides, recipe files and a user's own files to one untyped tree. Hydra reads and composes; problems are reported.
+"""Overrides, recipe files and a user's own file to one checked configuration: ``compose`` and ``examine``.
 
-A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with only what differs from the schema's
-defaults, and may hold config groups: ``preset/<name>.yaml`` is chosen by ``preset=<name>``. ``--config-name`` takes
-another file in place of the recipe's, from ``--config-path``, and its defaults list is Hydra's: it may name the
-recipe's file. Overrides before a lone ``--`` are a run script's own, those after it were typed; without ``--`` all were
-typed. Later layers win: schema, file, script (its preset, then its keys), typed preset, typed keys. A typed preset
-takes the place of the script's, and of the script's keys it overrides those that it names. A run that is not named by a
-typed key is named after what distinguishes it.
+Hydra reads overrides and files; values are put over each other here, untyped, so that all problems are reported
+together. A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with only what differs from the
+schema's defaults, and ``preset/<name>.yaml``, chosen by ``preset=<name>``. ``--config-path`` and ``--config-name``
+take another file in the recipe's place; its defaults list may name the recipe's file or ``ppo_trainer``.
+
+Overrides before a lone ``--`` are a run script's own, those after it were typed; without ``--`` all were typed. Later
+layers win: schema, file, script preset, script keys, typed preset, typed keys. A typed preset takes the place of the
+script's, and of the script's keys it overrides those that it names.
 """
 
 from __future__ import annotations
@@ -26,33 +27,40 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from core.config import convert, recipes, verl_names
+from core.config import convert, defaults, paths, recipes, rules, verl_names
 from core.config.problem import Problem, brief, show
+from core.config.recorded import validated, without_others
 from core.config.schema import Config
+from core.config.secret_keys import login_in, without_hidden, without_login
 from core.config.verl_names import CommandLine, nearest, unknown_key
+from core.errors import InputError
 
-PRESET = "preset"
-SEPARATOR = "--"  # between a script's own arguments and the typed ones
+PRESET, SEPARATOR = "preset", "--"
+NAME, MODEL, OF_SEED = "trainer.experiment_name", "actor_rollout_ref.model.path", "-seed${trainer.seed}"
 VERL_BASE = Path(__file__).with_name("verl_base")  # verl's base file, which defaults lists of users' files name
-OPTIONS = {  # of Hydra: what names the file that is composed
-    **{"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"},
-    **{"--config-name": "name", "-cn": "name"},
-}
+OPTIONS = ("--config-path", "--config-name")
+# What Hydra's parser raises; ValueError is that of a number with too many digits, RecursionError of deep brackets.
+PARSER_ERRORS = (HydraException, ValueError, RecursionError)
+
+
+@dataclass
+class Layer:
+    """The presets and the values that a script, or whoever types, gives."""
+
+    presets: list[str] = field(default_factory=list)
+    values: list[tuple[str, Any]] = field(default_factory=list)
 
 
 @dataclass
 class Layers:
-    """What a command line says, sorted; each list is applied from left to right."""
+    """What a command line says, sorted."""
 
-    line: CommandLine  # the whole, for keys that are read by others
-    options: dict[str, str] = field(default_factory=dict)  # Hydra's: path and name of a file in place of the recipe's
-    script_presets: list[str] = field(default_factory=list)
-    script_values: list[tuple[str, Any]] = field(default_factory=list)
-    presets: list[str] = field(default_factory=list)  # the typed ones, as are values
-    values: list[tuple[str, Any]] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)  # choices of a file's config groups
+    line: CommandLine  # the whole, for keys of other versions
+    script: Layer = field(default_factory=Layer)
+    typed: Layer = field(default_factory=Layer)
+    options: dict[str, str] = field(default_factory=dict)  # of Hydra, which name a file in place of the recipe's
     deleted: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
     foreign: dict[str, Any] = field(default_factory=dict)  # keys of another recipe's techniques
@@ -62,18 +70,24 @@ class Layers:
     @property
     def preset(self) -> str | None:
         """The chosen preset: the last typed one, else the script's."""
-        return next(reversed([*self.script_presets, *self.presets]), None)
+        return next(reversed([*self.script.presets, *self.typed.presets]), None)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where a file is looked for: --config-path, the recipe's folder, verl's base file."""
+        own, requested = recipes.folder(self.line.recipe), self.options.get("--config-path")
+        here = Path(requested or ".").expanduser()
+        first = [here if here.is_dir() else own.parent / here] if requested else []
+        return [folder.resolve() for folder in (*first, own, VERL_BASE)]
 
 
-# --- reading overrides ---
+# --- overrides ---
 
 
 def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a script's own overrides and the typed ones."""
-    if SEPARATOR not in overrides:
-        return [], list(overrides)
-    at = list(overrides).index(SEPARATOR)
-    return list(overrides[:at]), [text for text in overrides[at + 1 :] if text != SEPARATOR]
+    at = list(overrides).index(SEPARATOR) if SEPARATOR in overrides else -1
+    return list(overrides[: max(at, 0)]), [text for text in overrides[at + 1 :] if text != SEPARATOR]
 
 
 def read(overrides: Sequence[str], recipe: str) -> Layers:
@@ -81,16 +95,14 @@ def read(overrides: Sequence[str], recipe: str) -> Layers:
     layers = Layers(CommandLine(recipe, recipes.schema_of(recipe)))
     script, typed = (list(_parsed(part, layers)) for part in split(overrides))
     layers.line.given.update({each.key_or_group: value for each, value in [*script, *typed]})
-    for override, value in script:
-        _sort(override, value, layers)
-    layers.script_presets, layers.presets = layers.presets, []
-    layers.script_values, layers.values = layers.values, []
-    for override, value in typed:
-        _sort(override, value, layers)
+    for layer, parsed in ((layers.script, script), (layers.typed, typed)):
+        for override, value in parsed:
+            _sort(override, value, layer, layers)
     for key, (value, settings) in layers.line.read.items():
         for name, item in settings.items():
-            if name in layers.line.given and layers.line.given[name] != item:
-                rule = f"means {name}={show(item, name)}, and {name}={show(layers.line.given[name], name)} is given too"
+            other = layers.line.given.get(name, item)
+            if other != item:
+                rule = f"means {name}={show(item, name)}, and {name}={show(other, name)} is given too"
                 layers.problems.append(Problem(key, value, rule, "leave one of them out"))
     return layers
 
@@ -101,67 +113,57 @@ def _parsed(overrides: Sequence[str], layers: Layers) -> Iterator[tuple[Override
     for text in rest:
         name, separator, value = text.partition("=")
         if name in OPTIONS:
-            layers.options[OPTIONS[name]] = (value if separator else next(rest, "")).strip("'\"")
+            layers.options[name] = (value if separator else next(rest, "")).strip("'\"")
             continue
         try:
-            yield _override(parser, text, layers)
+            yield _override(parser, text, layers.line.schema)
         except _Unreadable as error:
             layers.problems.append(f"{brief(text) or repr(text)}: {error}")
 
 
-class _Unreadable(ValueError):
+class _Unreadable(Exception):
     """A text that is no override; the message completes "<text>: "."""
 
 
-# What Hydra's parser raises; ValueError is that of a number with too many digits, RecursionError of deep brackets.
-_PARSER_ERRORS = (HydraException, ValueError, RecursionError)
-_NO_KEY = "does not begin with a key, which is names joined by single dots; write key=value"
-
-
-def _override(parser: OverridesParser, text: str, layers: Layers) -> tuple[Override, Any]:
+def _override(parser: OverridesParser, text: str, schema: type[Config]) -> tuple[Override, Any]:
     """Return the parsed override and its value."""
-    if text.startswith("-"):
-        dry = "DRY_RUN=1 in the environment checks without running"
-        raise _Unreadable(f"is not an override; write key=value ({dry})")
     key, separator, value = text.partition("=")
-    if not separator and not text.startswith("~"):
-        raise _Unreadable("cannot be read; write key=value")
+    if text.startswith("-") or not (separator or text.startswith("~")):
+        begins = "is not an override" if text.startswith("-") else "cannot be read"
+        raise _Unreadable(f"{begins}; write key=value (DRY_RUN=1 in the environment checks without running)")
     try:
         override = parser.parse_override(text)
         parsed = override, override.value()
-    except _PARSER_ERRORS as error:
+    except PARSER_ERRORS as error:
         try:
             parsed = parser.parse_override(f"{key}=x"), value
-        except _PARSER_ERRORS:
-            name = key.lstrip("+~").strip(" .")
-            near = nearest(name, convert.all_keys(layers.line.schema)) if name else None
-            raise _Unreadable(_NO_KEY + (f"; the nearest known key is {near}" if near else "")) from None
+        except PARSER_ERRORS:
+            near = nearest(key.lstrip("+~").strip(" ."), convert.all_keys(schema))
+            fix = f"write key=value; the nearest known key is {near}" if near else "write key=value"
+            raise _Unreadable(f"does not begin with a key, which is names joined by single dots; {fix}") from None
         # ~/data, a=b: plain text with a character of Hydra's
         if not isinstance(error, HydraException) or not value or value[0] in "[{'\"" or "$" in value:
-            reason = brief(str(error).split("\n")[0])
             fix = f"quote text: {brief(key)}=\"'...'\", and each text in a list"
-            raise _Unreadable(f"cannot be read ({reason}); {fix}") from None
+            raise _Unreadable(f"cannot be read ({brief(str(error).split(chr(10))[0])}); {fix}") from None
     if not parsed[0].key_or_group:
-        raise _Unreadable(_NO_KEY)
+        raise _Unreadable("does not begin with a key; write key=value")
     return parsed
 
 
-def _sort(override: Override, value: Any, layers: Layers) -> None:
-    """Put an override where it belongs in ``layers``."""
+def _sort(override: Override, value: Any, layer: Layer, layers: Layers) -> None:
+    """Put an override where it belongs."""
     key, text = override.key_or_group, brief(override.input_line or "")
     if any(isinstance(item, Sweep | Glob) for item in _items(value)):
         layers.problems.append(f"{text}: is a sweep, and a run has one value; quote it if it is text")
-    elif key != PRESET and layers.options and any((folder / key).is_dir() for folder in _folders(layers)):
-        layers.groups.append(override.input_line)  # a config group beside the file that is composed
     elif override.package is not None or "/" in key:
         layers.problems.append(f"{text}: no config group of this name; {PRESET}=<name> is one, other settings are keys")
     elif override.is_delete():
         _delete(text, key, layers)
     elif key == PRESET:
-        layers.presets.append(show(value))
+        layer.presets.append(show(value))
     else:
         for leaf, item in _leaves(key, value, layers):
-            _set(leaf, item, layers)
+            _set(leaf, item, layer, layers)
 
 
 def _delete(text: str, key: str, layers: Layers) -> None:
@@ -170,19 +172,15 @@ def _delete(text: str, key: str, layers: Layers) -> None:
     if "=" in text:
         layers.problems.append(f"{text}: takes a key back to its default, whatever its value; write ~{key}")
     elif key == PRESET:
-        layers.presets.clear()
-        layers.script_presets.clear()
+        layers.script.presets.clear()
+        layers.typed.presets.clear()
     elif key in convert.all_keys(schema) or key in convert.sections(schema):
         layers.deleted.append(key)
-        for values in (layers.script_values, layers.values):
-            values[:] = [(name, value) for name, value in values if not _within(name, key)]
-        layers.given = {name: value for name, value in layers.given.items() if not _within(name, key)}
+        for layer in (layers.script, layers.typed):
+            layer.values = [(name, value) for name, value in layer.values if not f"{name}.".startswith(f"{key}.")]
+        layers.given = {name: value for name, value in layers.given.items() if not f"{name}.".startswith(f"{key}.")}
     else:
         layers.problems.append(unknown_key(key, None, layers.line))
-
-
-def _within(key: str, parent: str) -> bool:
-    return key == parent or key.startswith(f"{parent}.")
 
 
 def _leaves(key: str, value: Any, layers: Layers) -> Iterator[tuple[str, Any]]:
@@ -195,12 +193,13 @@ def _leaves(key: str, value: Any, layers: Layers) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _set(key: str, value: Any, layers: Layers) -> None:
+def _set(key: str, value: Any, layer: Layer, layers: Layers) -> None:
     """Set a key, or what a key of another version means."""
     schema = layers.line.schema
-    if key not in convert.all_keys(schema) and recipes.switch_of(key):
+    own = key in convert.all_keys(schema)
+    if not own and recipes.switch_of(key):
         layers.foreign[key] = value
-    elif key not in convert.all_keys(schema) and (reading := verl_names.read(key, value, layers.line)):
+    elif not own and (reading := verl_names.read(key, value, layers.line)):
         if reading.rule:
             layers.problems.append(Problem(key, value, reading.rule, reading.fix))
         elif reading.unused:
@@ -208,20 +207,29 @@ def _set(key: str, value: Any, layers: Layers) -> None:
         else:
             layers.line.read[key] = (value, reading.settings)
             for name, item in reading.settings.items():
-                _set(name, item, layers)
+                _set(name, item, layer, layers)
     elif key in convert.sections(schema):
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
     elif not convert.known(key, schema):
         layers.problems.append(unknown_key(key, value, layers.line))
-    elif (reason := _unusable(value)) is not None:
+    elif reason := _unusable(value):
         fix = "mend the ${...}, or write \\${ for the text; quote other text"
         layers.problems.append(Problem(key, value, f"cannot be read ({reason})", fix))
     else:
-        layers.values.append((key, value))
+        layer.values.append((key, value))
         layers.given[key] = value
 
 
-def of_other_recipes(layers: Layers, overrides: Sequence[str]) -> None:
+def _unusable(value: Any) -> str:
+    """Return why OmegaConf refuses a value by itself: the grammar of ``${...}``, a function or null in a mapping."""
+    try:
+        OmegaConf.create({"value": value})
+    except (OmegaConfBaseException, RecursionError) as error:
+        return brief(str(error).split("\n")[0])
+    return ""
+
+
+def _others(layers: Layers, overrides: Sequence[str]) -> None:
     """Accept another recipe's techniques where they are off. One that is on is refused with that recipe's command.
 
     The command takes this recipe's file and presets, so that nothing else of the run is changed by it. There is none
@@ -245,50 +253,23 @@ def of_other_recipes(layers: Layers, overrides: Sequence[str]) -> None:
         layers.problems.append(Problem(switch, layers.foreign[switch], rule, fix))
 
 
-def _unusable(value: Any) -> str | None:
-    """Return why OmegaConf refuses a value by itself: the grammar of ``${...}``, a function or null in a mapping."""
-    try:
-        OmegaConf.create({"value": value})
-    except (OmegaConfBaseException, RecursionError) as error:
-        return brief(str(error).split("\n")[0])
-    return None
-
-
-# --- composing ---
+# --- one tree of all layers ---
 
 
 def tree(layers: Layers) -> dict[str, Any]:
     """Return the composed tree with interpolations resolved; problems go to ``layers``."""
-    composed = _files(layers)
+    composed, named = _files(layers), _named_by_preset(layers)
     for key in layers.deleted:
         section, _, name = key.rpartition(".")
         if isinstance(parent := _at(composed, section), dict):
             parent.pop(name, None)
-    named = _named_by_preset(layers)
-    for key, value in layers.script_values:
+    for key, value in layers.script.values:
         if key not in named:
             _put(composed, key, value, layers.problems)
     name = _run_name(composed, layers, NAME in named)
-    for key, value in [*layers.values, *([(NAME, name)] if name is not None else [])]:
+    for key, value in [*layers.typed.values, *([(NAME, name)] if name is not None else [])]:
         _put(composed, key, value, layers.problems)
-    _drop_missing(composed, "", layers.problems)
-    plain = _over(convert.as_tree(layers.line.schema()), composed)
-    return _resolved(OmegaConf.create(_referring(plain)), plain, "", layers.problems)
-
-
-def _files(layers: Layers) -> dict[str, Any]:
-    """Return what Hydra composes of the recipe's file, or of a user's in its place, and of the chosen preset."""
-    recipe, folder = layers.line.recipe, recipes.folder(layers.line.recipe)
-    if not (folder / f"{recipe}.yaml").exists():
-        known = ", ".join(recipes.names())
-        layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
-        return {}
-    chosen, known = layers.preset, sorted(_presets(layers))
-    if chosen is not None and chosen not in known:
-        choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
-        layers.problems.append(f"{PRESET}={chosen}: unknown preset; {choice}")
-    preset = (f"+{PRESET}={chosen}",) if chosen in known else ()
-    return _own_file(layers, preset) if layers.options else copy.deepcopy(_composed(folder, recipe, preset))
+    return _resolved(_over(convert.as_tree(layers.line.schema()), composed), layers.problems)
 
 
 @functools.cache
@@ -298,62 +279,54 @@ def _composed(folder: Path, name: str, overrides: tuple[str, ...]) -> dict[str, 
         return OmegaConf.to_container(hydra_compose(config_name=name, overrides=list(overrides)), resolve=False)
 
 
-def _folders(layers: Layers) -> list[Path]:
-    """Return where a file and its config groups are looked for: --config-path, the recipe's, verl's base file."""
-    own, requested = recipes.folder(layers.line.recipe), layers.options.get("path")
-    here = Path(requested or ".").expanduser()
-    first = [here if here.is_dir() else own.parent / here] if requested else []
-    return [folder.resolve() for folder in (*first, own, VERL_BASE)]
-
-
-def _own_file(layers: Layers, preset: tuple[str, ...]) -> dict[str, Any]:
-    """Return what Hydra composes of a user's file; keys in it that the schema lacks are read as typed ones are."""
-    first, *others = _folders(layers)
-    name = layers.options.get("name", layers.line.recipe).removesuffix(".yaml")
-    if not first.is_dir():
-        rule = f"--config-path={layers.options['path']}: there is no such folder, and the keys of its file are needed"
-        layers.problems.append(f"{rule}; give the path of your copy")
+def _files(layers: Layers) -> dict[str, Any]:
+    """Return what Hydra composes of the recipe's file, or of a user's in its place, and of the chosen preset."""
+    recipe, (first, *others) = layers.line.recipe, layers.folders
+    if not (recipes.folder(recipe) / f"{recipe}.yaml").exists():
+        layers.problems.append(f"recipe={recipe}: has no config file; choose one of {', '.join(recipes.names())}")
         return {}
-    if not any((folder / f"{name}.yaml").exists() for folder in (first, *others)):
-        names = ", ".join(sorted(path.name for path in first.glob("*.yaml"))) or "no YAML file"
-        layers.problems.append(f"--config-name={name}: {first} has {names}; name one of them with --config-name")
-        return {}
+    chosen, known = layers.preset, sorted(_presets(layers))
+    if chosen is not None and chosen not in known:
+        choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
+        layers.problems.append(f"{PRESET}={chosen}: unknown preset; {choice}")
+    preset = [f"+{PRESET}={chosen}"] if chosen in known else []
+    if not layers.options:
+        return copy.deepcopy(_composed(first, recipe, tuple(preset)))
     path = ",".join(f"file://{folder}" for folder in others)
+    name = layers.options.get("--config-name", recipe).removesuffix(".yaml")
+    if not first.is_dir():
+        rule = f"--config-path={layers.options['--config-path']}: there is no such folder"
+        layers.problems.append(f"{rule}, and the keys of its file are needed; give the path of your copy")
+        return {}
     try:
-        composed = _composed(first, name, (f"hydra.searchpath=[{path}]", *preset, *layers.groups))
+        composed = _composed(first, name, (f"hydra.searchpath=[{path}]", *preset))
     except (HydraException, OmegaConfBaseException) as error:
         reason = brief(" ".join(str(error).split()))
-        layers.problems.append(f"--config-name={name}: {reason}; mend the file {first}")
+        layers.problems.append(f"--config-name={name}: {reason}; mend or name a file of {first}")
         return {}
+    file, values = Layer(), {}  # its keys are read as typed ones are
     leaves = [leaf for key, value in composed.items() for leaf in _leaves(key, value, layers)]
     for key, value in leaves:
         layers.line.given.setdefault(key, value)
-    typed, layers.values = layers.values, []
     for key, value in leaves:
-        _set(key, value, layers)
-    ours, layers.values = layers.values, typed
-    tree: dict[str, Any] = {}
-    for key, value in ours:
-        _put(tree, key, value, layers.problems)
-    return tree
+        _set(key, value, file, layers)
+    for key, value in file.values:
+        _put(values, key, value, layers.problems)
+    return values
 
 
 def _presets(layers: Layers) -> dict[str, Path]:
     """Return the presets: those beside the file of --config-path first, then the recipe's."""
-    folders = _folders(layers) if layers.options else [recipes.folder(layers.line.recipe)]
-    return {path.stem: path for folder in reversed(folders) for path in (folder / PRESET).glob("*.yaml")}
+    return {path.stem: path for folder in reversed(layers.folders) for path in (folder / PRESET).glob("*.yaml")}
 
 
 def _named_by_preset(layers: Layers) -> set[str]:
     """Return the keys that a typed preset names, which a script's own values leave to it."""
     path = _presets(layers).get(layers.preset)
-    if not layers.presets or path is None:
+    if not layers.typed.presets or path is None:
         return set()
     alone = _composed(path.parent.parent, f"{PRESET}/{path.stem}", ())  # with what its own defaults list names
     return {key for name, value in alone.items() for key, _ in _leaves(name, value, layers)}
-
-
-NAME, MODEL, OF_SEED = "trainer.experiment_name", "actor_rollout_ref.model.path", "-seed${trainer.seed}"
 
 
 def _run_name(untyped: dict[str, Any], layers: Layers, preset_names_it: bool) -> str | None:
@@ -362,9 +335,9 @@ def _run_name(untyped: dict[str, Any], layers: Layers, preset_names_it: bool) ->
     It is the name that the script gives (else a preset or the recipe), the typed preset and model where they are not
     the script's, and the seed: ``qwen2.5_32b-paper-seed1``. ``untyped`` is the tree without typed keys.
     """
-    typed, scripts = dict(layers.values), dict(layers.script_values).get(NAME)
+    typed, scripts = dict(layers.typed.values), dict(layers.script.values).get(NAME)
     name = scripts or _at(untyped, NAME)
-    foreign = layers.presets[-1:] if layers.presets[-1:] != layers.script_presets[-1:] else []
+    foreign = layers.typed.presets[-1:] if layers.typed.presets[-1:] != layers.script.presets[-1:] else []
     if not scripts and preset_names_it:
         foreign = []
     if NAME in typed or not isinstance(name or "", str) or not name and not foreign:
@@ -405,25 +378,12 @@ def _put(tree: dict[str, Any], key: str, value: Any, problems: list[Problem | st
     tree[name] = _over(tree.get(name), value)
 
 
-def _drop_missing(tree: dict[str, Any], prefix: str, problems: list[Problem | str]) -> None:
-    """Report and drop what is ``???``; a dropped key keeps its default."""
-    for name, value in list(tree.items()):
-        if isinstance(value, dict):
-            _drop_missing(value, f"{prefix}{name}.", problems)
-        elif "???" in _items(value):
-            problems.append(Problem(f"{prefix}{name}", value, "has no default", "give it a value"))
-            del tree[name]
-
-
 def _over(below: Any, above: Any) -> Any:
     """Return ``above`` over ``below``: mappings joined, with names as text, and anything else replaced."""
     if not isinstance(above, Mapping):
         return above
     joined = dict(below) if isinstance(below, Mapping) else {}
     return joined | {str(name): _over(joined.get(str(name)), value) for name, value in above.items()}
-
-
-# --- interpolations ---
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -435,62 +395,141 @@ def _items(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _refers(value: Any) -> bool:
-    return any(isinstance(item, str) and "${" in item for item in _items(value))
+def _get(tree: Any, path: Sequence[str]) -> Any:
+    return functools.reduce(lambda one, part: one[part], path, tree)
 
 
-def _referring(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sections that hold an interpolation or are named by one: nodes for all others take half the time."""
-    texts = [item for item in _items(tree) if isinstance(item, str) and "${" in item]
-    if any(re.search(r"\$\{[^}]*\$\{", text) for text in texts):  # a name that is itself one
-        return tree
-    named = {word for text in texts for word in re.findall(r"\w+", text)}
-    return {name: value for name, value in tree.items() if name in named or _refers(value)}
+def _is_node(value: Any) -> bool:
+    return isinstance(value, DictConfig | ListConfig)
 
 
-def _resolved(node: Any, raw: Mapping[str, Any], prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
-    """Return plain values. One that cannot be resolved is left out, and so keeps its default."""
-    resolved = {}
-    for name, value in raw.items():
-        key = f"{prefix}{name}"
+def _referring(tree: Mapping[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each value, not a mapping, that holds an interpolation or is missing (``???``)."""
+    for name, value in tree.items():
         if isinstance(value, Mapping):
-            below = node[name] if _refers(value) else node
-            resolved[name] = _resolved(below, value, f"{key}.", problems)
-        elif not _refers(value):
-            resolved[name] = value
+            yield from _referring(value, *above, name)
+        elif any(isinstance(item, str) and ("${" in item or item == "???") for item in _items(value)):
+            yield (*above, name)
+
+
+def _resolved(plain: dict[str, Any], problems: list[Problem | str]) -> dict[str, Any]:
+    """Return the tree with its interpolations resolved. A value that cannot be is reported and left out."""
+    referring, resolved = list(_referring(plain)), copy.deepcopy(plain)
+    words = {word for *above, name in referring for word in re.findall(r"\w+", f"{above} {_get(plain, above)[name]}")}
+    node = OmegaConf.create({name: value for name, value in plain.items() if name in words})  # all take twice the time
+    for *above, name in referring:
+        here, there = _get(node, above), _get(resolved, above)
+        raw, key = there.pop(name), ".".join((*above, name))
+        try:
+            value = here[name]
+            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if _is_node(value) else value
+        except MissingMandatoryValue:
+            problems.append(Problem(key, raw, "has no default", "give it a value"))
+        except (OmegaConfBaseException, RecursionError) as error:
+            reason = brief(str(error).split("\n")[0])
+            problems.append(Problem(key, raw, f"cannot be resolved ({reason})", "mend the ${...}"))
         else:
-            try:
-                resolved[name] = _value(node, name, value)
-            except _Unresolved as error:
-                problems.append(Problem(key, value, *error.args))
+            if "None" in str(value) and "None" not in str(raw) and value is not None:
+                problems.append(Problem(key, raw, "names a key that is null", "set that key as well"))
+            else:
+                there[name] = value
     return resolved
 
 
-class _Unresolved(ValueError):
-    """An interpolation without a usable value: the rule that it breaks, and the fix."""
+# --- checked ---
 
 
-_REFERENCE = re.compile(r"(?<!\\)\$\{\s*([\w.]+)\s*\}")
+@dataclass(frozen=True)
+class Composed:
+    """A configuration and everything that was found out about it.
+
+    config: resolved; with ``problems`` a refused value is replaced by its default.
+    given: the keys that an override set (not those of the recipe's file), with the values as read.
+    read: key of another version -> (value, the settings here that it was read as).
+    unused: key -> (value, reason), for overrides that do nothing in this configuration.
+    without_effect: every key that has no effect in it, from any source.
+    """
+
+    config: Config
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    given: Mapping[str, Any]
+    read: Mapping[str, tuple[Any, Mapping[str, Any]]]
+    unused: Mapping[str, tuple[Any, str]]
+    without_effect: frozenset[str]
 
 
-def _value(node: DictConfig, name: str, raw: Any) -> Any:
-    """Return the value of a text or list with interpolations."""
-    texts = [item for item in _items(raw) if isinstance(item, str) and not _REFERENCE.fullmatch(item)]
-    keys = [key for text in texts for key in _REFERENCE.findall(text)]  # whose values are part of a longer text
-    keys = [key for key in keys if key[0] != "." or isinstance(raw, str)]  # in a list "." is the list
-    try:
-        value = node[name]
-        if isinstance(value, DictConfig | ListConfig):
-            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        parts = {key: OmegaConf.select(node if key[0] == "." else node._get_root(), key) for key in keys}
-    except RecursionError:
-        raise _Unresolved("leads back to itself", "name another key") from None
-    except OmegaConfBaseException as error:
-        reason = brief(str(error).split("\n")[0])
-        raise _Unresolved(f"cannot be resolved ({reason})", "mend the ${...}") from None
-    for key, part in parts.items():
-        if part is None:
-            raise _Unresolved(f"names {key}, which is null", f"set {key} as well")
-        if isinstance(part, DictConfig | ListConfig):
-            raise _Unresolved(f"names {key}, which holds several values", "name one of them")
-    return value
+def compose(recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the resolved configuration of a recipe under these overrides.
+
+    Whether the files that it names exist is checked at start, not here.
+
+    Raises:
+        InputError: every problem there is, a line each.
+    """
+    composed = examine(recipe, overrides)
+    if composed.problems:
+        raise InputError(composed.problems)
+    return composed.config
+
+
+def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | None = None) -> Composed:
+    """Compose and check without raising.
+
+    ``base`` holds values by flat key that lie over the recipe's and below the overrides: those of a run, say. They are
+    taken as they are: a ``${...}`` in them could read the environment.
+    """
+    schema = recipes.schema_of(recipe)
+    layers = read(overrides, recipe)
+    layers.typed.values[:0] = literal(without_hidden(without_others(base or {}, schema))).items()
+    found = tree(layers)
+    _others(layers, overrides)
+    refused = list(layers.problems)
+    config = paths.with_template_text(defaults.resolve(validated(schema, found, refused, layers.line), recipe))
+    refused += paths.template_problems(config)
+    bad = {one.key for one in refused if isinstance(one, Problem)}
+    view = rules.View(config, layers.given, recipe, bad)
+    lines = [*refused, *_logins(config), *rules.problems(view)]
+    seen = rules.View(config, layers.given, recipe)
+    without_effect = rules.reasons(seen, [*layers.given, *convert.all_keys(schema)])
+    unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
+    return Composed(
+        config=config,
+        problems=tuple(dict.fromkeys(map(str, lines))),
+        warnings=(*rules.warnings(seen), *_forgotten(base or {}, layers.given)),
+        given=layers.given,
+        read=layers.line.read,
+        unused={**layers.unused, **unused},
+        without_effect=frozenset(without_effect),
+    )
+
+
+def literal(value: Any) -> Any:
+    """Return the value with every ``${`` in its texts written so that it stands for itself."""
+    if isinstance(value, Mapping):
+        return {name: literal(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _logins(config: Config) -> Iterator[Problem]:
+    """Yield the URLs that hold a login: a URL is a name, which is recorded, printed and compared."""
+    reported, keys = set(), convert.all_keys(type(config))  # other keys follow one that names a model
+    for key, value in convert.flat(config).items():
+        section = key.rpartition(".")[0]
+        for text in _items(value):
+            if isinstance(text, str) and text not in reported and (login := login_in(text)) is not None:
+                reported.add(text)
+                own = f"{section}.api_key_env" if f"{section}.api_key_env" in keys else f"{section}.client"
+                fix = f"put the key into an environment variable, and its name into {own} (api_key_env)"
+                if own not in keys:
+                    fix = "leave it out and export the login (AWS_ACCESS_KEY_ID), or copy the file and give its path"
+                yield Problem(key, without_login(text), f"holds a login ({login}), and is recorded", fix)
+
+
+def _forgotten(base: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each key of a recorded configuration whose secrets are not there, unless it is given anew."""
+    for key, value in base.items():
+        if without_hidden({key: value}) != {key: value} and not any(name.startswith(key) for name in given):
+            yield f"{key}: held a secret, which is not recorded; give it again where this command needs it"

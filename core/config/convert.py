@@ -12,37 +12,34 @@ import yaml
 
 from core.config.schema import Config
 from core.config.secret_keys import hidden
-from core.config.section import Section, hints, is_mapping, is_section, thaw
-
-# --- what the schema has ---
+from core.config.section import Open, Section, hints, is_section, optional, thaw
 
 
-def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key and its type; a section's type is its class."""
     for name, hint in hints(section).items():
         yield prefix + name, hint
         if is_section(hint):
-            yield from walk(hint, f"{prefix}{name}.")
+            yield from _walk(hint, f"{prefix}{name}.")
 
 
 @functools.cache
 def all_keys(schema: type = Config) -> dict[str, Any]:
     """Return flat key -> type, of a whole configuration, sections left out."""
-    return {key: hint for key, hint in walk(schema) if not is_section(hint)}
+    return {key: hint for key, hint in _walk(schema) if not is_section(hint)}
 
 
 @functools.cache
 def sections(schema: type = Config) -> dict[str, type]:
     """Return flat key -> class, of the sections of a whole configuration."""
-    return {key: hint for key, hint in walk(schema) if is_section(hint)}
+    return {key: hint for key, hint in _walk(schema) if is_section(hint)}
 
 
 def known(key: str, schema: type = Config) -> bool:
     """Return whether the schema has the key, or a mapping of the user's own that the key is a part of."""
-    keys = all_keys(schema)
-    if key in keys:
-        return True
-    return any(key.startswith(f"{parent}.") and is_mapping(keys[parent]) for parent in keys)
+    keys, parts = all_keys(schema), key.split(".")
+    above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return key in keys or any(parent in keys and optional(keys[parent])[0] is Open for parent in above)
 
 
 def get(config: Any, key: str) -> Any:
@@ -67,13 +64,15 @@ def as_json(config: Any) -> dict[str, Any]:
 def replaced(config: Any, changes: Mapping[str, Any]) -> Any:
     """Return the configuration with the values of these flat keys."""
     for key, value in changes.items():
-        config = _replace(config, key.split("."), value)
+        name, _, rest = key.partition(".")
+        config = config.replace(**{name: replaced(getattr(config, name), {rest: value}) if rest else value})
     return config
 
 
-def _replace(section: Any, path: list[str], value: Any) -> Any:
-    name, rest = path[0], path[1:]
-    return section.replace(**{name: _replace(getattr(section, name), rest, value) if rest else value})
+def as_tree(section: Any) -> dict[str, Any]:
+    """Return a section as nested dicts and lists."""
+    values = {name: getattr(section, name) for name in hints(type(section))}
+    return {name: as_tree(value) if isinstance(value, Section) else thaw(value) for name, value in values.items()}
 
 
 def as_recorded(config: Any) -> dict[str, Any]:
@@ -81,15 +80,10 @@ def as_recorded(config: Any) -> dict[str, Any]:
     return hidden(as_tree(config))
 
 
-def as_tree(section: Any) -> dict[str, Any]:
-    """Return a section as nested dicts and lists."""
-    return {
-        name: as_tree(value) if isinstance(value := getattr(section, name), Section) else thaw(value)
-        for name in hints(type(section))
-    }
+def to_yaml(config: Any) -> str:
+    """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema, without secrets."""
+    return yaml.safe_dump(as_recorded(config), sort_keys=False, width=120)
 
-
-# --- YAML of this program's tables, and of runs and users; recipes' configurations are Hydra's to read ---
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where it is compiled in: ten times as fast
 

@@ -8,56 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from core.config import convert, registry
-from core.config.limits import FULL_PRECISION
 from core.config.paths import run_folder
 from core.config.schema import Config
-from core.config.section import mark
+from core.config.section import FULL_PRECISION, mark
 from core.files import is_url
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-
-
-def _dynamic(micro: str) -> Callable[[Config], bool]:
-    """Return the actor's choice; if null, packing by tokens unless a micro-batch size is given here or there."""
-
-    def decide(config: Config) -> bool:
-        actor = config.actor_rollout_ref.actor
-        if actor.use_dynamic_bsz is not None:
-            return actor.use_dynamic_bsz
-        return convert.get(config, micro) is None and actor.ppo_micro_batch_size_per_gpu is None
-
-    return decide
-
-
-def _micro(dynamic: str) -> Callable[[Config], int | None]:
-    """Return the actor's micro-batch size, where one is needed."""
-    return lambda c: None if convert.get(c, dynamic) else c.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
-
-
-def _precision(other: str) -> Callable[[Config], str]:
-    """Return the number format of engine or learner, where ``other`` is the key of the other one's.
-
-    Two programs that round to bfloat16 differ by 0.03 nats a token on a small published model, whatever is the same in
-    them (the perturbed passes of ``core.learner.model_checks`` differ as much). In one process, where runs are small,
-    both are float32 and agree.
-    """
-
-    def decide(config: Config) -> str:
-        alone = config.trainer.backend == "local" and config.actor_rollout_ref.rollout.name == "hf"
-        return (convert.get(config, other) or "float32") if alone else "bfloat16"
-
-    return decide
-
-
-def _judge_folder(config: Config) -> str | None:
-    folder = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
-    return f"{run_folder(config) if is_url(folder) else folder}/judge" if config.reward_model.judged else None
-
-
-def experiment_name(config: Config) -> str:
-    """Return the name of a run that nobody named."""
-    model = config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
-    return f"{model or 'model'}-seed{config.trainer.seed}"
+PASSES = {  # whether passes are packed by tokens -> their size where they are not
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    f"{REF}.log_prob_use_dynamic_bsz": f"{REF}.log_prob_micro_batch_size_per_gpu",
+    "critic.use_dynamic_bsz": "critic.ppo_micro_batch_size_per_gpu",
+    f"{ACTOR}.use_dynamic_bsz": f"{ACTOR}.ppo_micro_batch_size_per_gpu",  # last: the others read what it was given
+}
 
 
 def has_accelerator() -> bool:
@@ -65,28 +27,58 @@ def has_accelerator() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
+def _dynamic(config: Config, micro: str) -> bool:
+    """Return the actor's choice; if null, packing by tokens unless a micro-batch size is given here or there."""
+    actor = config.actor_rollout_ref.actor
+    none_given = convert.get(config, micro) is None and actor.ppo_micro_batch_size_per_gpu is None
+    return none_given if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
+
+
+def _precision(config: Config, other: str) -> str:
+    """Return the number format of engine or learner, where ``other`` is the key of the other one's.
+
+    Two programs that round to bfloat16 differ by 0.03 nats a token on a small published model, whatever is the same in
+    them (the perturbed passes of ``core.learner.model_checks`` differ as much). In one process, where runs are small,
+    both are float32 and agree.
+    """
+    alone = config.trainer.backend == "local" and config.actor_rollout_ref.rollout.name == "hf"
+    return (convert.get(config, other) or "float32") if alone else "bfloat16"
+
+
+def _judge_folder(config: Config) -> str | None:
+    folder = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
+    return f"{run_folder(config) if is_url(folder) else folder}/judge" if config.reward_model.judged else None
+
+
+def _agent_loop(config: Config) -> str | None:
+    return registry.TOOL_AGENT if config.actor_rollout_ref.rollout.multi_turn.enable else None
+
+
+def _run_name(config: Config) -> str:
+    model = config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
+    return f"{model or 'model'}-seed{config.trainer.seed}"
+
+
+def _micro(config: Config, dynamic: str) -> int | None:
+    """Return the actor's micro-batch size, where one is needed."""
+    return None if convert.get(config, dynamic) else config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+
+
 def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
-    passes = {  # whether passes are packed by tokens -> their size where they are not
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz": f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-        f"{REF}.log_prob_use_dynamic_bsz": f"{REF}.log_prob_micro_batch_size_per_gpu",
-        "critic.use_dynamic_bsz": "critic.ppo_micro_batch_size_per_gpu",
-        f"{ACTOR}.use_dynamic_bsz": f"{ACTOR}.ppo_micro_batch_size_per_gpu",  # last: the others read what it was given
-    }
+    actor_dtype, engine_dtype = f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"
     return {
-        **{dynamic: _dynamic(micro) for dynamic, micro in passes.items()},
-        **{micro: _micro(dynamic) for dynamic, micro in passes.items()},
+        **{dynamic: lambda c, micro=micro: _dynamic(c, micro) for dynamic, micro in PASSES.items()},
+        **{micro: lambda c, dynamic=dynamic: _micro(c, dynamic) for dynamic, micro in PASSES.items()},
         f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") and has_accelerator() else "hf",
         f"{ROLLOUT}.nnodes": lambda c: 1,
-        f"{ACTOR}.fsdp_config.dtype": _precision(f"{ROLLOUT}.dtype"),
-        f"{ROLLOUT}.dtype": _precision(f"{ACTOR}.fsdp_config.dtype"),
-        f"{ROLLOUT}.agent_loop": lambda c: (
-            registry.TOOL_AGENT if c.actor_rollout_ref.rollout.multi_turn.enable else None
-        ),
+        actor_dtype: lambda c: _precision(c, engine_dtype),
+        engine_dtype: lambda c: _precision(c, actor_dtype),
+        f"{ROLLOUT}.agent_loop": _agent_loop,
         "critic.enable": lambda c: registry.estimator(c.algorithm.adv_estimator).critic,
         "trainer.health.logp_diff.bound": logp_diff,
         "trainer.project_name": lambda c: f"rlrepro-{recipe}",
-        "trainer.experiment_name": experiment_name,
+        "trainer.experiment_name": _run_name,
         "trainer.default_local_dir": lambda c: f"outputs/{recipe}/{c.trainer.experiment_name}",
         "reward_model.use_dynamic_bsz": lambda c: c.reward_model.micro_batch_size_per_gpu is None,
         "reward_model.max_length": lambda c: c.data.max_prompt_length + c.data.max_response_length,

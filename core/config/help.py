@@ -10,17 +10,15 @@ import difflib
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from core.config import composition, convert, recipes, rules, verl_names
-from core.config.checked import validated
 from core.config.defaults import resolve
-from core.config.limits import Limit, NumberOrText
 from core.config.problem import show
-from core.config.rules import View
-from core.config.section import MAPPING, Open, optional
+from core.config.recorded import validated
+from core.config.section import MAPPING, Limit, NumberOrText, Open, optional
 
 WIDEST = 120  # columns, also where the terminal is wider
 NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NumberOrText: "a number or text"}
@@ -35,14 +33,14 @@ class Entry:
     comment: str
     default: Any
     resolved: Any
-    unused: str = ""
+    unused: str
 
-    @property
-    def text(self) -> str:
-        """What stands below the key: the comment, the values it admits, what null becomes, why it does nothing."""
+    def lines(self, with_reason: bool) -> list[str]:
+        """Return what is printed. A reason why a key does nothing is shown only where few are listed."""
         null = f"null is {show(self.resolved)} here" if self.default != self.resolved else ""
-        parts = [self.comment, self.type, null, f"does nothing here: {self.unused}" if self.unused else ""]
-        return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
+        unused = f"does nothing here: {self.unused}" if self.unused and with_reason else ""
+        text = " ".join(f"{part[0].upper()}{part[1:]}." for part in (self.comment, self.type, null, unused) if part)
+        return _item(f"{self.key}={show(self.default, self.key)}", text)
 
 
 def type_text(hint: Any) -> str:
@@ -51,37 +49,32 @@ def type_text(hint: Any) -> str:
     if none_too:
         return f"{type_text(alone)}, or null"
     origin, parts = get_origin(hint), get_args(hint)
-    if hint is Open:
-        return MAPPING
-    if hint in NAMES:
-        return NAMES[hint]
+    if hint is Open or hint in NAMES:
+        return MAPPING if hint is Open else NAMES[hint]
     if origin is Annotated:
         rules = [limit.rule for limit in parts[1:] if isinstance(limit, Limit)]
         base = "a number or text" if parts[0] is object else type_text(parts[0])
-        return ", ".join([base, *rules]) if parts[0] is not str else ", ".join(rules) or base
+        return ", ".join(rules if rules and parts[0] is str else [base, *rules])
     if origin is Literal:
         return f"one of {', '.join(parts)}"
     return "a list of texts" if parts[0] is str else f"a list, each entry {type_text(parts[0])}"
 
 
-def entries(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> list[Entry]:
+def entries(recipe: str, overrides: Sequence[str] = ()) -> list[Entry]:
     """Return every key of the recipe, with its default under these overrides."""
-    schema = recipes.schema_of(recipe)
-    layers = composition.read(overrides, recipe)
+    schema, layers = recipes.schema_of(recipe), composition.read(overrides, recipe)
     plain = validated(schema, composition.tree(layers), [])
     config = resolve(plain, recipe)
-    reasons = rules.reasons(View(config, layers.given, hooks, recipe), convert.all_keys(schema))
-    sections = {"": schema, **convert.sections(schema)}
-    listed = []
-    for key, hint in convert.all_keys(schema).items():
-        parts = key.split(".")
-        above = [(".".join(parts[:depth]), name) for depth, name in enumerate(parts)]
-        comments = [
-            sections[section].model_fields[name].description for section, name in above
-        ]  # a section's are its keys'
+    keys, view = convert.all_keys(schema), rules.View(config, layers.given, recipe)
+    reasons, listed = rules.reasons(view, keys), []
+    for key, hint in keys.items():
+        section, comments = schema, []  # a section's description is its keys' too
+        for name in key.split("."):
+            comments.append(section.model_fields[name].description)
+            section = type(getattr(section(), name))
         comment = ". ".join(text[0].upper() + text[1:] for text in comments if text)
-        default, resolved = convert.get(plain, key), convert.get(config, key)
-        listed.append(Entry(key, type_text(hint), comment, default, resolved, reasons.get(key, "")))
+        values = convert.get(plain, key), convert.get(config, key)
+        listed.append(Entry(key, type_text(hint), comment, *values, reasons.get(key, "")))
     return listed
 
 
@@ -98,20 +91,17 @@ def presets(recipe: str) -> dict[str, str]:
 # --- what is printed ---
 
 
-def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Collection[str] = ()) -> tuple[str, bool]:
+def shown(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tuple[str, bool]:
     """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all of them."""
-    listed = entries(recipe, overrides, hooks)
+    listed = entries(recipe, overrides)
     if not words:
-        return "\n".join([*_usage(recipe), *_listed(listed)]), True
+        return "\n".join([*_usage(recipe), *(line for entry in listed for line in entry.lines(False))]), True
     hits = [entry for entry in listed if _matches(words, f"{entry.key} {entry.comment} {entry.type}")]
     others = [(key, text) for key, text in verl_names.described(recipe) if _matches(words, f"{key} {text}")]
-    lines = _listed(hits, reasons=True)
-    if others:
-        lines += _item("keys of other versions:", "")
-        lines += [line for key, text in others for line in _item(key, text)]
-    if lines:
-        return "\n".join(lines), True
-    return _nothing(" ".join(words), [entry.key for entry in listed]), False
+    lines = [line for entry in hits for line in entry.lines(True)]
+    lines += ["keys of other versions:"] * bool(others)
+    lines += [line for key, text in others for line in _item(key, text)]
+    return "\n".join(lines) or _nothing(" ".join(words), [entry.key for entry in listed]), bool(lines)
 
 
 def _matches(words: Sequence[str], text: str) -> bool:
@@ -126,9 +116,8 @@ def _nothing(words: str, keys: Sequence[str]) -> str:
         for part in (name, *name.split("_")):
             parts.setdefault(part, key)
     near = difflib.get_close_matches(words.lower().replace(" ", "_"), parts, n=3, cutoff=0.7)
-    hint = (
-        f"close names: {', '.join(dict.fromkeys(parts[name] for name in near))}" if near else "no name is close to it"
-    )
+    close = ", ".join(dict.fromkeys(parts[name] for name in near))
+    hint = f"close names: {close}" if near else "no name is close to it"
     return f"--help {words}: no key has this in its name, its comment or its choices; {hint}"
 
 
@@ -145,32 +134,17 @@ def _item(head: str, text: str, margin: str = "") -> list[str]:
     ]
 
 
-def _listed(entries: Sequence[Entry], reasons: bool = False) -> list[str]:
-    """Return the lines of these keys. A reason why a key does nothing is shown only where few are listed."""
-    shown = entries if reasons else [replace(entry, unused="") for entry in entries]
-    return [line for entry in shown for line in _item(f"{entry.key}={show(entry.default, entry.key)}", entry.text)]
-
-
 def _usage(recipe: str) -> list[str]:
     command = f"python -m recipes.{recipe}.main_{recipe}"
-    lines = [
+    known = [line for name, text in presets(recipe).items() for line in _item(f"preset={name}", text, "  ")]
+    dry = "DRY_RUN=1 in the environment only checks and prints the configuration and what the run will need."
+    wins = "preset=NAME puts the settings of a file over the recipe's defaults; key=value wins over both. Presets:"
+    return [
         f"usage: {command} [preset=NAME] [key=value ...]",
         f"       {command} --help WORD ...    only the keys in which all the words occur",
         "",
-        *textwrap.wrap(
-            f"The command trains with the recipe {recipe}. DRY_RUN=1 in the environment only composes and checks the "
-            "configuration, prints what differs from the defaults and what the run will need, and ends.",
-            _width(),
-        ),
+        *textwrap.wrap(f"The command trains with the recipe {recipe}. {dry}", _width()),
         "",
+        *([*textwrap.wrap(wins, _width()), *known, ""] if known else []),
+        "keys with their defaults (a list is written [a,b]; text with special characters is quoted: key=\"'a=b'\"):",
     ]
-    known = presets(recipe)
-    if known:
-        lines += textwrap.wrap(
-            "preset=NAME puts the settings of a file over the recipe's defaults; key=value wins over both. Presets:",
-            _width(),
-        )
-        lines += [line for name, text in known.items() for line in _item(f"preset={name}", text, "  ")]
-        lines.append("")
-    how = "keys with their defaults (a list is written [a,b]; text with special characters is quoted: key=\"'a=b'\"):"
-    return [*lines, how]

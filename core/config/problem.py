@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from core.config.secret_keys import hidden
@@ -11,7 +11,7 @@ from core.config.section import thaw
 from core.errors import one_line
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Problem:
     """A key, its value, the rule that it breaks and what to do; as text one line."""
 

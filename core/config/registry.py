@@ -1,47 +1,42 @@
 """All that the repository knows about a name in a configuration: one entry of one table.
 
-Adding an estimator, a policy loss, an engine, a logger or an agent loop touches two files: a function
-in a module of its own, and an entry here. The schema takes its names from these tables, the rules, the unused keys and
-the plan read the facts, and :mod:`core.config.code_by_path` imports the function when a run first uses it. This module
-imports nothing heavy. A user's own function, named by its path, needs no entry.
-
-``function`` is always ``module:name``. ``reads`` lists the keys of the entry's section that not every other entry
-reads: where they are set for an entry without them, they are reported as unused.
+Adding an estimator, a policy loss, an engine, a logger or an agent loop touches two files: a function in a module of
+its own, and an entry here. The schema takes its names from these tables, rules and plan read the facts,
+and :mod:`core.config.code_by_path` imports the function when a run first uses it. A user's own function, named by its
+path, needs no entry. ``function`` is always ``module:name``. ``reads`` lists the keys of the entry's section that not
+every other entry reads: where they are set for an entry without them, they are reported as unused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from core.config import limits
-
-CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")  # keys of the section actor that bound a ratio
-SERVING = (  # keys of the section rollout that a serving engine reads
-    *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-    *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
-)
+from typing import Any
 
 
 @dataclass(frozen=True)
-class EstimatorEntry:
-    """An advantage estimator: a function of :class:`core.algorithm.advantages.AdvantageInputs`."""
+class Entry:
+    """A name's function, and the keys that it reads; of an agent loop its class."""
 
     function: str
+    reads: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class EstimatorEntry(Entry):
+    """An advantage estimator: a function of :class:`core.algorithm.advantages.AdvantageInputs`."""
+
     critic: bool = False  # it reads values
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
     squares: bool = False  # it reads old log-probs and the sums of squared probabilities, of a pass before the update
     penalties: bool = True  # it takes rewards below 0, which a penalty in the reward makes
-    reads: Collection[str] = ()  # keys of the section algorithm
 
 
 @dataclass(frozen=True)
-class LossEntry:
+class LossEntry(Entry):
     """A policy loss: a function of :class:`core.algorithm.losses.LossInputs`."""
 
-    function: str
     # The only loss_agg_mode that the loss is defined with: its published implementation ignores the key.
     aggregation: str | None = None
     has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
@@ -49,21 +44,18 @@ class LossEntry:
     selects: str | None = None
     moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
     divergence: float | None = None  # clip_ratio* bound a divergence, not a ratio: the published bound
-    reads: Collection[str] = ()  # keys of the section actor
 
 
 @dataclass(frozen=True)
-class EngineEntry:
+class EngineEntry(Entry):
     """A rollout engine: a function of configuration, policy, tokenizer and device."""
 
-    function: str
     package: str | None = None  # that has to be installed
     problems: str | None = None  # "module:function": of a configuration, what else the engine lacks at a start
     seeded: bool = True  # a request's seed decides its answer; without that nothing sampled can be drawn again
     top_p_within_top_k: bool = True  # with both set, top_p counts what top_k left
     reads_media: bool = True  # pictures of prompts
     one_receiver: bool = False  # one process receives the weights also where several GPUs share each layer
-    reads: Collection[str] = ()  # keys of the section rollout
 
 
 @dataclass(frozen=True)
@@ -74,15 +66,8 @@ class LoggerEntry:
     login: str | None = None  # when the service asks for one
 
 
-@dataclass(frozen=True)
-class AgentLoopEntry:
-    """An agent loop: a subclass of :class:`core.rollout.agent_loop.AgentLoop`."""
-
-    function: str
-
-
 ADVANTAGES, LOSSES = "core.algorithm.advantages", "core.algorithm.losses"
-ESTIMATORS = {
+ESTIMATORS = {  # algorithm.adv_estimator
     "gae": EstimatorEntry(f"{ADVANTAGES}:gae", critic=True, reads=("gamma", "lam")),
     "grpo": EstimatorEntry(f"{ADVANTAGES}:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
     "grpo_passk": EstimatorEntry(f"{ADVANTAGES}:grpo_passk", groups=True, reads=("norm_adv_by_std_in_grpo",)),
@@ -95,32 +80,29 @@ ESTIMATORS = {
     "optimal_token_baseline": EstimatorEntry(f"{ADVANTAGES}:optimal_token_baseline", groups=True, squares=True),
     "maxrl": EstimatorEntry(f"{ADVANTAGES}:maxrl", groups=True, penalties=False),
 }
-
-
-POLICY_LOSSES = {
+CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+SEQUENCE_MEAN = "seq-mean-token-mean"
+CLIP_COV = ("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub")
+KL_COV = ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
+POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
     "vanilla": LossEntry(f"{LOSSES}:vanilla", reads=(*CLIP, "clip_ratio_c")),
-    "gspo": LossEntry(f"{LOSSES}:gspo", aggregation="seq-mean-token-mean", reads=CLIP),
-    "geo_mean": LossEntry(f"{LOSSES}:geo_mean", aggregation="seq-mean-token-mean", reads=CLIP),
-    "sapo": LossEntry(f"{LOSSES}:sapo", aggregation="seq-mean-token-mean", reads=("tau_pos", "tau_neg")),
+    "gspo": LossEntry(f"{LOSSES}:gspo", aggregation=SEQUENCE_MEAN, reads=CLIP),
+    "geo_mean": LossEntry(f"{LOSSES}:geo_mean", aggregation=SEQUENCE_MEAN, reads=CLIP),
+    "sapo": LossEntry(f"{LOSSES}:sapo", aggregation=SEQUENCE_MEAN, reads=("tau_pos", "tau_neg")),
     "gpg": LossEntry(f"{LOSSES}:gpg", has_ratio=False),
     "reinforce": LossEntry(f"{LOSSES}:gpg", has_ratio=False),
     "cispo": LossEntry(f"{LOSSES}:cispo", reads=CLIP),
-    "clip_cov": LossEntry(
-        f"{LOSSES}:clip_cov",
-        selects=f"{LOSSES}:clip_cov_tokens",
-        reads=(*CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
-    ),
+    "clip_cov": LossEntry(f"{LOSSES}:clip_cov", selects=f"{LOSSES}:clip_cov_tokens", reads=(*CLIP, *CLIP_COV)),
     "kl_cov": LossEntry(
-        f"{LOSSES}:kl_cov",
-        selects=f"{LOSSES}:kl_cov_tokens",
-        moves_without_advantage=True,
-        reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+        f"{LOSSES}:kl_cov", selects=f"{LOSSES}:kl_cov_tokens", moves_without_advantage=True, reads=KL_COV
     ),
     "dppo_tv": LossEntry(f"{LOSSES}:dppo_tv", divergence=0.15, reads=(*CLIP, "clip_ratio_c")),
     "dppo_kl": LossEntry(f"{LOSSES}:dppo_kl", divergence=0.05, reads=(*CLIP, "clip_ratio_c")),
 }
-
-
+SERVING = (  # what a serving engine reads
+    *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+    *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
+)
 ENGINES = {  # actor_rollout_ref.rollout.name
     "hf": EngineEntry("core.engines.hf:make"),
     "vllm": EngineEntry("core.engines.vllm:make", package="vllm", reads=SERVING),
@@ -134,28 +116,21 @@ ENGINES = {  # actor_rollout_ref.rollout.name
         reads=SERVING,
     ),
 }
-
-
 # reward_model.reward_manager; the length penalty, the other half of verl's dapo, is DAPO's shape_reward
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
-
-
 LOGGERS = {  # trainer.logger
     "console": LoggerEntry(),
     "jsonl": LoggerEntry(),
     "tensorboard": LoggerEntry("core.tracking.loggers:TensorboardLogger"),
-    "wandb": LoggerEntry("core.tracking.loggers:WandbLogger", login="unless WANDB_MODE=offline"),
-    "mlflow": LoggerEntry(
-        "core.tracking.loggers:MlflowLogger", login="unless the server of MLFLOW_TRACKING_URI is open"
-    ),
+    "wandb": LoggerEntry("core.tracking.loggers:WandbLogger", "unless WANDB_MODE=offline"),
+    "mlflow": LoggerEntry("core.tracking.loggers:MlflowLogger", "unless the server of MLFLOW_TRACKING_URI is open"),
 }
-
-
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"  # verl's names
 AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop
-    SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
-    TOOL_AGENT: AgentLoopEntry("core.rollout.tool_agent:ToolAgentLoop"),
+    SINGLE_TURN: Entry("core.rollout.agent_loop:SingleTurn"),
+    TOOL_AGENT: Entry("core.rollout.tool_agent:ToolAgentLoop"),
 }
+# --- types of keys, and other names ---
 PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of the models whose pictures are read
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
@@ -165,24 +140,11 @@ RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, whic
     *("proxy_server_url", "_plasma_directory", "_node_ip_address", "_memory", "_temp_dir", "_metrics_export_port"),
     *("_system_config", "_node_name"),
 )
-KL_KINDS = (
-    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
-    *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_KINDS = (*_KL, *(f"{kind}+" for kind in _KL))
+LOSS_AGG_MODES = (  # the last one is not in verl
+    *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean-token-mean"),
 )
-LOSS_AGG_MODES = (
-    *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-    "prompt-mean-token-mean",  # not in verl
-)
-
-
-# --- types of keys whose values are names of these tables, and what a user may add ---
-AdvEstimator = Annotated[str, limits.names(*ESTIMATORS)]
-LossMode = Annotated[str, limits.names(*POLICY_LOSSES)]
-AgentLoop = Annotated[str, limits.names(*AGENT_LOOPS)]
-EngineName = Literal[*ENGINES]
-LossAggMode = Literal[*LOSS_AGG_MODES]
-KLKind = Literal[*KL_KINDS]
-Logger = Annotated[str, limits.names(*LOGGERS)]
 
 
 def estimator(name: str) -> EstimatorEntry:

@@ -1,98 +1,63 @@
-"""All rules of a configuration, and what they read: the resolved configuration under short names.
+"""Rules between keys, and whether a key has an effect: what they read, and who calls them.
 
-A rule is a function of a :class:`View`: ``c.actor.clip_ratio``, ``c.data_ranks``. Those of core's sections come first,
-then the recipe's own. Whether a key has an effect is said by the conditions of its field and of the sections around.
+A rule is a generator over a :class:`View`: it yields key, rule and fix. Those of ``PROBLEMS`` refuse a run, those of
+``WARNINGS`` are of what can run and is probably not meant. Core's are in ``rules_training`` and ``rules_rollout``, a
+recipe's in its ``config_rules.py``. Bounds on a single key are its type's.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from core.config import convert, defaults, recipes, registry, rulebook
+from core.config import convert, defaults, recipes, registry, rules_rollout, rules_training
 from core.config.paths import is_local
 from core.config.problem import Problem
-from core.config.rulebook import RefusedValue, RuleBook
 from core.config.schema import Config
-from core.config.section import Section, hints, is_section, mark
-from core.config.sections import actor, algorithm, correction, critic, data, model, reward, rollout, sizes, trainer
+from core.config.section import Section, mark
 from core.files import is_url
 
+SHORT = {
+    **{name: f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")},
+    **{"policy": "actor_rollout_ref", "val": "actor_rollout_ref.rollout.val_kwargs", "kl": "algorithm.kl_ctrl"},
+    **{"reward": "reward_model", "judge": "reward_model.judge", "custom": "custom_reward_function"},
+    **{"correction": "algorithm.rollout_correction", "profiler": "global_profiler", "ray": "ray_kwargs"},
+}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-SHORT = {
-    "data": "data",
-    "actor": "actor_rollout_ref.actor",
-    "ref": "actor_rollout_ref.ref",
-    "rollout": "actor_rollout_ref.rollout",
-    "val": "actor_rollout_ref.rollout.val_kwargs",
-    "model": "actor_rollout_ref.model",
-    "policy": "actor_rollout_ref",
-    "critic": "critic",
-    "critic_model": "critic.model",
-    "reward": "reward_model",
-    "judge": "reward_model.judge",
-    "custom": "custom_reward_function",
-    "algorithm": "algorithm",
-    "kl": "algorithm.kl_ctrl",
-    "correction": "algorithm.rollout_correction",
-    "trainer": "trainer",
-    "ray": "ray_kwargs",
-    "profiler": "global_profiler",
-}
+
+class RefusedValue(Exception):
+    """A rule reads a key whose own value was refused: what depends on it is judged once it is mended."""
 
 
 class Watched:
     """A section whose refused values cannot be read, so that no rule judges the default that stands for one."""
 
-    def __init__(self, section: Any, prefix: str, refused: set[str]):
+    def __init__(self, section: Any, prefix: str, refused: Collection[str]):
         self._section, self._prefix, self._refused = section, prefix, refused
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._section, name)
-        if isinstance(value, Section):
-            return Watched(value, f"{self._prefix}{name}.", self._refused)
-        if self._prefix + name in self._refused:
-            raise RefusedValue(self._prefix + name)
-        return value
+        value, key = getattr(self._section, name), self._prefix + name
+        if key in self._refused:
+            raise RefusedValue(key)
+        return Watched(value, f"{key}.", self._refused) if isinstance(value, Section) else value
 
 
 class View:
-    """``view.actor.clip_ratio``; ``given`` are the keys that an override set, ``hooks`` what the recipe overrides."""
+    """What rules read: sections under short names (``c.actor.clip_ratio``), facts, and what of it was ``given``."""
 
-    def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
-        self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
-        self.config, self._refused = config, set[str]()
-        own = ((name, name) for name, hint in hints(type(config)).items() if is_section(hint))  # a recipe's sections
-        sections = dict([*own, *SHORT.items()])
-        self.sections = sorted(sections)  # the names under which rules read them
-        for name, key in sections.items():
-            setattr(self, name, Watched(convert.get(config, key), f"{key}.", self._refused))
+    def __init__(self, config: Config, given: Collection[str] = (), recipe: str = "", refused: Collection[str] = ()):
+        self.config, self.given, self.recipe, self._refused = config, frozenset(given), recipe, refused
 
-    @contextmanager
-    def refusing(self, keys: Collection[str]) -> Iterator[None]:
-        """Within the block, reading one of these keys raises RefusedValue."""
-        self._refused.update(keys)
-        try:
-            yield
-        finally:
-            self._refused.clear()
-
-    def at(self, own: Section, name: str, key: str, rest: str) -> View:
-        """Return this view for the conditions of a field: of ``own``, in which it has a ``name``.
-
-        ``key`` is the whole key that is asked about, ``rest`` what of it lies inside the field.
-        """
-        self.own, self.name, self.key, self.rest = own, name, key, rest
-        return self
+    def __getattr__(self, name: str) -> Any:
+        path = SHORT.get(name, name).split(".")
+        return functools.reduce(getattr, path, Watched(self.config, "", self._refused))
 
     def gives(self, key: str) -> bool:
         """Return whether an override set the key, or one inside it."""
-        return any(prefix == key or prefix.startswith(f"{key}.") for prefix in self.given)
-
-    # --- entries of the tables ---
+        return any(given == key or given.startswith(f"{key}.") for given in self.given)
 
     @property
     def estimator(self) -> registry.EstimatorEntry:
@@ -120,11 +85,10 @@ class View:
         return self.correction.weighs or (self.correction.bypass_mode and self.loss.has_ratio)
 
     @property
-    def follows_rounding(self) -> bool:
-        """Whether the bound between engine and learner is measured when the run starts."""
-        return defaults.follows_rounding(self.config)
-
-    # --- sizes ---
+    def logp_diff_bounded(self) -> bool:
+        """Whether engine and learner are held to a bound, which may be measured when the run starts."""
+        bound = self.config.trainer.health.logp_diff.bound
+        return bound is not None or defaults.follows_rounding(self.config)
 
     @property
     def cluster(self) -> bool:
@@ -137,26 +101,14 @@ class View:
         return self.trainer.nnodes * self.trainer.n_gpus_per_node if self.cluster else 1
 
     @property
-    def engine_gpus(self) -> int:
-        """GPUs of a node that engines compute on: those of the ranks, or of a pool of their own."""
-        return self.trainer.n_gpus_per_node if self.policy.hybrid_engine else self.rollout.n_gpus_per_node
-
-    @property
     def data_ranks(self) -> int:
         """Ranks that get different sequences: those that share a sequence, or a layer, get the same."""
-        return max(self.ranks // (self.actor.ulysses_sequence_parallel_size * self.actor.layer_ranks), 1)
+        return max(self.ranks // self.actor.together, 1)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence there can be."""
         return self.data.max_prompt_length + self.data.max_response_length
-
-    @property
-    def open_length(self) -> bool:
-        """Whether the number of training steps is known only as the run goes: filtering decides how many prompts."""
-        return self.config.drops_groups and self.trainer.total_training_steps is None
-
-    # --- names ---
 
     def is_url(self, path: str | None) -> bool:
         """Return whether a path is a URL. None is none."""
@@ -164,49 +116,92 @@ class View:
 
     def no_model(self, path: str | None) -> bool:
         """Return whether the text is neither a hub id nor the path of a folder nor a URL."""
-        known = path is None or is_local(path) or is_url(path)
-        return not known and HUB_ID.fullmatch(path) is None
+        return path is not None and not (is_local(path) or is_url(path) or HUB_ID.fullmatch(path))
 
 
-# In the order of reports
-_SECTIONS = (data, model, actor, critic, sizes, rollout, algorithm, correction, reward, trainer)
+def _broken(which: str, view: View) -> Iterator[Problem]:
+    modules = filter(None, (rules_training, rules_rollout, recipes.module_of(view.recipe, "config_rules")))
+    for rule in (rule for module in modules for rule in getattr(module, which, ())):
+        try:
+            for key, text, fix in rule(view):
+                yield Problem(key, convert.get(view.config, key), text, fix)
+        except RefusedValue:
+            continue
 
 
-def books(recipe: str) -> list[RuleBook]:
-    """Return the books of a recipe's rules, in the order of reports."""
-    own = recipes.rules_of(recipe)
-    return [*(section.rules for section in _SECTIONS), *([own] if own else [])]
-
-
-def problems(view: View, bad: Collection[str] = ()) -> list[Problem]:
-    """Return what is broken. ``bad`` are keys that were refused already and now hold their default."""
-    return rulebook.problems(books(view.recipe), view, bad)
+def problems(view: View) -> list[Problem]:
+    """Return what is broken."""
+    return list(_broken("PROBLEMS", view))
 
 
 def warnings(view: View) -> list[str]:
     """Return what can be run and is probably not meant, a line each."""
-    return rulebook.warnings(books(view.recipe), view)
+    return [str(one) for one in _broken("WARNINGS", view)]
+
+
+# --- keys without effect ---
+
+FACTS = {  # of a View that conditions of fields name -> what is said where it does not hold
+    "generates": "no step of this recipe samples answers",
+    "needs_engine": "nothing is answered in this run, and there is no engine",
+    "logp_diff_bounded": "no bound is set beside it",
+    "never": "the reward model scores while answers are generated, does not train, and stays where it is",
+}
 
 
 def reasons(view: View, keys: Iterable[str]) -> dict[str, str]:
-    """Return key -> why it has no effect, for those of ``keys`` that have none. The first reason that fits is given."""
-    unmet = {key: reason for key in keys if (reason := _unmet(view, key))}
-    rest = [key for key in keys if key not in unmet]
-    return unmet | rulebook.reasons(books(view.recipe), view, rest)
+    """Return key -> why it has no effect, for those of ``keys`` that have none."""
+    return {key: reason for key in keys if (reason := unmet(view, key))}
 
 
-def _unmet(view: View, key: str) -> str | None:
-    """Return why the conditions of a key, or of a section around it, do not hold; None where they do."""
-    own, names = view.config, key.split(".")
-    for depth, name in enumerate(names):
+def unmet(view: View, key: str) -> str:
+    """Return why a key, or a section around it, has no effect; nothing where it has.
+
+    A condition of a field (``used_if``) is joined of keys by ``&`` and, within, ``|``: ``key`` (it is set),
+    ``key=value``, ``key!=value``, ``.key`` in the field's own section, or a name of :data:`FACTS`.
+    """
+    own, parts = view.config, key.split(".")
+    for depth, name in enumerate(parts):
         if name not in type(own).model_fields:
-            return None
-        at = view.at(own, name, key, ".".join(names[depth + 1 :]))
-        for holds, reason in mark(type(own), name, "used_if") or ():
-            if not holds(at):
-                return reason if isinstance(reason, str) else reason(at)
-        value = getattr(own, name)
-        if not isinstance(value, Section):
-            return None
-        own = value
-    return None
+            return ""
+        for condition in filter(None, (mark(type(own), name, "used_if") or "").split(" & ")):
+            section = ".".join(parts[:depth])
+            choices = [f"{section}{one}" if one[0] == "." else one for one in condition.split(" | ")]
+            if not any(_holds(view, one) for one in choices):
+                return FACTS.get(condition) or f"needs {' or '.join(choices)}"
+        own = getattr(own, name)
+        if not isinstance(own, Section):
+            break
+    return _unread(view, key)
+
+
+def _holds(view: View, condition: str) -> bool:
+    key, operator, value = re.fullmatch(r"([\w.]+)(!?=)?(.*)", condition).groups()
+    if key in FACTS:
+        return key != "never" and getattr(view, key)
+    found = convert.get(view.config, key)
+    return bool(found) if not operator else (str(found) == value) == (operator == "=")
+
+
+def _unread(view: View, key: str) -> str:
+    """Return why the chosen estimator, loss or engine does not read a key; nothing where it does."""
+    chosen = (
+        ("algorithm", "algorithm.adv_estimator", registry.ESTIMATORS, view.estimator),
+        ("actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss.loss_mode", registry.POLICY_LOSSES, view.loss),
+        ("actor_rollout_ref.rollout", "actor_rollout_ref.rollout.name", registry.ENGINES, view.engine),
+    )
+    for section, choice, table, entry in chosen:
+        name = key.removeprefix(f"{section}.")
+        if name not in entry.reads and (readers := registry.readers(table, name)):
+            return f"{choice}={convert.get(view.config, choice)} does not read it, only {readers}"
+    within = key.partition("actor_rollout_ref.rollout.engine_kwargs.")[2].partition(".")[0]
+    bounds = ("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high")
+    if within not in ("", view.rollout.name):
+        return f"the engine is {view.rollout.name}"
+    if key == "actor_rollout_ref.actor.clip_ratio" and all(map(view.gives, bounds)):
+        return "clip_ratio_low and clip_ratio_high are both given"
+    if key == "actor_rollout_ref.actor.loss_agg_mode" and view.loss.aggregation:
+        return f"{view.actor.policy_loss.loss_mode} is defined with {view.loss.aggregation}"
+    if key == "algorithm.rollout_correction.bypass_mode" and view.correction.bypass_mode and not view.loss.has_ratio:
+        return f"{view.actor.policy_loss.loss_mode} has no ratio"
+    return ""

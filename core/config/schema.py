@@ -1,4 +1,4 @@
-"""The configuration: its sections, of ``core/config/sections``, put together.
+"""The keys of a run: every section, put together in :class:`Config`.
 
 Keys and defaults are those of verl v0.6.1 in the subset that does something here; a default that differs is listed in
 ``core/config/README.md``. A default of None that stands for another key's value is filled in by
@@ -6,36 +6,390 @@ Keys and defaults are those of verl v0.6.1 in the subset that does something her
 
 Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
 sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory settings: they cannot change the
-result.
+result. Rules between keys are in ``rules_training.py`` and ``rules_rollout.py``.
 """
 
 from __future__ import annotations
 
-from core.config import when
-from core.config.section import Section, bookkeeping, execution, key
-from core.config.sections.actor import ActorConfig, RefConfig
-from core.config.sections.algorithm import AlgorithmConfig
-from core.config.sections.critic import CriticConfig
-from core.config.sections.data import DataConfig
-from core.config.sections.model import ModelConfig
-from core.config.sections.reward import (
-    CustomRewardFunctionConfig,
-    RewardModelConfig,
+from typing import Annotated, Literal
+
+from core.config import registry
+from core.config.section import (
+    ARGUMENTS,
+    CODE,
+    CONSENT,
+    Count,
+    DType,
+    FrozenDict,
+    Name,
+    NonNegative,
+    OffOrCount,
+    Open,
+    Positive,
+    PositiveShare,
+    Section,
+    Size,
+    bookkeeping,
+    execution,
+    files,
+    key,
+    names,
 )
-from core.config.sections.rollout import RolloutConfig
-from core.config.sections.trainer import (
-    GlobalProfilerConfig,
-    RayKwargsConfig,
-    TrainerConfig,
+from core.config.training_keys import (
+    ACTOR,
+    EPISODES,
+    MODEL,
+    OVER_RAY,
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    FSDPConfig,
+    ModelConfig,
+    RefConfig,
 )
+
+OWN_POOL = "actor_rollout_ref.hybrid_engine=False"
+CRITIC = "critic.enable"
+GRADERS = ".reward_manager!=naive"
+CLASSIFIER = "reward_model.enable & reward_model.judge.url=None"
+REFERENCE = f"algorithm.use_kl_in_reward | {ACTOR}.use_kl_loss"
+AgentLoop = Annotated[str, names(*registry.AGENT_LOOPS)]
+EngineName = Literal[*registry.ENGINES]
+Logger = Annotated[str, names(*registry.LOGGERS)]
+
+
+class MultiTurnConfig(Section):
+    """Limits are those of an episode, which core/rollout/tool_agent.py plays."""
+
+    enable: bool = key(False, "trajectories are episodes in which the policy calls tools")
+    max_assistant_turns: Count | None = key(None, "turns of the policy; null: until the response is full")
+    max_user_turns: Count | None = key(None, "turns in which tools or a user answer; null: no limit of its own")
+    max_tool_calls: Count | None = key(None, "tool calls of an episode; null: no limit of its own")
+    max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
+    tool_config_path: str | None = files(None, "YAML file with the tools, see core/rollout/tools.py", code=CODE)
+    interaction_config_path: str | None = files(
+        None, "YAML file with simulated users (core/rollout/tools.py)", code=CODE
+    )
+    tool_timeout_s: Positive = execution(30.0, "seconds a tool call or a user's turn may take; a tool may have its own")
+    max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
+    tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "the part that is kept")
+    format: Literal["hermes"] = key("hermes", "how a tool call is written")
+    deterministic_tools: bool = execution(
+        False,
+        "decoding waits for tools, to repeat to the bit",
+        "actor_rollout_ref.rollout.name=hf & trainer.backend=local",
+    )
+
+
+class ValKwargs(Section):
+    """Sampling of validation answers; greedy unless ``do_sample``."""
+
+    n: Count = key(1, "answers a question")
+    do_sample: bool = key(False, "sample validation answers; False: greedy")
+    temperature: NonNegative = key(0.0, "sampling temperature for validation", ".do_sample")
+    top_p: PositiveShare = key(1.0, "top-p (nucleus) for validation; 1 disables", ".do_sample")
+    top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", ".do_sample")
+
+
+class RolloutConfig(Section):
+    name: EngineName | None = execution(None, "engine that generates; null: vllm where it and a GPU are there, else hf")
+    nnodes: Count | None = execution(
+        None, "nodes of engines' own pool; null: 1", "actor_rollout_ref.hybrid_engine=False"
+    )
+    n_gpus_per_node: Count | None = execution(
+        None, "GPUs a node of that pool", OWN_POOL, follows="trainer.n_gpus_per_node"
+    )
+    n: Count = key(1, "trajectories a prompt")
+    do_sample: bool = key(True, "sample answers; training needs it", "generates")
+    temperature: NonNegative = key(1.0, "sampling temperature for training")
+    top_p: PositiveShare = key(1.0, "top-p (nucleus) for training; 1 disables", "generates")
+    top_k: OffOrCount = key(-1, "top-k for training; -1 disables", "generates")
+    ignore_eos: bool = key(False, "go on to max_response_length beyond an answer's end, to measure speed", "generates")
+    val_kwargs: ValKwargs = key(ValKwargs())
+    dtype: DType | None = key(
+        None,
+        "number format of the engine; null: the learner's or float32 in one process with the hf engine, else bfloat16",
+    )
+    tensor_model_parallel_size: Count = execution(2, "GPUs that share each layer of one engine", OVER_RAY)
+    gpu_memory_utilization: PositiveShare = execution(0.5, "share of a GPU's memory for weights and KV cache")
+    enforce_eager: bool = execution(False, "run without CUDA graphs")
+    free_cache_engine: bool = execution(True, "give memory back for updates", "actor_rollout_ref.hybrid_engine")
+    max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
+    max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
+    update_weights_bucket_megabytes: Count = execution(2048, "size in which weights travel to the engine", OVER_RAY)
+    max_model_len: Count | None = execution(None, "tokens of a sequence; null: prompt and response lengths")
+    enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations")
+    enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once")
+    engine_kwargs: Open = execution(FrozenDict(), "arguments of an engine: engine_kwargs.vllm.*, .hf.*", code=ARGUMENTS)
+    agent_loop: AgentLoop | None = key(None, "plays episodes; null: tool agent with multi_turn.enable, else one turn")
+    multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
+    log_prob_micro_batch_size_per_gpu: Count | None = execution(
+        None,
+        "trajectories of a pass for old log-probs; null: the actor's",
+        "generates & .log_prob_use_dynamic_bsz=False",
+    )
+    log_prob_use_dynamic_bsz: bool | None = execution(
+        None, "fill passes of old log-probs by tokens; null: the actor's", "generates"
+    )
+    log_prob_max_token_len_per_gpu: Count | None = execution(
+        None,
+        "tokens of a pass for old log-probs",
+        "generates & .log_prob_use_dynamic_bsz",
+        follows=f"{ACTOR}.ppo_max_token_len_per_gpu",
+    )
 
 
 class ActorRolloutRefConfig(Section):
-    hybrid_engine: bool = execution(True, "learner and engine alternate on the same GPUs; False: it has its own")
+    hybrid_engine: bool = execution(True, "learner and engine alternate on the same GPUs; False: own", "needs_engine")
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
-    ref: RefConfig = key(RefConfig(), used_if=when.REFERENCE)
-    rollout: RolloutConfig = RolloutConfig()
+    ref: RefConfig = key(RefConfig(), used_if=REFERENCE)
+    rollout: RolloutConfig = key(RolloutConfig(), used_if="needs_engine")
+
+
+# --- who grades ---
+
+
+class JudgeConfig(Section):
+    """A generative model behind a URL, which grades answers in place of a classifier."""
+
+    url: str | None = execution(None, "OpenAI-compatible server, http://host:8000/v1; null: reward_model.model scores")
+    model: str | None = key(None, "name of the model there")
+    api_key_env: str = bookkeeping("OPENAI_API_KEY", "environment variable of the server's key, if it needs one")
+    template: str | None = files(
+        None, "file of what the judge reads, with {question}, {response}, {reference}; null: judge_template.txt here"
+    )
+    pattern: str | None = key(None, "expression whose one group is the number; null: [[number]]")
+    lowest: float = key(0.0, "least number that counts")
+    highest: float = key(1.0, "largest number that counts")
+    temperature: NonNegative = key(0.0, "of the judge's sampling")
+    seed: Size = key(0, "of the judge's sampling")
+    max_tokens: Count = key(1024, "tokens of a reply; one that is cut off has no number")
+    extra: Open = key(FrozenDict(), "further fields of a request; null takes one of the usual fields out")
+    max_concurrent: Count = execution(32, "requests at a time")
+    timeout_s: Positive = execution(120.0, "seconds for a try of a request")
+    give_up_s: Positive = execution(600.0, "seconds in which a request that failed is tried again, with growing pauses")
+    max_failures: Count = execution(100, "answers in a row without a number, after which the run ends")
+    cache_dir: str | None = execution(None, "folder of kept replies; null: judge in the run folder")
+
+
+OF_POOL = f"{OVER_RAY} & reward_model.enable_resource_pool"
+
+
+class ScoringFSDPConfig(FSDPConfig):
+    """How ranks of a pool share a reward model, which scores while answers are generated, and does not train."""
+
+    param_offload: bool = execution(False, "the reward model stays where it is", "never")
+    optimizer_offload: bool = execution(False, "the reward model does not train", "never")
+    offload_policy: bool = execution(False, "keep weights in host memory always", OF_POOL)
+    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer", OF_POOL)
+    forward_prefetch: bool = execution(False, "gather the next layer's weights early", OF_POOL)
+    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the weights; -1: all", OF_POOL)
+
+
+class RewardModelModelConfig(Section):
+    path: str = key("~/models/FsfairX-LLaMA3-RM-v0.1", "a sequence or token classifier with one label")
+    input_tokenizer: str | None = key(
+        "policy",
+        "The policy's, whose text is put into the reward model's chat template; null: it reads the policy's token ids",
+    )
+    external_lib: str | None = key(
+        None, "modules to import before the model loads", code=CODE, follows=f"{MODEL}.external_lib"
+    )
+    trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
+    fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig(dtype="bfloat16")
+
+
+class SandboxConfig(Section):
+    """Where programs that are answers run, if not on a Sandbox Fusion server."""
+
+    allow_unisolated: bool = execution(False, "run programs also where nothing isolates them", code=CONSENT)
+    timeout_s: Positive = execution(10.0, "seconds for a test; in graders, an answer's share of reward_model.timeout_s")
+    memory_limit_mb: Count = key(1024, "MiB that a program may map")
+
+
+class SandboxFusionConfig(Section):
+    url: str | None = execution(None, "a server's address, with /run_code; null: a sandbox on this machine")
+    max_concurrent: Count = execution(64, "requests at a time", ".url")
+    memory_limit_mb: Count = key(1024, "MiB that a program may use there", ".url")
+    give_up_s: Positive = execution(120.0, "seconds for which a server that is away is tried again", ".url")
+    api_key_env: str | None = execution(None, "environment variable of the server's key, if it needs one", ".url")
+
+
+class CustomRewardFunctionConfig(Section):
+    path: str | None = files(None, "file or module of your own scorer; null: the table of reward_scores", code=CODE)
+    name: str = key("compute_score", "the function in that file", ".path", code=CODE)
+    reward_kwargs: Open = key(FrozenDict(), "arguments of that function", ".path")
+
+
+class RewardModelConfig(Section):
+    reward_manager: Literal[*registry.REWARD_MANAGERS] = key(
+        "naive", "who grades: this process (naive), graders (prime, dapo), graders with a function of lists (batch)"
+    )
+    num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", GRADERS)
+    timeout_s: Positive = execution(10.0, "seconds for an answer (batch: a call) with its tests", GRADERS)
+    memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", GRADERS)
+    num_examine: Size = bookkeeping(0, "answers of each data source that a training step prints", "generates")
+    val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")
+    reward_kwargs: Open = key(FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}", code=CONSENT)
+    on_error: Literal["zero", "mask", "raise"] = key("zero", "what becomes of an answer whose scorer failed")
+    sandbox: SandboxConfig = SandboxConfig()
+    sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
+    enable: bool = key(False, 'a model scores the examples whose reward_model.style is "model"')
+    weight: float = key(0.0, "what the model's number counts beside a rule's score, in the other examples")
+    model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
+    enable_resource_pool: bool = execution(False, "over Ray, nodes whose ranks share the model", CLASSIFIER)
+    nnodes: Size = execution(0, "nodes of that pool", f"{CLASSIFIER} & .enable_resource_pool")
+    n_gpus_per_node: Size = execution(0, "ranks on each, a GPU each", f"{CLASSIFIER} & .enable_resource_pool")
+    judge: JudgeConfig = key(JudgeConfig(), used_if="reward_model.enable & reward_model.judge.url!=None")
+    max_length: Count | None = key(None, "tokens that the model sees; null: longest prompt and answer", CLASSIFIER)
+    micro_batch_size_per_gpu: Count | None = execution(
+        None, "answers of a pass; null: filled by tokens", f"{CLASSIFIER} & .use_dynamic_bsz=False"
+    )
+    use_dynamic_bsz: bool | None = execution(
+        None, "fill passes by tokens; null: where no micro-batch size is given", CLASSIFIER
+    )
+    forward_max_token_len_per_gpu: Count | None = execution(
+        None, "tokens of a pass", f"{CLASSIFIER} & .use_dynamic_bsz", follows="critic.ppo_max_token_len_per_gpu"
+    )
+
+    @property
+    def pass_size(self) -> str:
+        """The key that bounds the model's passes, whose value may be lowered."""
+        return "forward_max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
+
+    @property
+    def judged(self) -> bool:
+        """Whether the model is a judge behind a URL."""
+        return self.enable and self.judge.url is not None
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether the model is a classifier, which this run loads."""
+        return self.enable and self.judge.url is None
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return self.nnodes * self.n_gpus_per_node if self.enable_resource_pool else 1
+
+
+# --- what a run does and records ---
+
+
+class HealthBound(Section):
+    bound: NonNegative | None = key(None, "the bound that such a number may not cross; null: off")
+    action: Literal["warn", "stop"] = key("warn", "a crossed bound; stop saves a checkpoint first", ".bound!=None")
+
+
+class MeasuredBound(HealthBound):
+    """A bound that null leaves to a measurement when the run starts."""
+
+    action: Literal["warn", "stop"] = key("warn", "a crossed bound; stop saves a checkpoint first", "logp_diff_bounded")
+
+
+class HealthConfig(Section):
+    """What a step's metrics may be; see core.tracking.health for what each bound is compared with."""
+
+    nonfinite: HealthBound = key(HealthBound(bound=3, action="stop"), "steps in a row that skipped an update")
+    entropy: HealthBound = key(HealthBound(), "least mean entropy, nats a token")
+    reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best", "generates")
+    reward_window: Count = key(
+        10,
+        "steps over which reward_drop and scorer_errors average",
+        "generates & .reward_drop.bound!=None | .scorer_errors.bound!=None",
+    )
+    logp_diff: MeasuredBound = key(
+        MeasuredBound(),
+        "mean |engine - learner| of log-probs; null: 1e-4 in float32, else by what rounding costs on the model, "
+        "which is measured at start; off where the difference is corrected",
+        "generates",
+    )
+    entropy_gap: HealthBound = key(
+        HealthBound(bound=6), "standard errors between entropy and -log p of sampled tokens", "generates"
+    )
+    zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores", "generates")
+    repetition: HealthBound = key(HealthBound(bound=0.2), "rise of the share of repeated trigrams since the start")
+    unfinished: HealthBound = key(HealthBound(bound=0.2), "rise of the share of answers that reach the length limit")
+    shortening: HealthBound = key(HealthBound(bound=0.5), "fall of the mean response length, as a share of the start's")
+    scorer_errors: HealthBound = key(
+        HealthBound(bound=0.1), "share of answers without a score, over reward_window", "generates"
+    )
+
+
+class TraceConfig(Section):
+    """What is recorded of every token of some steps, for ``python -m results.trace``."""
+
+    freq: OffOrCount = key(-1, "steps between records, first and last step included; -1: only trainer.trace.steps")
+    steps: tuple[Count, ...] | None = key(None, "record these steps as well")
+    groups: Count = key(
+        2,
+        "groups of a recorded step, the same questions in every step where possible; beside them the group of the "
+        "lowest score, that of the largest engine-learner difference and the first one that was dropped",
+        ".freq!=-1 | .steps",
+    )
+    max_mb: Positive = key(256, "disk of a run's records; older ones make room, except the first", ".freq!=-1 | .steps")
+
+    @property
+    def used(self) -> bool:
+        """Whether any step is recorded."""
+        return self.freq > 0 or bool(self.steps)
+
+
+class TrainerConfig(Section):
+    backend: Literal["local", "ray"] = execution("local", "one process, or ranks and engines on the GPUs of nodes")
+    device: Literal["cpu", "cuda"] | None = execution(None, "where models compute; null: cuda if there is one")
+    cpu_threads: Count | None = execution(None, "threads of torch on a CPU; null: all cores")
+    seed: Size = key(1, "decides which examples are drawn, how answers are sampled, and new weights")
+    nnodes: Count = execution(1, "machines", OVER_RAY)
+    n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)
+    total_epochs: Count = execution(30, "passes over the training examples", ".total_training_steps=None")
+    total_training_steps: Count | None = execution(None, "RL steps; null: the whole batches of total_epochs")
+    phase_timeout_s: Positive = bookkeeping(3600, "seconds of a remote phase, after which the run ends", OVER_RAY)
+    heartbeat_timeout_s: Positive = bookkeeping(300, "seconds without a sign of life, after which it ends", OVER_RAY)
+    max_restarts: Size = bookkeeping(0, "times a run starts again from its checkpoint after a process died or hung")
+    critic_warmup: Size = key(0, "steps in which only the critic trains", CRITIC)
+    balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
+    max_staleness: Size = key(0, "steps a sample may be old; 1: the next collection overlaps the update")
+    project_name: Name | None = bookkeeping(None, "project at a logger's service; null: rlrepro-<recipe>")
+    experiment_name: Name | None = bookkeeping(None, "run's name; null: <model>-seed<seed> (core/config/README.md)")
+    reference: str | None = bookkeeping(None, "row of results/references.yaml that it reproduces; null: none")
+    default_local_dir: str | None = bookkeeping(None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>")
+    logger: tuple[Logger, ...] = bookkeeping(
+        ("console", "tensorboard"),
+        "where metrics go besides metrics.jsonl in the run folder; one that fails three times in a row is switched off",
+    )
+    log_val_generations: Size = bookkeeping(0, "answers of a validation that go to the loggers", "needs_engine")
+    rollout_data_dir: str | None = bookkeeping(
+        None, "folder or URL for every training answer; null: no dump", "generates"
+    )
+    validation_data_dir: str | None = bookkeeping(
+        None, "folder or URL for every validation answer; null: no dump", "needs_engine"
+    )
+    val_before_train: bool = bookkeeping(True, "validate the starting model too", "needs_engine & .val_only=False")
+    val_only: bool = bookkeeping(False, "validate the model and end")
+    test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
+    save_freq: OffOrCount = bookkeeping(-1, "steps between checkpoints, one follows the last; -1: never")
+    max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "newest checkpoints kept; null: all", ".save_freq!=-1")
+    resume_mode: Literal["auto", "disable", "resume_path"] = bookkeeping(
+        "auto", "its newest checkpoint, step 0, or resume_from_path"
+    )
+    resume_from_path: str | None = bookkeeping(None, "folder or URL global_step_N", ".resume_mode=resume_path")
+    resume_with_changes: bool = bookkeeping(False, "resume also with another base, data or objective; recorded")
+    health: HealthConfig = bookkeeping(HealthConfig())
+    trace: TraceConfig = bookkeeping(TraceConfig())
+
+
+class GlobalProfilerConfig(Section):
+    tool: Literal["torch"] | None = key(None, "profiler; null: no profile")
+    steps: tuple[Count, ...] | None = key(None, "steps that are profiled", ".tool")
+    save_path: str | None = key(None, "folder of torch's traces; null: <run folder>/profile", ".tool")
+
+
+class RayKwargsConfig(Section):
+    ray_init: Open = key(FrozenDict(num_cpus=None), "arguments of ray.init", code=ARGUMENTS)
+    timeline_json_file: str | None = key(None, "file for Ray's timeline of the run; null: none")
 
 
 class Config(Section):
@@ -46,18 +400,25 @@ class Config(Section):
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
-    critic: CriticConfig = key(CriticConfig(), used_if=when.CRITIC)
-    reward_model: RewardModelConfig = RewardModelConfig()
-    custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = key(CriticConfig(), used_if=CRITIC)
+    reward_model: RewardModelConfig = key(RewardModelConfig(), used_if="needs_engine")
+    custom_reward_function: CustomRewardFunctionConfig = key(CustomRewardFunctionConfig(), used_if="needs_engine")
+    algorithm: AlgorithmConfig = key(AlgorithmConfig(), used_if="generates")
     trainer: TrainerConfig = TrainerConfig()
-    ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=when.OVER_RAY)
+    ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=OVER_RAY)
     global_profiler: GlobalProfilerConfig = bookkeeping(GlobalProfilerConfig())
+
+    # Facts of a recipe, which it overrides in its subclass; the others follow from the keys
 
     @property
     def generates(self) -> bool:
         """Whether a step collects answers; a recipe that trains on what stands in files overrides it."""
         return True
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether the recipe's trainer plays episodes of its own instead of an agent loop."""
+        return False
 
     @property
     def drops_groups(self) -> bool:

@@ -10,23 +10,22 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 HIDDEN = "***"
-ENVIRONMENTS = {"env", "env_vars", "environment"}  # every value in them
-# How names of secrets end, in lower case and without marks: hf_token, X-Api-Key, clientSecret
-ENDS = ("token", "apikey", "accesskey", "secretkey", "privatekey", "accountkey", "accesskeyid", "secret", "password")
-ENDS += ("passwd", "pwd", "auth", "authorization", "credential", "credentials", "cookie", "signature")
-NO_SECRETS = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end|think|image|next|max|min)_?token$")
+# Names of secrets end so, in any case and with any marks between: hf_token, X-Api-Key, clientSecret, env_vars.NAME
+SECRET = re.compile(
+    r"(token|(api|access|secret|private|account).?key(.?id)?|secret|passw(or)?d|pwd|auth(orization)?|credentials?"
+    r"|cookie|signature)$|(^|\.)(env|env_vars|environment)(\.|$)",
+    re.IGNORECASE,
+)
+NO_SECRET = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end|think|image|next|max|min)_?token$", re.IGNORECASE)
+URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^\s'\",\]}/]+@)?([^\s'\",\]}?]*)(\?[^\s'\",\]}]*)?", re.IGNORECASE)
 IN_URLS = {"key", "code", "sig"}  # parameters that are secrets in a URL alone
 
 
 def is_secret(key: str) -> bool:
     """Return whether the value of a key is a secret, by the last part of its name or by ``env_vars`` above it."""
-    *above, name = key.lower().split(".")
-    if ENVIRONMENTS & {*above}:
-        return True
-    return re.sub(r"[^a-z]", "", name).endswith(ENDS) and not NO_SECRETS.search(name)
+    return bool(SECRET.search(key)) and not NO_SECRET.search(key)
 
 
 def hidden(value: Any, key: str = "") -> Any:
@@ -44,9 +43,7 @@ def without_hidden(tree: Any) -> Any:
     """Return what was recorded without the entries whose value was not: a program must not take ``***`` for a value."""
     if isinstance(tree, Mapping):
         return {name: without_hidden(item) for name, item in tree.items() if item != HIDDEN}
-    if isinstance(tree, list):
-        return [without_hidden(item) for item in tree if item != HIDDEN]
-    return tree
+    return [without_hidden(item) for item in tree if item != HIDDEN] if isinstance(tree, list) else tree
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -54,9 +51,8 @@ def command_line(words: Sequence[str]) -> str:
     shown = []
     for word in words:
         key, equals, value = word.partition("=")
-        names = [key.lstrip("-+"), *re.findall(r"([\w.-]+)['\"]?\s*:", value)]
-        secret = equals and (any(map(is_secret, names)) or ENVIRONMENTS & {*names, key.rpartition(".")[2]})
-        shown.append(f"{key}={HIDDEN}" if secret else without_login(word))
+        names = [key.lstrip("-+"), *(f"{key}.{name}" for name in re.findall(r"([\w.-]+)['\"]?\s*:", value))]
+        shown.append(f"{key}={HIDDEN}" if equals and any(map(is_secret, names)) else without_login(word))
     return shlex.join(shown)
 
 
@@ -65,30 +61,20 @@ def login_in(url: str) -> str | None:
 
     A user's name alone is one in http URLs, where it is mostly a token; ``sftp://jane@host`` holds none.
     """
-    try:
-        parts = urlsplit(url) if "://" in url else None
-    except ValueError:  # no URL: who opens it reports that
-        return None
-    if parts is None:
-        return None
-    user, _, _ = parts.netloc.rpartition("@")
-    if user and (":" in user or parts.scheme in ("http", "https")):
+    parts = URL.match(url)
+    user = parts and parts[2]
+    if user and (":" in user or parts[1].lower() in ("http", "https")):
         return "a user and a password" if ":" in user else "a user or token"
-    names = (name for name, _ in parse_qsl(parts.query) if name.lower() in IN_URLS or is_secret(name))
-    return next((f"the parameter {name}" for name in names), None)
+    names = re.findall(r"[?&]([^=&]+)=", (parts and parts[4]) or "")
+    return next((f"the parameter {name}" for name in names if name.lower() in IN_URLS or is_secret(name)), None)
 
 
 def without_login(text: str) -> str:
     """Return a text with ``***`` in place of the login of each URL in it."""
 
     def hide(match: re.Match[str]) -> str:
-        url = match[0]
-        if login_in(url) is None:
-            return url
-        parts = urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
-        user = f"{HIDDEN}@" if host != parts.netloc else ""
-        query = f"?{HIDDEN}" if parts.query else ""
-        return f"{parts.scheme}://{user}{host}{parts.path}{query}"
+        if login_in(match[0]) is None:
+            return match[0]
+        return f"{match[1]}://{match[2] and f'{HIDDEN}@' or ''}{match[3]}{match[4] and f'?{HIDDEN}' or ''}"
 
-    return re.sub(r"[a-z][a-z0-9+.-]*://[^\s'\",\]}]+", hide, text, flags=re.IGNORECASE) if "://" in text else text
+    return URL.sub(hide, text) if "://" in text else text

@@ -1,24 +1,29 @@
-"""The base class of the configuration's sections, and what a field says of its key.
+"""What the schema is written with: types with bounds, fields with a role, sections; and building one of a tree.
 
 A section is a pydantic model: frozen, strict, without unknown keys, without NaN. What YAML and the command line write
 in another form than the type (``1e3`` for a count, one text for a list of one) is brought into it before validation.
-:func:`build` makes a configuration of an untyped tree and reports every value that is refused.
-
-A field is :func:`key`: its default, its description (``--help``), its role (what a change of it means for a run), which
-code it may name, and when it has an effect.
 """
 
 from __future__ import annotations
 
 import functools
+import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, field_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
-
-from core.config import limits
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    ValidationError,
+    field_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 
 class FrozenDict(dict):
@@ -41,62 +46,103 @@ def freeze(value: Any) -> Any:
     """Return mappings as FrozenDict with text keys, sequences as tuples, all the way down."""
     if isinstance(value, Mapping):
         return FrozenDict({str(key): freeze(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return tuple(freeze(item) for item in value)
-    return value
+    return tuple(freeze(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def thaw(value: Any) -> Any:
     """Return the reverse of :func:`freeze`: dicts and lists, as YAML and OmegaConf require them."""
     if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [thaw(item) for item in value]
-    return value
+    return [thaw(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-MAPPING = "a mapping, as in {name: value}"
-TEXT = "text (quote what looks like something else: key=\"'1e-6'\")"
-RULES = {  # error type of pydantic -> what completes "must be ..."
-    **{"bool_type": "True or False", "int_type": "a whole number", "int_from_float": "a whole number"},
-    **{"float_type": "a number", "finite_number": "a number", "string_type": TEXT},
-}
+# --- types: bounds, and names that a user can extend; pydantic validates, --help shows ---
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A rule on a value of the right type; ``rule`` completes "must be ..."."""
+
+    rule: str
+    holds: Callable[[Any], bool]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: Any) -> Any:
+        return value if self.holds(value) else refuse(self.rule)
+
+
+def refuse(rule: str) -> NoReturn:
+    """Raise what pydantic reports as this rule."""
+    raise PydanticCustomError("limit", "{rule}", {"rule": rule})
+
+
+OWN_CODE = "your own as package.module:function or path/file.py:function"
+CODE_PATH = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
+
+
+def names(*known: str) -> Limit:
+    """Return the limit of a name: one of ``known``, or a user's own function or class by its path."""
+    return Limit(f"one of {', '.join(known)}, or {OWN_CODE}", lambda v: v in known or bool(CODE_PATH.fullmatch(v)))
+
+
+def _is_name(value: str) -> bool:
+    plain = value == value.strip() and value.isprintable() and not {*"/\\"} & {*value}
+    return plain and value[:1] not in ("", ".", "-") and len(value.encode(errors="replace")) <= 200
+
+
+def _number_or_text(value: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return float(value) if number else value if isinstance(value, str) else refuse("a number or text")
 
 
 def _mapping(value: Any) -> FrozenDict:
-    if not isinstance(value, Mapping):
-        raise PydanticCustomError("limit", "{rule}", {"rule": MAPPING})
-    return freeze(value)
+    return freeze(value) if isinstance(value, Mapping) else refuse(MAPPING)
 
 
+MAPPING = "a mapping, as in {name: value}"
+NAME = "a name of at most 200 bytes without /, \\, line breaks, outer spaces, and a dot or a dash in front"
+Name = Annotated[str, Limit(NAME, _is_name)]  # part of a path, of commands and of services' pages
+Count = Annotated[int, Limit("at least 1", lambda v: v >= 1)]
+Size = Annotated[int, Limit("at least 0", lambda v: v >= 0)]
+OffOrCount = Annotated[int, Limit("-1 (off) or at least 1", lambda v: v == -1 or v >= 1)]
+OffOrSize = Annotated[int, Limit("-1 (off) or at least 0", lambda v: v >= -1)]
+Positive = Annotated[float, Limit("above 0", lambda v: v > 0)]
+NonNegative = Annotated[float, Limit("at least 0", lambda v: v >= 0)]
+Share = Annotated[float, Limit("between 0 and 1", lambda v: 0 <= v <= 1)]
+PositiveShare = Annotated[float, Limit("above 0 and at most 1", lambda v: 0 < v <= 1)]
+ClipLow = Annotated[float, Limit("at least 0 and below 1", lambda v: 0 <= v < 1)]
+AboveOne = Annotated[float, Limit("above 1", lambda v: v > 1)]
+_BETAS = Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v))
+Betas = Annotated[tuple[float, ...], _BETAS]
+NumberOrText = Annotated[object, PlainValidator(_number_or_text)]  # a float, or text that is read later
+Paths = Annotated[tuple[str, ...], Limit("at least one path", lambda v: len(v) > 0 and all(v))]
+Names = Annotated[tuple[str, ...], Limit("at least one name", lambda v: len(v) > 0 and all(v))]
 Open = Annotated[Mapping[str, Any], PlainValidator(_mapping)]  # keys that are another library's, or the user's own
+DType = Literal["bfloat16", "bf16", "float32", "fp32"]
+FULL_PRECISION = ("float32", "fp32")
 
+# --- fields ---
 
-# What a change of a key means for a run that is resumed, or compared with another
+# Roles: what a change of a key means for a run that is resumed, or compared with another
 IDENTITY = "identity"  # it decides what is trained, or how it is measured: another value makes another run
 FILES = "files"  # it names what lies elsewhere: the content counts, whose hash a run records
 EXECUTION = "execution"  # where, how fast and how long: no other objective, but rounding and timing may differ
 BOOKKEEPING = "bookkeeping"  # what is recorded, watched and kept: no number of the run depends on it
 
-# Which values of a key name code that runs; only a command line may give them (core/config/recorded_settings.py)
+# Which values of a key name code that runs; only a command line may give them (recorded.py)
 CODE = "code"  # any text: a module, a file of code, a name in it, or a file that names classes
 CONSENT = "consent"  # true lets code run, in a mapping anywhere under a name of that kind
 ARGUMENTS = "arguments"  # of a library that imports what some of them name: any text or true
 
-Condition = tuple[Callable[[Any], Any], str | Callable[[Any], str]]  # of a View: whether the key is used; why not
-
-
-def condition(holds: Callable[[Any], Any], reason: str | Callable[[Any], str]) -> tuple[Condition]:
-    """Return a condition under which a key has an effect, with what is said where it has none."""
-    return ((holds, reason),)
-
 
 def key(
-    default: Any, text: str = "", used_if: tuple = (), *, role: str | None = None, code: str = "", follows: str = ""
+    default: Any, text: str = "", used_if: str = "", *, role: str | None = None, code: str = "", follows: str = ""
 ) -> Any:
     """Return the field of a key. A role that is not given is that of the section around it, at last IDENTITY.
 
-    ``follows`` is the key whose value a null stands for; what else a null becomes is in ``defaults.py``.
+    ``used_if`` is a condition as ``rules.unmet`` reads it. ``follows`` is the key whose value a null stands for.
     """
     marks = {"role": role, "code": code, "used_if": used_if, "follows": follows}
     return Field(default, description=f"{text}; null: {follows}" if follows else text, json_schema_extra=marks)
@@ -107,11 +153,6 @@ execution = functools.partial(key, role=EXECUTION)
 bookkeeping = functools.partial(key, role=BOOKKEEPING)
 
 
-def mark(section: type[Section], name: str, which: str) -> Any:
-    """Return what a field is marked with: ``role``, ``code``, ``used_if`` or ``follows``."""
-    return (section.model_fields[name].json_schema_extra or {}).get(which)
-
-
 class Section(BaseModel):
     """A section of the configuration; a subclass lists its keys, each with its type and :func:`key`."""
 
@@ -119,7 +160,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _in_the_form_of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+    def _in_the_form_of_its_type(cls, value: Any, info: Any) -> Any:
         return _typed(hints(cls)[info.field_name], value)
 
     def replace(self, **changes: Any) -> Section:
@@ -127,11 +168,16 @@ class Section(BaseModel):
         return self.model_copy(update=changes)
 
 
+def mark(section: type[Section], name: str, which: str) -> Any:
+    """Return what a field is marked with: ``role``, ``code``, ``used_if`` or ``follows``."""
+    return (section.model_fields[name].json_schema_extra or {}).get(which)
+
+
 @functools.cache
 def hints(section: type[Section]) -> dict[str, Any]:
     """Return field name -> type, of one section, in the order of its definition."""
-    types = get_type_hints(section, include_extras=True)
-    return {name: types[name] for name in section.model_fields}
+    found = get_type_hints(section, include_extras=True)
+    return {name: found[name] for name in section.model_fields}
 
 
 def is_section(hint: Any) -> bool:
@@ -141,27 +187,16 @@ def is_section(hint: Any) -> bool:
 
 def optional(hint: Any) -> tuple[Any, bool]:
     """Return the type without None, and whether None is a value of it."""
-    if get_origin(hint) in (Union, types.UnionType):
-        (alone,) = (part for part in get_args(hint) if part is not type(None))
-        return alone, True
-    return hint, False
-
-
-def is_mapping(hint: Any) -> bool:
-    """Return whether a type is a mapping of the user's own."""
-    return optional(hint)[0] is Open
-
-
-def is_choice(hint: Any) -> bool:
-    """Return whether a key's values are fixed: one of some names, or none."""
-    return get_origin(optional(hint)[0]) is Literal
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    (alone,) = (part for part in get_args(hint) if part is not type(None))
+    return alone, True
 
 
 def _typed(hint: Any, value: Any) -> Any:
     """Return a value as its type writes it, where that is clear; pydantic judges the rest."""
     hint, _ = optional(hint)
-    if get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
+    hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if value is None:
         return None
     if get_origin(hint) is tuple:  # a single value stands for a list of one
@@ -169,40 +204,37 @@ def _typed(hint: Any, value: Any) -> Any:
         return tuple(_typed(get_args(hint)[0], item) for item in items)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int and number and value == value // 1:  # 1e3 is a count too
-        if abs(value) >= 2**63:  # tensors and files hold no larger ones, and no float overflows in a plan
-            raise PydanticCustomError("limit", "{rule}", {"rule": "a whole number below 2**63"})
-        return int(value)
+        # Tensors and files hold no larger ones, and no float overflows in a plan
+        return int(value) if abs(value) < 2**63 else refuse("a whole number below 2**63")
     if hint is float and number:
-        try:
-            return float(value)
-        except OverflowError:
-            raise PydanticCustomError("limit", "{rule}", {"rule": "a number"}) from None
-    if hint is str and isinstance(value, int) and not isinstance(value, bool):  # trainer.experiment_name=7
-        return str(value)
-    return value
+        return float(value) if abs(value) <= sys.float_info.max else refuse("a number")
+    return str(value) if hint is str and number and isinstance(value, int) else value  # trainer.experiment_name=7
 
 
-# ---------------------------------------------------------------- from an untyped tree
+# --- from an untyped tree ---
 
 Refused = tuple[str, Any, str]  # key, value, what it must be; for an unknown key the last is empty
+TEXT = "text (quote what looks like something else: key=\"'1e-6'\")"
+RULES = {  # error type of pydantic -> what completes "must be ..."
+    **{"bool_type": "True or False", "int_type": "a whole number", "int_from_float": "a whole number"},
+    **{"float_type": "a number", "finite_number": "a number", "string_type": TEXT},
+}
 
 
 def build(schema: type[Section], tree: Any) -> tuple[Any, list[Refused]]:
     """Return the typed configuration of a tree and what was refused; a refused key keeps its default."""
-    refused: list[Refused] = []
+    refused: dict[tuple[str, ...], Refused] = {}
     while True:
         try:
-            return schema.model_validate(tree), refused
+            return schema.model_validate(tree), list(refused.values())
         except ValidationError as error:
-            paths = []
-            for one in error.errors(include_url=False):
-                path = _path(schema, one["loc"])
-                if path not in paths:
-                    paths.append(path)
-                    refused.append((".".join(map(str, path)), _at(tree, path), _rule(schema, path, one)))
-            if not all(paths):  # the whole is no mapping
-                return schema(), refused
-            for path in paths:
+            found = {path: one for one in error.errors(include_url=False) if (path := _path(schema, one["loc"]))}
+            if not found:  # the whole is no mapping
+                return schema(), list(refused.values())
+            for path, one in found.items():
+                value = functools.reduce(lambda node, name: node[name], path, tree)
+                refused[path] = (".".join(path), value, _rule(schema, path, one))
+            for path in found:
                 tree = _without(tree, path)
 
 
@@ -222,15 +254,13 @@ def _rule(schema: type[Section], path: Sequence[str], error: ErrorDetails) -> st
     """Return what the value must be; nothing for an unknown key."""
     if error["type"] == "extra_forbidden":
         return ""
-    hint: Any = schema
-    for name in path:
-        hint = hints(hint)[name]
+    hint: Any = functools.reduce(lambda section, name: hints(section)[name], path, schema)
     if is_section(hint):
         return MAPPING
     alone, none_too = optional(hint)
     while get_origin(alone) is tuple or get_origin(alone) is Annotated and get_origin(get_args(alone)[0]) is tuple:
         alone = get_args(alone)[0]  # what an item of a list must be
-    choice = next((one.rule for one in get_args(alone)[1:] if isinstance(one, limits.Limit)), "")
+    choice = next((one.rule for one in get_args(alone)[1:] if isinstance(one, Limit)), "")
     if error["type"] == "literal_error":
         rule = f"one of {', '.join(get_args(alone))}"
     elif error["type"] == "string_type" and choice.startswith("one of "):  # the list of names says more than the type
@@ -238,12 +268,6 @@ def _rule(schema: type[Section], path: Sequence[str], error: ErrorDetails) -> st
     else:
         rule = RULES.get(error["type"], error["msg"])
     return f"{rule}, or null" if none_too else rule
-
-
-def _at(tree: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree
 
 
 def _without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a key, a value or a group choice that the schema lacks means here: another version's name, or the nearest key.
+"""What a key or a value that the schema lacks means here: another version's name, or the nearest key.
 
 ``verl_names.yaml`` has the keys of other versions of verl, a recipe's ``config/verl_keys.yaml`` those of a tree of its
 own; what depends on the rest of a command line is a function here, or in a recipe's ``verl_keys.py``. Three things are
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from core.config import convert, recipes
-from core.config.convert import read_table
 from core.config.problem import Problem, show
 from core.config.schema import Config
 from core.config.section import hints
 
 FILE = Path(__file__).with_name("verl_names.yaml")
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-VAL = f"{ROLLOUT}.val_kwargs"
 SIMILAR = 0.7  # of names in one section: shufle and shuffle, not timeout_s and topk
+VALIDATION = {"val", "valid", "validation", "eval", "test"}  # parts of names
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,11 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
         differing = [pair for pair in zip(parts, other.split("."), strict=False) if pair[0] != pair[1]]
         if other.count(".") == key.count(".") and len(differing) == 1:
             name, near = differing[0]
-            if _of_validation(name) == _of_validation(near):  # what is typed for one is never the other's
+            # What is typed for validation is never training's
+            if VALIDATION.isdisjoint(name.split("_")) == VALIDATION.isdisjoint(near.split("_")):
                 similarity[other] = difflib.SequenceMatcher(None, name, near).ratio()
     best = max(similarity, key=similarity.get, default=None)
     return best if best is not None and similarity[best] > SIMILAR else None
-
-
-def _of_validation(name: str) -> bool:
-    return not {"val", "valid", "validation", "eval", "test"}.isdisjoint(name.split("_"))
 
 
 # --- reading ---
@@ -111,6 +106,9 @@ def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     conversion = (own.CONVERSIONS if own else {}).get(key) or CONVERSIONS.get(key)
     if conversion and (reading := conversion(key, value, line)):
         return reading
+    for there, settings in names["means"].get(key, {}).items():
+        if _same(value, there):
+            return Interpretation(settings=settings)
     if target := _target(key, names["same"], line.schema):
         return Interpretation(settings={target: value})
     if reason := next((names["no_effect"][form] for form in forms if form in names["no_effect"]), None):
@@ -118,42 +116,22 @@ def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     if key in names["gone"]:
         return Interpretation(rule="is gone", fix=names["gone"][key])
     misspelt = convert.known(key, line.schema) or nearest(key, convert.all_keys(line.schema))
-    named = [entry for entry in names["refused"] if key == entry[0]]
-    like = [entry for entry in names["refused"] if not misspelt and fnmatchcase(key, entry[0])]
-    for _, rule, fix in [*named, *like][:1]:
-        return Interpretation(rule=rule, fix=fix.replace("{key}", key))
+    for pattern, rule, fix in sorted(names["refused"], key=lambda entry: entry[0] != key):
+        if key == pattern or not misspelt and fnmatchcase(key, pattern):
+            return Interpretation(rule=rule, fix=fix.replace("{key}", key))
     return None
 
 
 def read_value(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Return what a value means that the schema refuses for a key of its own, or None."""
     names = table(line.recipe)
-    if key in VALUES and (reading := VALUES[key](key, value, line)):
+    if key == "trainer.logger" and (reading := loggers(key, value, line)):
         return reading
     for there, here in names["values"].get(key, {}).items():
         if _same(value, there):
             return Interpretation(settings={key: here})
     hint = next((text for name, text in names["hints"].items() if fnmatchcase(key, name)), None)
     return Interpretation(fix=hint) if hint else None
-
-
-def older_defaults(line: CommandLine) -> list[str]:
-    """Return a warning for each default of verl up to 0.3 that differs here and that a line of it relied on."""
-    if own := recipes.module_of(line.recipe, "verl_keys"):
-        return own.warnings(line)
-    marks = sorted(table(line.recipe)["older_defaults"] & line.given.keys())
-    coefficient, reward = "algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward"
-    if not marks or (line.given.get(coefficient) and reward not in line.given):  # a rule says it then
-        return []
-    entropy = f"{ACTOR}.entropy_coeff"
-    kl = {reward, f"{ACTOR}.use_kl_loss"} & line.given.keys()
-    lines = {
-        f"{entropy}: 0.001 was verl's default up to 0.3, and it is 0 here": entropy not in line.given,
-        f"{reward}: verl up to 0.3 took the KL off the reward (algorithm.kl_ctrl.kl_coef=0.001) unless "
-        "use_kl_loss was on, and it is off here": not kl,
-    }
-    told = f"this line has {marks[0]}, a key of verl's older versions; give the value that is meant"
-    return [f"{text}; {told}" for text, missing in lines.items() if missing]
 
 
 def described(recipe: str) -> Iterator[tuple[str, str]]:
@@ -171,18 +149,18 @@ def described(recipe: str) -> Iterator[tuple[str, str]]:
 def table(recipe: str = "") -> dict[str, Any]:
     """Return the tables that a recipe's command lines are read with: its own, which counts first, and the common ones.
 
-    same: key there -> key here. values: key here -> value there -> value here. hints: key here -> what to do.
-    no_effect: key -> how its purpose is met. asks_nothing: key -> values that request nothing. gone: key of earlier
-    versions of this repository -> what to do. refused: (key or pattern, rule, fix). older_defaults: keys of lines that
-    relied on defaults of verl up to 0.3.
+    same: key there -> key here. means: key there -> value there -> settings here. values: key here -> value there ->
+    value here. hints: key here -> what to do. no_effect: key -> how its purpose is met. asks_nothing: key -> values
+    that request nothing. gone: key of earlier versions of this repository -> what to do. refused: (key or pattern,
+    rule, fix).
     """
-    files = [read_table(FILE)]
-    if own := recipe and recipes.table(recipe, "verl_keys.yaml"):
-        files.append(own)
-    joined: dict[str, Any] = {name: {} for name in ("same", "values", "hints", "no_effect", "asks_nothing", "gone")}
-    joined |= {"refused": [], "older_defaults": set()}
-    for one in files:
-        for name in ("same", "values", "hints", "gone"):
+    joined: dict[str, Any] = {
+        name: {} for name in ("same", "values", "hints", "no_effect", "asks_nothing", "gone", "means")
+    }
+    joined["refused"] = []
+    own = recipes.folder(recipe) / "verl_keys.yaml"
+    for one in map(convert.read_table, (FILE, own) if own.exists() else (FILE,)):
+        for name in mappings:
             joined[name].update(one.get(name, {}))
         joined["no_effect"].update({key: why for why, keys in one.get("no_effect", {}).items() for key in _flat(keys)})
         for value, keys in one.get("asks_nothing", ()):
@@ -190,7 +168,6 @@ def table(recipe: str = "") -> dict[str, Any]:
                 joined["asks_nothing"].setdefault(key, []).append(value)
         entries = [(key, each["rule"], each["fix"]) for each in one.get("refused", ()) for key in each["keys"]]
         joined["refused"] = entries + joined["refused"]  # the first that fits counts
-        joined["older_defaults"].update(_flat(one.get("older_defaults", {}).get("keys", ())))
     return joined
 
 
@@ -248,27 +225,12 @@ def over_all_ranks(target: str, ulysses: str | None) -> Conversion:
     return per_rank
 
 
-def sampled_validation(name: str) -> Conversion:
-    """Return the conversion of a setting of validation that samples, as forks of verl have it."""
-
-    def settings(key: str, value: Any, line: CommandLine) -> Interpretation:
-        samples = isinstance(value, int | float) and value > (1 if name == "n" else 0)
-        return Interpretation(settings={f"{VAL}.{name}": value, **({f"{VAL}.do_sample": True} if samples else {})})
-
-    return settings
-
-
-def previous_checkpoint(key: str, value: Any, line: CommandLine) -> Interpretation | None:
-    return Interpretation(settings={"trainer.max_actor_ckpt_to_keep": 1}) if value is True else None
-
-
-def profiled_steps(key: str, value: Any, line: CommandLine) -> Interpretation:
-    return Interpretation(settings={"global_profiler.tool": "torch", "global_profiler.steps": value})
-
-
-def token_level_loss(key: str, value: Any, line: CommandLine) -> Interpretation:
-    mode = "token-mean" if value is True else "seq-mean-token-mean"
-    return Interpretation(settings={f"{ACTOR}.loss_agg_mode": mode})
+def sampled_validation(key: str, value: Any, line: CommandLine) -> Interpretation:
+    """Read a setting of validation that samples, as forks of verl have it."""
+    name = "n" if key.endswith("n_val") else "temperature"
+    samples = isinstance(value, int | float) and value > (1 if name == "n" else 0)
+    settings = {f"{ROLLOUT}.val_kwargs.{name}": value, f"{ROLLOUT}.val_kwargs.do_sample": True}
+    return Interpretation(settings=settings if samples else dict([*settings.items()][:1]))
 
 
 def response_limit(key: str, value: Any, line: CommandLine) -> Interpretation:
@@ -280,81 +242,23 @@ def response_limit(key: str, value: Any, line: CommandLine) -> Interpretation:
     return Interpretation(rule=rule, fix="leave it out")
 
 
-def consent_to_code(key: str, value: Any, line: CommandLine) -> Interpretation | None:
-    name = "actor_rollout_ref.model.trust_remote_code"
-    decided = value is False or line.value(name) is True
-    return Interpretation(unused=f"{name} decides") if decided else None
-
-
-def weights_dtype(key: str, value: Any, line: CommandLine) -> Interpretation | None:
-    """Read the number format of weights: of the reference, which does not train, that of its passes."""
-    if value not in ("bf16", "bfloat16"):
-        return None
-    if key.startswith(REF):
-        return Interpretation(settings={f"{REF}.fsdp_config.dtype": "bfloat16"})
-    kept = "master weights stay in float32, where small updates are not lost; passes are in dtype"
-    return Interpretation(unused=kept)
-
-
-def served_reward_model(name: str) -> Conversion:
-    """Return the conversion of a key of main's reward model, which is a classifier unless a function asks it."""
-
-    def classifier(key: str, value: Any, line: CommandLine) -> Interpretation | None:
-        paths = ("custom_reward_function.path", "reward.custom_reward_function.path")
-        if any(line.given.get(path) for path in paths):
-            return None
-        if name:
-            return Interpretation(settings={f"reward_model.{name}": value})
-        why = "the classifier is computed in the run's own processes, on whole prompts and answers"
-        return Interpretation(unused=why)
-
-    return classifier
-
-
-def run_name(key: str, value: Any, line: CommandLine) -> Interpretation | None:
-    """Read a run's name with slashes, which verl makes folders of, as the name of one folder."""
-    plain = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)+", value)
-    return Interpretation(settings={key: value.replace("/", "-")}) if plain else None
-
-
 def loggers(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Read services that are not here as the file that they can be fed from."""
-    names = list(value) if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(name, str) for name in names):
-        return None
+    given = list(value) if isinstance(value, list | tuple) else [value]
     others = ("file", "swanlab", "vemlp_wandb", "clearml", "trackio", "rl_logging_board")
-    known = list(dict.fromkeys("jsonl" if name in others else name for name in names))
-    return Interpretation(settings={key: known}) if known != names else None
+    known = list(dict.fromkeys("jsonl" if name in others else name for name in given if isinstance(name, str)))
+    return Interpretation(settings={key: known}) if {*given} & {*others} else None
 
 
-VALUES: dict[str, Conversion] = {  # of keys that the schema has, where it refuses what was given
-    "trainer.experiment_name": run_name,
-    "trainer.project_name": run_name,
-    "trainer.logger": loggers,
-}
-_SERVED = ("name", "gpu_memory_utilization", "tensor_model_parallel_size", "free_cache_engine", "enforce_eager")
-_SERVED += ("prompt_length", "response_length", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype")
-_MICRO = {  # key over all ranks -> the key that has the ranks which share a sequence
+MICRO = {  # key over all ranks -> the key that has the ranks which share a sequence
     f"{ACTOR}.ppo_micro_batch_size": f"{ACTOR}.ulysses_sequence_parallel_size",
     f"{ROLLOUT}.log_prob_micro_batch_size": f"{ACTOR}.ulysses_sequence_parallel_size",
     f"{REF}.log_prob_micro_batch_size": f"{ACTOR}.ulysses_sequence_parallel_size",
     "critic.ppo_micro_batch_size": "critic.ulysses_sequence_parallel_size",
     "reward_model.micro_batch_size": None,
 }
-_POOL = ("enable", "enable_resource_pool", "nnodes", "n_gpus_per_node")
 CONVERSIONS: dict[str, Conversion] = {
-    **{key: over_all_ranks(f"{key}_per_gpu", ulysses) for key, ulysses in _MICRO.items()},
-    f"{ROLLOUT}.n_val": sampled_validation("n"),
-    f"{ROLLOUT}.val_temperature": sampled_validation("temperature"),
-    "trainer.remove_previous_ckpt_in_save": previous_checkpoint,
-    "trainer.profile_steps": profiled_steps,
-    f"{ACTOR}.use_token_level_loss": token_level_loss,
-    "reward.reward_kwargs.max_resp_len": response_limit,
-    "reward_model.reward_kwargs.max_resp_len": response_limit,
-    "data.trust_remote_code": consent_to_code,
-    f"{ROLLOUT}.trust_remote_code": consent_to_code,
-    **{f"{part}.fsdp_config.model_dtype": weights_dtype for part in (ACTOR, REF, "critic.model")},
-    **{f"reward.reward_model.{name}": served_reward_model(name) for name in _POOL},
-    "reward.reward_model.model_path": served_reward_model("model.path"),
-    **{f"reward.reward_model.rollout.{name}": served_reward_model("") for name in _SERVED},
+    **{key: over_all_ranks(f"{key}_per_gpu", ulysses) for key, ulysses in MICRO.items()},
+    **dict.fromkeys((f"{ROLLOUT}.n_val", f"{ROLLOUT}.val_temperature"), sampled_validation),
+    **{f"{section}.reward_kwargs.max_resp_len": response_limit for section in ("reward", "reward_model")},
 }

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from core.config.schema import Config
-    from core.config.sections.rollout import RolloutConfig, ValKwargs
+    from core.config.schema import Config, RolloutConfig, ValKwargs
     from core.engines.weight_buckets import Bucket, Proof, Weight
     from core.vision.pictures import Pictures
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.algorithm import checks
-from core.config.limits import FULL_PRECISION
+from core.config.section import FULL_PRECISION
 from core.engines import SampleRequest
 from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.kv_cache import ATTENTION, PROMPTS, RESPONSES, Decode, Prefill, SharedPromptCache

@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.config.limits import FULL_PRECISION
-from core.config.section import thaw
+from core.config.section import FULL_PRECISION, thaw
 from core.engines import SampleRequest
 from core.engines.in_process_engine import Engine, Row, positions
 from core.engines.sglang_server import SGLangServer, launch, problems, python_of_sglang

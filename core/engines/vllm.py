@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from core.config.limits import FULL_PRECISION
-from core.config.section import thaw
+from core.config.section import FULL_PRECISION, thaw
 from core.data.draw_order import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines.in_process_engine import InProcessEngine, Row, positions

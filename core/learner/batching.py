@@ -22,8 +22,7 @@ from core.types import ScoredGroup, TrainBatch
 from reward_scores.score import ScoreStatus
 
 if TYPE_CHECKING:
-    from core.config.sections.actor import ActorConfig
-    from core.config.sections.critic import CriticConfig
+    from core.config.training_keys import ActorConfig, CriticConfig
 
 
 def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool = True) -> TrainBatch:

@@ -23,8 +23,7 @@ from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.sections.actor import ActorConfig
-    from core.config.sections.critic import CriticConfig
+    from core.config.training_keys import ActorConfig, CriticConfig
 
 PASS_READS = ("input_ids", "response_mask", "group")  # what a pass for log-probs or values reads of a batch
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")

@@ -21,8 +21,7 @@ from core.errors import InputError
 
 if TYPE_CHECKING:
     from core.checkpoint.provenance import Base
-    from core.config.sections.critic import CriticModelConfig
-    from core.config.sections.model import ModelConfig
+    from core.config.training_keys import CriticModelConfig, ModelConfig
 
 ADAPTER = "default"  # peft's name of the one adapter there is
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from core.config import paths, registry
-from core.config.limits import FULL_PRECISION
+from core.config.section import FULL_PRECISION
 from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, is_url, local_path
 from core.vision.modality import TEXT, Modality, modality_of
@@ -26,7 +26,7 @@ from core.vision.modality import TEXT, Modality, modality_of
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.section import Section
-    from core.config.sections.model import ModelConfig
+    from core.config.training_keys import ModelConfig
 
 
 log = logging.getLogger(__name__)

@@ -30,9 +30,8 @@ from core.vision.modality import modality_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from core.config.sections.actor import ActorConfig, RefConfig
-    from core.config.sections.critic import CriticConfig
-    from core.config.sections.rollout import RolloutConfig
+    from core.config.schema import RolloutConfig
+    from core.config.training_keys import ActorConfig, CriticConfig, RefConfig
 
 NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
 COMPILED = ("MLP", "Norm")  # how the classes of the parts end that are compiled

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from core.config.sections.model import OptimConfig
+    from core.config.training_keys import OptimConfig
 
 
 def constant(index: int, warmup: int) -> float:

@@ -35,7 +35,7 @@ from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
 from reward_scores.http_client import Reply as HttpReply
 
 if TYPE_CHECKING:
-    from core.config.sections.reward import JudgeConfig
+    from core.config.schema import JudgeConfig
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ from core.types import Prompt, Trajectory
 from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
-    from core.config.schema import Config
-    from core.config.sections.reward import RewardModelConfig
+    from core.config.schema import Config, RewardModelConfig
 
 log = logging.getLogger(__name__)
 

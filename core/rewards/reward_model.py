@@ -21,7 +21,7 @@ from core.learner.passes import ALONE, Ranks
 from core.rewards.grading import Answer, ModelScore
 
 if TYPE_CHECKING:
-    from core.config.sections.reward import RewardModelConfig
+    from core.config.schema import RewardModelConfig
 
 
 class RewardModel:

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from core.config.sections.trainer import HealthConfig
+    from core.config.schema import HealthConfig
 
 Values = Mapping[str, float]
 History = Mapping[str, list[float]]

@@ -130,7 +130,7 @@ def _not_supported(config: Config) -> Iterator[Problem]:
         parts = (roles.actor, roles.ref)
         for name, whole, most in (
             ("ulysses_sequence_parallel_size", "sequences", max(part.ulysses_sequence_parallel_size for part in parts)),
-            ("tensor_model_parallel_size", "layers", max(part.layer_ranks for part in parts)),
+            ("tensor_model_parallel_size", "layers", max(part.tensor_model_parallel_size for part in parts)),
         ):
             if most > 1:
                 key, rule = f"actor_rollout_ref.actor.{name}", f"does not split the {whole} of {what} yet"

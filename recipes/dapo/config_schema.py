@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config.limits import NonNegative, Size
-from core.config.schema import ActorRolloutRefConfig, Config
-from core.config.section import Section, bookkeeping, condition, key
-from core.config.sections.actor import ActorConfig
-from core.config.sections.algorithm import AlgorithmConfig
-from core.config.sections.reward import RewardModelConfig
+from core.config.schema import ActorRolloutRefConfig, Config, RewardModelConfig
+from core.config.section import NonNegative, Section, Size, bookkeeping, key
+from core.config.training_keys import ActorConfig, AlgorithmConfig
 
 PAPER = "DAPO"
 # A key that switches a technique on -> the keys that it needs. Off, other recipes' command lines may hold them
@@ -20,24 +17,20 @@ SWITCHES = {
 }
 
 
-FILTERED = condition(lambda c: c.own.enable, "algorithm.filter_groups.enable is off")
-PUNISHED = condition(lambda c: c.own.enable, "reward_model.overlong_buffer.enable is off")
-
-
 class FilterGroupsConfig(Section):
     enable: bool = key(False, "draw more prompts in place of those whose answers all score the same")
-    metric: str | None = key("acc", "part of the score that has to differ; null: acc", FILTERED)
-    max_num_gen_batches: Size = key(10, "most prompts drawn for one step, in units of gen_batch_size", FILTERED)
+    metric: str | None = key("acc", "part of the score that has to differ; null: acc", ".enable")
+    max_num_gen_batches: Size = key(10, "most prompts drawn for one step, in units of gen_batch_size", ".enable")
     on_exhausted: Literal["train", "raise"] = key(
-        "train", "at that limit: train on the groups there are, or end the run", FILTERED
+        "train", "at that limit: train on the groups there are, or end the run", ".enable"
     )
 
 
 class OverlongBufferConfig(Section):
     enable: bool = key(False, "take a penalty off the reward of answers near data.max_response_length")
-    len: Size = key(0, "tokens before the limit in which the penalty grows", PUNISHED)
-    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", PUNISHED)
-    log: bool = bookkeeping(False, "record the penalty as a metric", PUNISHED)
+    len: Size = key(0, "tokens before the limit in which the penalty grows", ".enable")
+    penalty_factor: NonNegative = key(0.0, "the penalty at the limit", ".enable")
+    log: bool = bookkeeping(False, "record the penalty as a metric", ".enable")
 
 
 class DAPOAlgorithmConfig(AlgorithmConfig):

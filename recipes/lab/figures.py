@@ -267,7 +267,7 @@ def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: 
 
 def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
     """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points."""
-    from core.config.sections.model import ModelConfig
+    from core.config.training_keys import ModelConfig
     from core.learner.models import load_modality
 
     recipe, tokenizer = recipe or FiguresRecipe(), build_tokenizer(ALPHABET, MARKS)

@@ -17,7 +17,7 @@ from results.reporting.run_report import closing_lines, headline, write_report
 
 def main(recipe: str, arguments: list[str]) -> int:
     """Write the report of the run that these arguments start; return the exit status, 2 where there is no such run."""
-    # The run itself has checked the configuration, with the hooks of its trainer.
+    # The run itself has checked the configuration.
     run_dir = run_folder(examine(recipe, arguments).config)
     try:
         runs = [load_run(run_dir)]

@@ -6,15 +6,10 @@ by them.
 
 from __future__ import annotations
 
-from core.config.limits import Count
 from core.config.schema import Config
-from core.config.section import FrozenDict, Open, Section, condition, execution, key
+from core.config.section import Count, FrozenDict, Open, Section, execution, key
 
 PAPER = "Search-R1"
-SEARCHES = condition(lambda c: c.config.do_search, "do_search is off")
-RETRIEVES = condition(
-    lambda c: c.config.do_search or c.config.retriever.prefetch, "do_search and retriever.prefetch are off"
-)
 
 
 class RetrieverConfig(Section):
@@ -26,23 +21,26 @@ class RetrieverConfig(Section):
     topk: Count = key(3, "passages a search returns")
     prefetch: bool = key(False, "put the question's passages before the first turn: RAG")
     client: Open = execution(
-        FrozenDict(),
-        "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py",
-        condition(lambda c: c.own.url is not None, "retriever.url is null: no server is asked"),
+        FrozenDict(), "where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py", ".url"
     )
     local: Open = key(
         FrozenDict(),
         "where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py",
-        condition(lambda c: c.own.url is None, "retriever.url names a server"),
+        ".url=None",
     )
 
 
 class SearchR1Config(Config):
     """The core's configuration with Search-R1's keys."""
 
-    retriever: RetrieverConfig = key(RetrieverConfig(), used_if=RETRIEVES)
-    max_turns: Count = key(4, "turns that may search; one more must answer", SEARCHES)
+    retriever: RetrieverConfig = key(RetrieverConfig(), used_if="do_search | retriever.prefetch")
+    max_turns: Count = key(4, "turns that may search; one more must answer", "do_search")
     do_search: bool = key(True, "let the policy search; False is the baseline that cannot")
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Return True: the trainer plays searches, and no agent loop does."""
+        return True
 
 
 SCHEMA = SearchR1Config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from core.config.schema import Config
 from core.config.section import files, key
-from core.config.sections.data import DataConfig
+from core.config.training_keys import DataConfig
 
 PAPER = "supervised fine-tuning"
 

@@ -37,7 +37,7 @@ from core.learner.models import resolve_path
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.sections.model import ModelConfig
+    from core.config.training_keys import ModelConfig
     from recipes.sft.config_schema import DemonstrationConfig
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Any
 
 from core.answers import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
 from core.command_line import is_dry_run
-from core.config import examine, recipes
+from core.config import examine
 from core.data.draw_order import permutation
 from core.data.parquet import sha256_of
 from core.errors import InputError
@@ -92,7 +92,7 @@ def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
     from core.learner.models import load_tokenizer
 
     recipe = manifest["recipe"]
-    composed = examine(recipe, [], recipes.trainer_of(recipe)[1], manifest["config"])
+    composed = examine(recipe, [], manifest["config"])
     if composed.problems:
         raise InputError(composed.problems)
     data = composed.config.data

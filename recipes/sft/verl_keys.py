@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.config.verl_names import CommandLine, Interpretation, over_all_ranks, weights_dtype, whole_number
+from core.config.verl_names import CommandLine, Interpretation, over_all_ranks, whole_number
 
 OPTIM = "actor_rollout_ref.actor.optim"
 
@@ -50,23 +50,5 @@ CONVERSIONS = {
     "data.micro_batch_size": over_all_ranks("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", None),
     "data.prompt_dict_keys": field_of_a_column,
     "data.response_dict_keys": field_of_a_column,
-    "engine.model_dtype": weights_dtype,
-    "model.fsdp_config.model_dtype": weights_dtype,
     "optim": engines_optimizer,
 }
-
-
-def warnings(line: CommandLine) -> list[str]:
-    """Return what differs between verl's SFT trainers and this one where a line is of theirs."""
-    found = []
-    if line.given.get("data.val_files"):
-        found.append(
-            "data.val_files: are questions that a validation answers; verl's SFT trainers measure the loss of "
-            "demonstrations there, which this one does not; set data.val_files=[] where they hold demonstrations"
-        )
-    if "data.prompt_dict_keys" in line.given or "data.response_dict_keys" in line.given:
-        found.append(
-            "data.prompt_key: a plain string is trained on as it is; verl's SFT trainer makes it the user's turn of a "
-            "chat; write chats into a column of messages where the model expects its template"
-        )
-    return found

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.config import convert, recipes, recorded_settings
+from core.config import convert, recipes, recorded
 from core.config.convert import read_yaml
 from core.config.secret_keys import hidden
 from core.config.section import BOOKKEEPING
@@ -117,7 +117,7 @@ class RecordedRun:
         """
         schema = recipes.schema_of(self.manifest["recipe"])
         values, defaults = (
-            recorded_settings.completed(self.config, schema, self.manifest["recipe"]),
+            recorded.completed(self.config, schema, self.manifest["recipe"]),
             convert.as_json(schema()),
         )
         for key, default in defaults.items():
@@ -127,7 +127,7 @@ class RecordedRun:
         if not (values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]):
             absent += ("actor_rollout_ref.ref.",)
         decisive = {k: v for k, v in values.items() if not k.startswith(absent) and convert.known(k, schema)}
-        kept = {k: v for k, v in decisive.items() if recorded_settings.role_of(k) != BOOKKEEPING}
+        kept = {k: v for k, v in decisive.items() if recorded.role_of(k) != BOOKKEEPING}
         shared = {k: v for k, v in kept.items() if k != "trainer.cpu_threads" and k.split(".")[-1] != "seed"}
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
         text = re.sub(rf"\bseed-{re.escape(str(self.seed))}\b", "seed-*", text)  # data that is drawn from the seed

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.config import Config, compose
-from core.config.recipes import trainer_of
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 
@@ -66,4 +65,4 @@ def read_script(path: Path, typed: Sequence[str] = ()) -> Script | None:
         return None
     arguments = tuple(word for word in words[3:] if word != "--")
     # After -- a preset beats the script's own keys.
-    return Script(path, recipe, arguments, compose(recipe, words[3:], trainer_of(recipe)[1]))
+    return Script(path, recipe, arguments, compose(recipe, words[3:]))

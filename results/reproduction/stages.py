@@ -18,7 +18,6 @@ from typing import Any
 from core.config import compose, convert, recipes
 from core.config.paths import run_folder
 from core.config.problem import typed
-from core.config.recipes import trainer_of
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 from results.reporting.run_scripts import Script, read_script
@@ -141,7 +140,7 @@ def untrained(row: Row, typed: Sequence[str], serving: bool) -> Iterator[Stage]:
 
 def evaluation_keys(script: Script) -> list[str]:
     """Return ``key=value`` of what a script sets and an evaluation reads: of the resolved values, presets included."""
-    recipe_default = convert.flat(compose(script.recipe, (), trainer_of(script.recipe)[1]))
+    recipe_default = convert.flat(compose(script.recipe, ()))
     own = convert.all_keys(recipes.schema_of(script.recipe)).keys() - convert.all_keys().keys()
     return [
         f"{key}={typed(value)}"

@@ -55,7 +55,7 @@ def prepare(folder: Path, rows: int = 40) -> Path:
     return folder
 
 
-def configured(folder: Path, run: str, *overrides: str, steps: int = 6, recipe: str = "grpo", hooks=()):
+def configured(folder: Path, run: str, *overrides: str, steps: int = 6, recipe: str = "grpo"):
     settings = {
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "train.parquet",
@@ -80,7 +80,7 @@ def configured(folder: Path, run: str, *overrides: str, steps: int = 6, recipe: 
         "trainer.val_before_train": False,
         "trainer.default_local_dir": folder / run,
     }
-    return compose(recipe, [*(f"{key}={value}" for key, value in settings.items()), *overrides], hooks)
+    return compose(recipe, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
 
 
 class ScriptedWorkers:

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.command_line import finished_folder
-from core.config import compose
-from core.config.checked import to_yaml
+from core.config import compose, to_yaml
 from core.tracking import run_manifest
 
 

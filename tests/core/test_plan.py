@@ -11,7 +11,6 @@ import torch
 from core import plan
 from core.command_line import prepare
 from core.config import compose
-from core.config.recipes import trainer_of
 from core.errors import InputError
 from core.learner.log_probs import logits_at_a_time
 from core.learner.logit_memory import CPU_LOGITS, GPU_LOGITS, head_logits
@@ -39,7 +38,7 @@ ALONE = ("trainer.backend=local", f"{ROLLOUT}.name=hf")
 
 
 def planned(*overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str = "H100", recipe: str = "grpo"):
-    config = compose(recipe, [f"{MODEL}={model}", *overrides], trainer_of(recipe)[1])
+    config = compose(recipe, [f"{MODEL}={model}", *overrides])
     return Plan(config, on)
 
 

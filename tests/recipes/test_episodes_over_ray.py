@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from core.config import compose
-from core.config.recipes import trainer_of
 from core.ray_trainer import RayPPOTrainer
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
 from tests.core.ray_cluster import local_ray
@@ -56,7 +55,7 @@ def search_run(files: Path, folder: Path, url: str, *overrides: str) -> tuple[li
     arguments = run_command(files, *overrides)(folder / "run")[3:]
     arguments = [a for a in arguments if not a.startswith(("retriever.url", "+retriever.local", "trainer.total"))]
     arguments += [f"retriever.url='{url}'", "trainer.total_training_steps=3"]
-    SearchR1Trainer(compose("search_r1", arguments, trainer_of("search_r1")[1])).init_workers().fit()
+    SearchR1Trainer(compose("search_r1", arguments)).init_workers().fit()
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     answers = [
         [json.loads(line)["output"] for line in (folder / "answers" / f"{step}.jsonl").read_text().splitlines()]

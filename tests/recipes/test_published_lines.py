@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from core.command_line import prepare
-from core.config.recipes import trainer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ROOT / "tests" / "commands"
 LINES = sorted(COMMANDS.glob("*.args"))
 RECIPES = {"grpo": "grpo", "dapo": "dapo", "search_r1": "search_r1"}  # every other one is a line of main_ppo
-HOOKS = {"search_r1": trainer_of("search_r1")[1]}
 
 
 def arguments(path):
@@ -37,7 +35,7 @@ def test_a_published_line_validates(path, folder, monkeypatch, capsys):
     monkeypatch.setenv("DRY_RUN", "1")
     name = path.stem
     with pytest.raises(SystemExit) as end:
-        prepare(RECIPES.get(name, "ppo"), arguments(path), HOOKS.get(name, ()))
+        prepare(RECIPES.get(name, "ppo"), arguments(path))
     assert (end.value.code, capsys.readouterr().err) == (0, "")
 
 
@@ -48,7 +46,7 @@ def test_a_published_line_validates_for_a_cluster(path, folder, monkeypatch, cap
     if name == "dapo":  # its model has 28 heads, which 8 ranks cannot share: it is refused, there at the start as well
         cluster.append("actor_rollout_ref.model.path=Qwen/Qwen2.5-32B")
     with pytest.raises(SystemExit) as end:
-        prepare(RECIPES.get(name, "ppo"), [*arguments(path), *cluster], HOOKS.get(name, ()))
+        prepare(RECIPES.get(name, "ppo"), [*arguments(path), *cluster])
     assert (end.value.code, capsys.readouterr().err) == (0, "")
 
 

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from core.config import composition, examine
-from core.config.recipes import trainer_of
 from results.reporting.run_scripts import read_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +117,7 @@ def test_a_typed_preset_wins_over_the_scripts_keys_and_typed_keys_over_both(path
         assert {key: both[key] for key in presets} == {key: alone[key] for key in presets}
         kept = (scripts - presets) & plain.keys()
         assert {key: both[key] for key in kept} == {key: plain[key] for key in kept}
-        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset], trainer_of(recipe)[1])
+        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset])
         assert not typed.problems and typed.config.trainer.total_training_steps == 3000
 
 

@@ -21,7 +21,6 @@ from core import evaluate
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import MetricSums, loss_weights
 from core.config import compose, examine
-from core.config.recipes import trainer_of
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.batching import make_batch
@@ -63,7 +62,7 @@ def encode(text: str) -> list[int]:
 
 
 def config(*overrides: str):
-    return compose("search_r1", [*FIXED, *overrides], trainer_of("search_r1")[1])
+    return compose("search_r1", [*FIXED, *overrides])
 
 
 class Asked:
@@ -457,9 +456,9 @@ def test_values_have_no_target_where_a_tool_wrote():
 def test_search_keys_without_the_recipe_are_refused_and_idle_ones_listed():
     (line,) = examine("grpo", ["max_turns=3"]).problems
     assert "Search-R1" in line and "recipes.search_r1.main_search_r1" in line
-    idle = examine("search_r1", [*FIXED, "do_search=False", "max_turns=3"], trainer_of("search_r1")[1])
+    idle = examine("search_r1", [*FIXED, "do_search=False", "max_turns=3"])
     assert not idle.problems and "do_search is off" in idle.unused["max_turns"][1]
-    (line,) = examine("search_r1", [*FIXED, "data.max_start_length=5000"], trainer_of("search_r1")[1]).problems
+    (line,) = examine("search_r1", [*FIXED, "data.max_start_length=5000"]).problems
     assert "at most data.max_prompt_length=4096" in line
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
+from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.custom_reward import CustomFunction

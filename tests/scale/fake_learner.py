@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from core.cluster import fsdp, learner_rank
 from core.cluster.split_layers import split_layers
 from core.config import Config, compose
-from core.config.recipes import trainer_of
 from core.learner import attention, learner, log_probs, packing, passes
 from core.learner.batching import mini_batches
 from core.learner.logit_memory import GPU_LOGITS
@@ -56,7 +55,7 @@ def config_of(script: Script, shape: Shape, layers: int, folder: Path) -> Config
     config = {"model_type": kind[0], "architectures": [kind[1]], **fields}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     path = f"actor_rollout_ref.model.path={folder}"
-    return compose(script.recipe, [*script.arguments, path], trainer_of(script.recipe)[1])
+    return compose(script.recipe, [*script.arguments, path])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from core.algorithm import checks
 from core.algorithm.advantages import estimator, inputs_of
-from core.config.sections.algorithm import AlgorithmConfig
+from core.config.training_keys import AlgorithmConfig
 from core.engines import SampleRequest, SamplingParams
 from core.errors import BrokenInvariant
 from core.learner.batching import make_batch, mini_batches

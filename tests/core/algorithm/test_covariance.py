@@ -9,7 +9,7 @@ import torch
 
 from core.algorithm.losses import clip_cov_tokens, covariances, kl_cov_tokens
 from core.config import code_by_path, registry
-from core.config.sections.actor import ActorConfig, PolicyLossConfig
+from core.config.training_keys import ActorConfig, PolicyLossConfig
 from tests.padded import padded_loss
 
 ALL = torch.ones(4).bool()

@@ -16,8 +16,8 @@ from core.algorithm import rollout_correction as mismatch
 from core.algorithm import rollout_correction as rc
 from core.algorithm.losses import MetricSums
 from core.config import compose, examine
-from core.config.sections.algorithm import RolloutCorrectionConfig
-from core.config.sections.correction import Bounds, criteria, weight_bounds
+from core.config.bounds import Bounds, criteria, weight_bounds
+from core.config.training_keys import RolloutCorrectionConfig
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_needs import StepNeeds

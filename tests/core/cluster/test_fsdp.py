@@ -14,7 +14,7 @@ from core.algorithm.losses import MetricSums
 from core.checkpoint.provenance import base_of
 from core.cluster.learner_rank import LearnerRank
 from core.cluster.workers import LocalWorkers
-from core.config.sections.model import FSDPConfig
+from core.config.training_keys import FSDPConfig
 from core.files import file_sha256
 from core.learner.batching import mini_batches, rank_shares
 from core.learner.lora import merged_weights

@@ -91,7 +91,7 @@ def test_the_schema_has_every_key_of_verl_and_those_listed():
 def test_the_schema_knows_the_names_that_the_implementations_know():
     from core.config import registry
     from core.config.code_by_path import load_object
-    from core.config.sections.rollout import HF_OPTIONS
+    from core.config.rules_rollout import HF_OPTIONS
     from core.engines.hf import HFEngine
 
     sections = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.config import recorded_settings
+from core.config import recorded
 from core.config.section import BOOKKEEPING, EXECUTION, FILES, IDENTITY
 
 
@@ -19,4 +19,4 @@ def test_roles_of_keys():
         "trainer.health.entropy.bound": BOOKKEEPING,  # the section's
         "trainer.save_freq": BOOKKEEPING,
     }
-    assert {key: recorded_settings.role_of(key) for key in expected} == expected
+    assert {key: recorded.role_of(key) for key in expected} == expected

@@ -1,6 +1,6 @@
 import pytest
 
-from core.config.sections.model import ModelConfig
+from core.config.training_keys import ModelConfig
 from core.data.encoder import Encoder, truncate
 from core.data.vocabulary import ChatError
 from core.errors import InputError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.config.sections.data import DataConfig
+from core.config.training_keys import DataConfig
 from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.types import Prompt

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Gemma2Config
 
 from core.algorithm.losses import MetricSums
-from core.config.sections.actor import PolicyLossConfig
+from core.config.training_keys import PolicyLossConfig
 from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches, mini_batching
 from core.learner.learner import Actor, Critic, only_advantages_train

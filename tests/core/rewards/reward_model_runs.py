@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from core.cluster.fsdp import shared_reward_model
 from core.config import compose
-from core.config.sections.reward import RewardModelConfig, RewardModelModelConfig, ScoringFSDPConfig
+from core.config.schema import RewardModelConfig, RewardModelModelConfig, ScoringFSDPConfig
 from core.rewards.grading import Answer
 from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer

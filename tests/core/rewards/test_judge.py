@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from core.config import convert, examine
-from core.config.sections.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
+from core.config.schema import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import judge as judge_module

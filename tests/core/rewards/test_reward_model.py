@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
+from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
+from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.grading import ScoreError, as_score

@@ -12,7 +12,7 @@ import pytest
 from core.checkpoint.run_state import DriverState
 from core.command_line import train
 from core.config import convert, examine
-from core.config.sections.trainer import HealthBound, HealthConfig
+from core.config.schema import HealthBound, HealthConfig
 from core.tracking.health import CHECKS, SCORE, SKIPPED, TEXTS, Health, UnhealthyRun
 from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run

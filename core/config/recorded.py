@@ -1,0 +1,273 @@
+"""Trees to typed configurations: composed ones, and those that a run, a checkpoint or a file of answers recorded.
+
+What a change of a key means (its role), and whether its value names code that runs, is said by its field in the
+schema. Resuming (``core/checkpoint``) refuses another objective; comparing runs (``results/reporting``) leaves
+bookkeeping out. A record may come from anybody, so that it is the command line that names code: a command that takes
+settings from a record calls :func:`refuse_code` before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from core.config import convert, recipes, verl_names
+from core.config.defaults import resolve
+from core.config.problem import Problem, show
+from core.config.schema import Config
+from core.config.secret_keys import without_hidden
+from core.config.section import (
+    ARGUMENTS,
+    CODE,
+    CONSENT,
+    IDENTITY,
+    MAPPING,
+    OWN_CODE,
+    Limit,
+    build,
+    hints,
+    is_section,
+    mark,
+    thaw,
+)
+from core.config.verl_names import CommandLine, unknown_key
+from core.errors import InputError
+
+
+def validated(schema: type[Config], tree: Any, problems: list[Any], line: CommandLine | None = None) -> Config:
+    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default.
+
+    With ``line``, of a command line, a value that the schema refuses may be one of another version's.
+    """
+    config, refused = build(schema, tree)
+    known, readings = convert.all_keys(schema), {}
+    for key, value, rule in refused:
+        if line and rule and key in known and (reading := verl_names.read_value(key, value, line)):
+            readings[key] = reading
+    if settings := {name: value for reading in readings.values() for name, value in reading.settings.items()}:
+        line.read.update({key: (value, readings[key].settings) for key, value, _ in refused if key in readings})
+        return validated(schema, _with(tree, settings), problems, line)
+    for key, value, rule in refused:
+        if not rule:
+            problems.append(unknown_key(key, value, line or CommandLine("", schema)))
+        elif rule == MAPPING and key not in known:
+            problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
+        else:
+            fix = readings[key].fix if key in readings else f"the default is {show(convert.get(config, key))}"
+            problems.append(Problem(key, value, f"must be {rule}", fix))
+    return config
+
+
+def _with(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree with other values of these keys, which it has."""
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        tree = {**tree, name: _with(tree[name], {rest: value}) if rest else value}
+    return dict(tree)
+
+
+# --- recorded ---
+
+
+def schemas() -> list[type[Config]]:
+    """Return the classes of all recipes' configurations."""
+    return [Config, *(module.SCHEMA for _, module in recipes.extended())]
+
+
+@functools.cache
+def own_defaults() -> dict[str, Any]:
+    """Return flat key -> default, of every recipe's own keys."""
+    own, core = [convert.as_json(schema()) for schema in schemas()[1:]], convert.all_keys(Config)
+    return {key: value for values in own for key, value in values.items() if key not in core}
+
+
+def leaves(key: str, value: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield flat keys and values of a section, down to the known keys."""
+    if key not in known and isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from leaves(f"{key}.{name}", item, known)
+    else:
+        yield key, json.loads(json.dumps(value, default=str))
+
+
+def schema_for(values: Mapping[str, Any]) -> type[Config]:
+    """Return the schema that lacks fewest of the sections, then of the keys, of a nested or flat configuration."""
+    sections, others = {key.partition(".")[0] for key in values}, own_defaults()
+    found = {name: leaf for key, value in values.items() for name, leaf in leaves(key, value, others)}
+    names = {name for name, leaf in found.items() if name in others and leaf != others[name]}
+    return min(
+        schemas(), key=lambda one: (len(sections - hints(one).keys()), len(names - convert.all_keys(one).keys()))
+    )
+
+
+def without_others(values: Mapping[str, Any], schema: type[Config], prefix: str = "") -> dict[str, Any]:
+    """Return nested values without other recipes' keys that the schema lacks, where these have their defaults."""
+    kept, others = {}, own_defaults()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if convert.known(key, schema):
+            kept[name] = value
+        elif key in others:
+            if value != others[key]:
+                kept[name] = value
+        elif not isinstance(value, Mapping) or not value:
+            kept[name] = value
+        elif inner := without_others(value, schema, f"{key}."):
+            kept[name] = inner
+    return kept
+
+
+def from_yaml(text: str) -> Config:
+    """Return the configuration that ``convert.to_yaml`` wrote, in the schema that lacks fewest of its sections.
+
+    Secrets, which it does not hold, are left out, and so are keys that are gone since it was written.
+
+    Raises:
+        InputError: a key or a value is not the schema's.
+    """
+    problems: list[Any] = []
+    try:
+        tree = _without_gone(without_hidden(convert.read_yaml(text)))
+    except (ValueError, RecursionError) as error:  # a list that holds itself has no end
+        raise InputError(f"config.yaml: {error}") from error
+    schema = schema_for(tree)
+    config = validated(schema, without_others(tree, schema), problems)
+    if problems:
+        raise InputError([str(problem) for problem in problems])
+    return config
+
+
+def _without_gone(tree: Any, prefix: str = "") -> Any:
+    """Return a recorded tree without the keys that this version of the code has no more."""
+    if not isinstance(tree, dict):
+        return tree
+    kept = {name: value for name, value in tree.items() if f"{prefix}{name}" not in verl_names.table()["gone"]}
+    return {name: _without_gone(value, f"{prefix}{name}.") for name, value in kept.items()}
+
+
+def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "") -> dict[str, Any]:
+    """Return flat key -> value (as JSON has it) of a configuration that any version wrote, nested or flat.
+
+    A key that ``values`` lacks has its default, which may follow from others. A key that the schema lacks is left out
+    where it has the default of the recipe that has it, as are Search-R1's keys, which every recipe had once. So two
+    versions' records of the same settings are equal.
+    """
+    problems: list[Problem] = []
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, name = key.split(".")
+        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = value
+    complete = convert.as_json(resolve(validated(schema, without_others(tree, schema), problems), recipe))
+    for problem in problems:
+        complete |= dict(leaves(problem.key, problem.value, own_defaults()))
+    return complete
+
+
+def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """Return flat key -> the two values, of the keys in which two configurations differ; a missing one is None."""
+    first, second = convert.flat(one), convert.flat(other)
+    keys = dict.fromkeys([*first, *second])
+    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
+
+
+def role_of(key: str) -> str:
+    """Return the role of a flat key, or of one inside a user's own mapping; IDENTITY where no schema has it."""
+    for section in schemas():
+        role = None
+        for name in key.split("."):
+            if name not in section.model_fields:
+                break
+            role = mark(section, name, "role") or role
+            section = hints(section)[name]
+            if not is_section(section):
+                return role or IDENTITY
+    return IDENTITY
+
+
+# --- code ---
+
+# kind -> whether a value (of a mapping, the one of this name in it) names code
+NAMES_CODE = {
+    CONSENT: lambda name, value: bool(value) and name in ("trust_remote_code", "allow_unisolated"),
+    CODE: lambda name, value: value not in (None, ""),
+    "plugin": lambda name, value: isinstance(value, str) and ":" in value,  # other texts are names of tables here
+    ARGUMENTS: lambda name, value: value is True or isinstance(value, str),
+}
+
+
+def kind_of(key: str, schema: type[Config]) -> str:
+    """Return which values of a key name code, a kind of NAMES_CODE, or nothing where none does."""
+    section, _, name = key.rpartition(".")
+    section = convert.sections(schema)[section] if section else schema
+    hint = hints(section)[name]
+    limits = [part for one in (hint, *get_args(hint)) for part in get_args(one) if isinstance(part, Limit)]
+    return mark(section, name, "code") or ("plugin" if any(OWN_CODE in limit.rule for limit in limits) else "")
+
+
+def code_in(config: Config) -> dict[str, Any]:
+    """Return flat key -> value of all that names code in a configuration; of a mapping each value that does."""
+    found, default = {}, type(config)()
+    for key, value in convert.flat(config).items():
+        if names_code := NAMES_CODE.get(kind_of(key, type(config))):
+            usual = dict(_values(key, convert.get(default, key)))
+            for name, one in _values(key, value):
+                pairs = _items(name.rpartition(".")[2], one)
+                if one != usual.get(name) and any(names_code(*pair) for pair in pairs):
+                    found[name] = thaw(one)
+    return found
+
+
+def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield flat keys and values, of mappings within mappings too."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _values(f"{key}.{name}", item)
+    else:
+        yield key, value
+
+
+def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a sequence holds, with the name that it stands under, down to what holds nothing else."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _items(key, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _items(name, item)
+    else:
+        yield name, value
+
+
+@functools.cache
+def _named_by(recipe: str, overrides: tuple[str, ...]) -> Mapping[str, Any]:
+    from core.config.composition import examine  # Hydra: half a second that reading a saved configuration need not pay
+
+    return code_in(examine(recipe, overrides).config)
+
+
+def refuse_code(
+    artefact: str, config: Config, recipe: str, overrides: Sequence[str] = (), unread: Sequence[str] = ()
+) -> None:
+    """Check that ``config``, into which settings of an artefact went, names no code of its own accord.
+
+    What the ``overrides`` of the command line name is the user's word, and what the recipe's own files name (its
+    presets included) is this repository's. Keys that begin with one of ``unread`` are left out: the command loads
+    nothing that they name.
+
+    Raises InputError: the artefact, the keys, and what to append to the command.
+    """
+    unnamed = {key: value for key, value in code_in(config).items() if not key.startswith(tuple(unread))}
+    presets = sorted(path.stem for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
+    for texts in (tuple(overrides), *((f"preset={name}",) for name in presets)):
+        if unnamed:
+            allowed = _named_by(recipe, texts)
+            unnamed = {key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value}
+    if unnamed:
+        append = " ".join(shlex.quote(f"{key}={show(value)}") for key, value in unnamed.items())
+        raise InputError(
+            f"{artefact}: its settings name code that would run here: {', '.join(unnamed)}. They may come from "
+            f"anybody, and code is named on the command line alone. If you trust that code, append {append}"
+        )
