@@ -154,9 +154,8 @@ def table(recipe: str = "") -> dict[str, Any]:
     that request nothing. gone: key of earlier versions of this repository -> what to do. refused: (key or pattern,
     rule, fix).
     """
-    joined: dict[str, Any] = {
-        name: {} for name in ("same", "values", "hints", "no_effect", "asks_nothing", "gone", "means")
-    }
+    mappings = ("same", "means", "values", "hints", "gone")
+    joined: dict[str, Any] = {name: {} for name in (*mappings, "no_effect", "asks_nothing")}
     joined["refused"] = []
     own = recipes.folder(recipe) / "verl_keys.yaml"
     for one in map(convert.read_table, (FILE, own) if own.exists() else (FILE,)):
