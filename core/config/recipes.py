@@ -45,7 +45,7 @@ def folder(recipe: str) -> Path:
 @functools.cache
 def module_of(recipe: str, name: str = "config_schema") -> ModuleType | None:
     """Return the module of this name in a recipe's folder, or None where it has none."""
-    exists = folder(recipe).with_name(f"{name}.py").exists()
+    exists = (folder(recipe).parent / f"{name}.py").exists()
     return importlib.import_module(f"recipes.{recipe}.{name}") if exists else None
 
 

@@ -68,9 +68,7 @@ class MultiTurnConfig(Section):
     max_tool_calls: Count | None = key(None, "tool calls of an episode; null: no limit of its own")
     max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
     tool_config_path: str | None = files(None, "YAML file with the tools, see core/rollout/tools.py", code=CODE)
-    interaction_config_path: str | None = files(
-        None, "YAML file with simulated users (core/rollout/tools.py)", code=CODE
-    )
+    interaction_config_path: str | None = files(None, "YAML file with simulated users (core/rollout)", code=CODE)
     tool_timeout_s: Positive = execution(30.0, "seconds a tool call or a user's turn may take; a tool may have its own")
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "the part that is kept")

@@ -243,9 +243,9 @@ def response_limit(key: str, value: Any, line: CommandLine) -> Interpretation:
 
 def loggers(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Read services that are not here as the file that they can be fed from."""
-    given = list(value) if isinstance(value, list | tuple) else [value]
+    given = [name for name in (value if isinstance(value, list | tuple) else [value]) if isinstance(name, str)]
     others = ("file", "swanlab", "vemlp_wandb", "clearml", "trackio", "rl_logging_board")
-    known = list(dict.fromkeys("jsonl" if name in others else name for name in given if isinstance(name, str)))
+    known = list(dict.fromkeys("jsonl" if name in others else name for name in given))
     return Interpretation(settings={key: known}) if {*given} & {*others} else None
 
 

@@ -49,7 +49,7 @@ CODE = {
 
 @pytest.mark.parametrize("key", CODE)
 def test_an_artefact_that_names_code_is_refused(key):
-    config = examine("grpo", (), (), {key: CODE[key]}).config
+    config = examine("grpo", (), {key: CODE[key]}).config
     with pytest.raises(InputError) as refused:
         recorded.refuse_code("ARTEFACT", config, "grpo")
     line = str(refused.value)
@@ -63,7 +63,7 @@ def test_an_artefact_that_names_code_is_refused(key):
 
 
 def test_the_command_line_names_the_value_and_not_the_key_alone():
-    config = examine("grpo", (), (), {"custom_reward_function.path": "evil.py"}).config
+    config = examine("grpo", (), {"custom_reward_function.path": "evil.py"}).config
     with pytest.raises(InputError):
         recorded.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
 
@@ -72,12 +72,12 @@ def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
     """An interpolation would be resolved after the check of what was given, and could read the environment."""
     monkeypatch.setenv("SECRET", "token")
     hidden = {"trainer.project_name": "evil.py:f", "algorithm.adv_estimator": "${trainer.project_name}"}
-    assert "evil.py:f" not in str(recorded.code_in(examine("grpo", (), (), hidden).config))
+    assert "evil.py:f" not in str(recorded.code_in(examine("grpo", (), hidden).config))
     told = {"trainer.project_name": "${oc.env:SECRET}", "data.prompt_key": "a\\${oc.env:SECRET}"}
-    config = examine("grpo", (), (), told).config
+    config = examine("grpo", (), told).config
     assert (config.trainer.project_name, config.data.prompt_key) == tuple(told.values())
     name = {"trainer.experiment_name": told["data.prompt_key"]}  # part of a path: refused as given, not as resolved
-    (problem,) = examine("grpo", (), (), name).problems
+    (problem,) = examine("grpo", (), name).problems
     assert problem.startswith("trainer.experiment_name=a\\${oc.env:SECRET}: must be a name")
 
 
@@ -89,7 +89,7 @@ def test_what_is_no_code_passes():
         "reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}},
         "trainer.logger": ["console", "wandb"],
     }
-    recorded.refuse_code("ARTEFACT", examine("grpo", (), (), plain).config, "grpo")
+    recorded.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
 
 
 def test_the_repositorys_own_presets_are_no_foreign_code():

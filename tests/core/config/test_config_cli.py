@@ -47,7 +47,7 @@ def test_a_start_returns_the_configuration_and_says_what_has_no_effect(data, cap
         ],
     )
     assert isinstance(config, Config)
-    assert capsys.readouterr().err == "no effect: algorithm.kl_ctrl.kl_coef=0.01: algorithm.use_kl_in_reward is off\n"
+    assert capsys.readouterr().err == "no effect: algorithm.kl_ctrl.kl_coef=0.01: needs algorithm.use_kl_in_reward\n"
 
 
 def test_problems_end_with_2_one_line_each_and_no_traceback(here, capsys):
@@ -71,7 +71,7 @@ def test_a_dry_run_prints_and_ends_with_0(data, here, capsys, monkeypatch, value
     idle, at_start = rest.split("checked at start:")
     assert "trainer.seed=7 (default 1)" in differs and "rollout.n=5 (default 1)" in differs
     assert "critic." not in differs  # there is none: what it would inherit is of no interest
-    assert "trainer.nnodes=1: trainer.backend=local" in idle
+    assert "trainer.nnodes=1: needs trainer.backend=ray" in idle
     assert "./model" in at_start and "train.parquet" in at_start and "outputs/grpo/model-seed7" in at_start
 
 
@@ -150,7 +150,7 @@ def test_what_this_version_cannot_start_is_one_line(data, capsys, monkeypatch):
     ]
     monkeypatch.setenv("DRY_RUN", "1")
     text = ends(0, "ppo", [*data, *cluster], capsys=capsys).out
-    assert "vllm is installed" in text and "ray can be imported" in text
+    assert "vllm can be imported" in text and "ray can be imported" in text
 
 
 def test_a_device_that_is_not_here_is_refused(data, capsys, monkeypatch):
@@ -163,12 +163,6 @@ def test_a_device_that_is_not_here_is_refused(data, capsys, monkeypatch):
 def test_help_lists_every_key(here, capsys):
     text = ends(0, "grpo", ["--help"], capsys=capsys).out
     assert "python -m recipes.grpo.main_grpo" in text and "adv_estimator=grpo" in text
-
-
-def test_hooks_reach_the_rules(data, capsys):
-    overrides = [*data, "data.max_obs_length=100"]
-    assert "recipes.search_r1.main_search_r1" in ends(2, "grpo", overrides, capsys=capsys).err
-    assert "plays episodes" in ends(2, "grpo", overrides, hooks=("generate",), capsys=capsys).err
 
 
 def test_what_is_checked_at_start_names_packages_logins_and_functions(data):

@@ -12,8 +12,8 @@ from core.errors import InputError
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def lines(*overrides, recipe="ppo", hooks=()):
-    return examine(recipe, overrides, hooks).problems
+def lines(*overrides, recipe="ppo"):
+    return examine(recipe, overrides).problems
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_value_that_does_not_fit(override, rule):
         ("trainer@x=y", "no config group of this name"),
         ("trainer.rollout_data_dir=${oc.env:NOT_SET_ANYWHERE}", "cannot be resolved"),
         ("trainer.rollout_data_dir=${trainer.nope}", "cannot be resolved"),
-        ("trainer.rollout_data_dir=x/${trainer.experiment_name}", "names trainer.experiment_name, which is null"),
+        ("trainer.rollout_data_dir=x/${trainer.experiment_name}", "names a key that is null"),
         ("trainer.rollout_data_dir=???", "has no default; give it a value"),
     ],
 )

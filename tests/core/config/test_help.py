@@ -59,7 +59,7 @@ def test_a_search_reads_names_comments_and_choices_in_any_case(capsys):
 
 def test_a_search_says_why_a_key_does_nothing(capsys):
     useless = " ".join(asked(capsys, "--help", "critic.grad_clip")[1].split())
-    assert "Does nothing here: algorithm.adv_estimator=grpo has no critic." in useless
+    assert "Does nothing here: needs critic.enable." in useless
 
 
 def test_a_search_without_a_hit_ends_with_1_and_close_names(capsys):

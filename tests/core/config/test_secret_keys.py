@@ -143,7 +143,7 @@ def test_a_login_in_a_url_is_refused_with_the_fix(override, fix):
 
 def test_a_login_in_the_url_of_a_retriever_is_refused():
     (line,) = [x for x in examine("search_r1", ["retriever.url=http://u:p@h/r"]).problems if "holds a login" in x]
-    assert "retriever.client={api_key_env: NAME}" in line
+    assert "retriever.client (api_key_env)" in line
 
 
 def provenance(config):

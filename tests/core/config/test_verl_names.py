@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.config import convert, examine, help, recipes
-from core.config.verl_names import CONVERSIONS, VALUES, CommandLine, read, read_value, table
+from core.config.verl_names import CONVERSIONS, CommandLine, read, read_value, table
 
 ROOT = Path(__file__).resolve().parents[3]
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -39,7 +39,6 @@ def lines(*overrides, recipe="ppo"):
             {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8},
         ),
         ([f"{ACTOR}.fsdp_config.strategy=fsdp2"], {f"{ACTOR}.strategy": "fsdp2"}),
-        ([f"{REF}.fsdp_config.model_dtype=bf16"], {f"{REF}.fsdp_config.dtype": "bfloat16"}),
         ([f"{ACTOR}.policy_loss.tau_neg=1.1"], {f"{ACTOR}.tau_neg": 1.1}),
         (
             [f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=512"],
@@ -51,12 +50,7 @@ def lines(*overrides, recipe="ppo"):
             ["reward.reward_kwargs.gsm8k.method=flexible"],
             {"reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}}},
         ),
-        (
-            ["reward.reward_model.enable=True", "reward.reward_model.model_path=org/rm"],
-            {"reward_model.model.path": "org/rm"},
-        ),
         (["trainer.remove_previous_ckpt_in_save=True", "trainer.save_freq=5"], {"trainer.max_actor_ckpt_to_keep": 1}),
-        (["trainer.experiment_name=lab/14B"], {"trainer.experiment_name": "lab-14B"}),
         (["trainer.logger=[console,swanlab]"], {"trainer.logger": ("console", "jsonl")}),
         (["trainer.val_generations_to_log_to_wandb=3"], {"trainer.log_val_generations": 3}),
         (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
@@ -87,7 +81,7 @@ def test_two_names_of_one_thing_may_not_differ():
         ("trainer.default_hdfs_dir=null", "already the behaviour"),
         ("actor_rollout_ref.model.lora_adapter_path=null", "already the behaviour"),
         (f"{ACTOR}.ppo_micro_batch_size=null", "already the behaviour"),
-        (f"{ACTOR}.fsdp_config.model_dtype=fp32", "already the behaviour"),
+        (f"{ACTOR}.fsdp_config.model_dtype=bf16", "master weights stay in float32"),
         (f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent", "already the behaviour"),
         (f"{ROLLOUT}.mode=async", "already the behaviour"),
         (f"{ROLLOUT}.load_format=safetensors", "in memory"),
@@ -110,7 +104,6 @@ def test_what_asks_for_nothing_is_accepted_and_listed(override, reason):
         (f"{ACTOR}.policy_loss.dro_beta=0.5", "write the loss as a function"),
         (f"{ACTOR}.strategy=megatron", "use fsdp2"),
         ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
-        ("data.trust_remote_code=True", "use actor_rollout_ref.model.trust_remote_code"),
         ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
         ("reward.reward_kwargs.max_resp_len=513", "is another length than data.max_response_length=512"),
         ("reward.reward_model.judge_mode=1", "judge.url"),
@@ -125,11 +118,6 @@ def test_what_is_not_here_is_refused_with_one_thing_to_do(override, said):
     (line,) = composed.problems
     assert said in line and line.startswith(override.split("=")[0]) and "\n" not in line
     assert not composed.read and "already the behaviour" not in str(composed.unused)
-
-
-def test_a_function_that_asks_a_reward_model_is_told_of_the_judge():
-    line = lines("reward.reward_model.enable=True", "reward.custom_reward_function.path=f.py")[0]
-    assert "reward_model.judge.url" in line
 
 
 def test_a_value_that_requests_something_is_not_accepted_by_type_alone():
@@ -160,17 +148,10 @@ def test_an_earlier_name_of_a_key_sets_it():
 
 
 def test_keys_of_profiles_are_read_or_have_no_effect():
-    steps = examine("grpo", ["preset=lab", "trainer.backend=ray", "trainer.profile_steps=[1]"])
-    assert not steps.problems and steps.config.global_profiler.steps == (1,)
+    (line,) = lines("trainer.profile_steps=[1]")
+    assert "use global_profiler.steps" in line
     every = "global_profiler.profile_continuous_steps"
     assert every in examine("grpo", ["preset=lab", f"{every}=True"]).unused
-
-
-def test_defaults_of_older_versions_that_a_line_relied_on_are_said():
-    (entropy, kl) = examine("ppo", [f"{ACTOR}.fsdp_config.grad_offload=False"]).warnings
-    assert "0.001 was verl's default up to 0.3" in entropy and "took the KL off the reward" in kl
-    given = [f"{ACTOR}.entropy_coeff=0", "algorithm.use_kl_in_reward=False", "data.val_batch_size=512"]
-    assert examine("ppo", given).warnings == ()
 
 
 def test_the_tree_of_the_sft_trainers_is_read():
@@ -216,5 +197,5 @@ def test_any_value_of_any_name_of_the_tables_is_read_or_refused(recipe, value):
     for key in keys:
         found = read(key.replace("*", "actor_rollout_ref.actor"), value, line)
         assert found is None or found.settings or found.unused or found.rule
-    for key in (*names["values"], *VALUES, *names["hints"]):
+    for key in (*names["values"], "trainer.logger", *names["hints"]):
         read_value(key, value, line)
