@@ -81,8 +81,11 @@ class VLLMEngine(InProcessEngine):
         options = {**FIXED, "distributed_executor_backend": "mp" if processes > 1 else "uni", **options}
         if DEVICE == "cpu":
             options |= _on_cpu(options)
-        self.modality = modality_of(skeleton.config)
-        options |= self.modality.vllm_arguments(skeleton, processes)
+        self.reads_media = modality_of(skeleton.config).reads_media
+        if self.reads_media:
+            from core.vision.vllm_pictures import prepare
+
+            options |= prepare(skeleton, processes)
         if len(unknown := unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)):
             options["logits_processors"] = [*options.get("logits_processors", ()), UNKNOWN_IDS]
             options["additional_config"] = {**options.get("additional_config", {}), UNKNOWN: unknown.tolist()}
@@ -123,7 +126,12 @@ class VLLMEngine(InProcessEngine):
 
     def _submit(self, name: str, token_ids: tuple[int, ...], media: Pictures | None, **params: Any) -> None:
         sampling = SamplingParams(flat_logprobs=True, detokenize=False, **params)
-        prompt = self.modality.vllm_prompt(token_ids, media) if media else tokens_input(list(token_ids))
+        if media:
+            from core.vision.vllm_pictures import engine_input
+
+            prompt = engine_input(token_ids, media)
+        else:
+            prompt = tokens_input(list(token_ids))
         self.llm.add_request(name, prompt, sampling)
 
     def _advance(self) -> list[Row]:
@@ -176,7 +184,7 @@ class VLLMEngine(InProcessEngine):
             self.llm.wake_up(["kv_cache"])
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not release the keys and values of the former weights")
-        if self.modality.reads_media:
+        if self.reads_media:
             self.llm.reset_encoder_cache()
         return proofs
 

@@ -2,13 +2,13 @@
 
 The families are those of ``core.config.registry.PICTURE_MODELS``; their modules agree on the names that are used here.
 A picture that stands in several sequences of a pass goes through the vision tower once. Placeholders that the policy
-wrote are ordinary tokens, as they are to an engine that decodes them: only a prompt's stand for pictures.
+wrote are ordinary tokens, as they are to an engine that decodes them: only a prompt's stand for pictures. That is why
+features are put into the embeddings here: transformers would count the policy's placeholders too and refuse them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,53 +64,31 @@ def freeze_vision_tower(module: nn.Module) -> None:
     tower.requires_grad_(False)
 
 
-def run_with_unused_tower(module: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
-    """Return what the model's body returns of text, after a pass of the vision tower for nothing."""
-    zero = _zero_of_tower(module)
-    output = module.base_model(input_ids=input_ids, **inputs)
-    output.last_hidden_state = output.last_hidden_state + zero
-    return output
-
-
 def run_with_pictures(module: nn.Module, input_ids: Tensor, media: PictureInputs, **inputs: Any) -> Any:
     """Return what the model's body returns of sequences with pictures."""
     body, distinct = module.base_model, list(dict.fromkeys(media.pictures))
     pixels = torch.cat([torch.from_numpy(patches(picture)) for picture in distinct]).to(input_ids.device)
-    grid = torch.tensor([picture.grid for picture in distinct], device=input_ids.device)
-    features = body.get_image_features(pixels, grid, return_dict=True)
+    features = _features(body, pixels, [picture.grid for picture in distinct])
     number = {picture: index for index, picture in enumerate(distinct)}
-    order = [number[picture] for picture in media.pictures]
-    features.pooler_output = [features.pooler_output[index] for index in order]
-    if (deep := getattr(features, "deepstack_features", None)) is not None:
-        features.deepstack_features = [[layer[index] for index in order] for layer in deep]
-    with _given(body, features, media.place):
-        inputs = {**inputs, "position_ids": media.position}
-        return body(input_ids=input_ids, pixel_values=pixels, image_grid_thw=grid, **inputs)
+    shown, *deep = (torch.cat([parts[number[picture]] for picture in media.pictures]) for parts in features)
+    embeds = body.get_input_embeddings()(input_ids)
+    embeds = embeds.masked_scatter(media.place[..., None], shown.to(embeds.dtype))
+    inputs |= {"visual_pos_masks": media.place, "deepstack_visual_embeds": deep} if deep else {}
+    return body.language_model(inputs_embeds=embeds, **{**inputs, "position_ids": media.position})
 
 
-def _zero_of_tower(module: nn.Module) -> Tensor:
-    """Return 0, computed by the vision tower from one grey token, so that its gradients are 0 and not missing."""
-    body, vision = module.base_model, module.config.vision_config
+def run_with_unused_tower(module: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
+    """Return what the model's body returns of text, after a pass of the vision tower over one grey token for nothing:
+    the gradients of the tower are then 0, and not missing."""
+    vision = module.config.vision_config
     merge, size = vision.spatial_merge_size, vision.patch_size**2 * vision.temporal_patch_size * 3
-    pixels = torch.zeros(merge**2, size, device=next(module.parameters()).device)
-    features = body.get_image_features(
-        pixels, torch.tensor([[1, merge, merge]], device=pixels.device), return_dict=True
-    )
-    parts = [*features.pooler_output, *(one for layer in getattr(features, "deepstack_features", ()) for one in layer)]
-    return 0 * sum(part.sum() for part in parts)
+    features = _features(module.base_model, torch.zeros(merge**2, size, device=input_ids.device), [(1, merge, merge)])
+    output = module.base_model(input_ids=input_ids, **inputs)
+    output.last_hidden_state = output.last_hidden_state + 0 * sum(part.sum() for parts in features for part in parts)
+    return output
 
 
-@contextmanager
-def _given(body: nn.Module, features: Any, place: Tensor) -> Iterator[None]:
-    """Have ``body`` take these features and places for a call, instead of what it would find in its own ids.
-
-    It would count the policy's own placeholders among the pictures' and refuse them, and it hands the lengths of packed
-    sequences to the vision tower's attention as if they were those of the pictures.
-    """
-    masks = place[..., None], torch.zeros_like(place[..., None])
-    body.get_image_features = lambda *args, **kwargs: features
-    body.get_placeholder_mask = lambda *args, **kwargs: masks
-    try:
-        yield
-    finally:
-        del body.get_image_features, body.get_placeholder_mask
+def _features(body: nn.Module, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Sequence[Tensor]]:
+    """Return the features of each picture, and then those of each deeper layer that the family shows them to."""
+    features = body.get_image_features(pixels, torch.tensor(grids, device=pixels.device), return_dict=True)
+    return [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]

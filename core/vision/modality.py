@@ -79,27 +79,9 @@ class Modality:
             return module.base_model(input_ids=ids, **inputs)
         from core.vision.learner_pictures import run_with_pictures, run_with_unused_tower
 
-        return (
-            run_with_unused_tower(module, ids, **inputs)
-            if media is None
-            else run_with_pictures(module, ids, media, **inputs)
-        )
-
-    def vllm_arguments(self, skeleton: nn.Module, processes: int) -> dict[str, Any]:
-        """Return engine arguments that vLLM needs for the model. Raises InputError where it cannot run it."""
-        if not self.reads_media:
-            return {}
-        from core.vision.vllm_pictures import prepare
-
-        return prepare(skeleton, processes)
-
-    def vllm_prompt(self, token_ids: Sequence[int], media: Pictures) -> Any:
-        """Return what vLLM's ``add_request`` takes for a prompt with pictures."""
-        if not self.reads_media:
-            raise ValueError("SampleRequest.media: the model reads text alone")
-        from core.vision.vllm_pictures import engine_input
-
-        return engine_input(token_ids, media)
+        if media is None:
+            return run_with_unused_tower(module, ids, **inputs)
+        return run_with_pictures(module, ids, media, **inputs)
 
 
 TEXT = Modality()
@@ -110,38 +92,28 @@ def modality_of(config: Any) -> Modality:
     return Modality(True) if getattr(config, "model_type", None) in PICTURE_MODELS else TEXT
 
 
-# ---------------------------------------------------------------- keys that do not go together with such a model
-
-
 def problems(config: Config, reads_pictures: bool | None) -> Iterator[Problem]:
-    """Yield what does not work with the model; ``reads_pictures`` is None where nothing is known of it."""
-    if reads_pictures:
-        yield from _not_supported(config)
-    elif reads_pictures is False and config.actor_rollout_ref.actor.freeze_vision_tower:
+    """Yield the keys that do not go together with the model; ``reads_pictures`` is None where nothing is known."""
+    roles, over_ray, what = config.actor_rollout_ref, config.trainer.backend == "ray", "a model that reads pictures"
+    parts, engine = (roles.actor, roles.ref), roles.rollout.name
+    sequences = max(part.ulysses_sequence_parallel_size for part in parts)
+    layers = max(part.tensor_model_parallel_size for part in parts)
+    if reads_pictures is False and roles.actor.freeze_vision_tower:
         key = "actor_rollout_ref.actor.freeze_vision_tower"
         yield Problem(key, True, "the model reads text alone and has no vision tower", "leave it out")
-
-
-def _not_supported(config: Config) -> Iterator[Problem]:
-    """Yield what does not work yet with a model that reads pictures."""
-    roles, algorithm = config.actor_rollout_ref, config.algorithm
-    what = "a model that reads pictures"
-    if config.trainer.backend == "ray":
-        parts = (roles.actor, roles.ref)
-        for name, whole, most in (
-            ("ulysses_sequence_parallel_size", "sequences", max(part.ulysses_sequence_parallel_size for part in parts)),
-            ("tensor_model_parallel_size", "layers", max(part.tensor_model_parallel_size for part in parts)),
-        ):
-            if most > 1:
-                key, rule = f"actor_rollout_ref.actor.{name}", f"does not split the {whole} of {what} yet"
-                yield Problem(key, most, rule, "set it to 1")
-    if config.critic.enable:
-        rule, fix = f"{what} has no critic here", "use an estimator without one, such as grpo"
-        yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
-    if config.reward_model.enable:
+    if reads_pictures and over_ray and sequences > 1:
+        key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+        yield Problem(key, sequences, f"does not split the sequences of {what} yet", "set it to 1")
+    if reads_pictures and over_ray and layers > 1:
+        key = "actor_rollout_ref.actor.tensor_model_parallel_size"
+        yield Problem(key, layers, f"does not split the layers of {what} yet", "set it to 1")
+    if reads_pictures and config.critic.enable:
+        key, fix = "algorithm.adv_estimator", "use an estimator without one, such as grpo"
+        yield Problem(key, config.algorithm.adv_estimator, f"{what} has no critic here", fix)
+    if reads_pictures and config.reward_model.enable:
         yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
-    if config.needs_engine and not ENGINES[roles.rollout.name].reads_media:
-        yield Problem("actor_rollout_ref.rollout.name", roles.rollout.name, f"sends no pictures of {what}", "use vllm")
-    if not config.generates:
+    if reads_pictures and config.needs_engine and not ENGINES[engine].reads_media:
+        yield Problem("actor_rollout_ref.rollout.name", engine, f"sends no pictures of {what}", "use vllm")
+    if reads_pictures and not config.generates:
         rule, fix = f"fine-tuning does not train {what} yet", "give a model of text alone"
         yield Problem("actor_rollout_ref.model.path", roles.model.path, rule, fix)

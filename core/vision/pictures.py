@@ -1,8 +1,8 @@
 """Pictures of prompts: from a file's bytes to what a vision tower reads, and their placeholders among the ids.
 
-Pillow brings a picture to the size at which the model reads it. Every reader, the learner and each engine, starts from
-these pixels, so that an engine's own resizing has nothing left to do: Pillow's and torchvision's pixels differ by up to
-0.015 after resizing. The learner's side is ``learner_pictures.py``, vLLM's ``vllm_pictures.py``.
+Pillow brings a picture to the size at which the model reads it. Learner and engines start from these pixels: Pillow's
+and torchvision's differ by up to 0.015 after resizing. The learner's side is ``learner_pictures.py``, vLLM's
+``vllm_pictures.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,8 +25,6 @@ from core.files import write_atomic
 
 log = logging.getLogger(__name__)
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
-# Decoding takes 3 bytes a pixel, and the widest published processor reads 13 million: more is a mistake or a bomb.
-MOST_PIXELS = 2**26
 THUMBNAIL = 192  # pixels of the longer side, of what records and pages show: at most 30 KB as JPEG
 SHOWN = 8  # thumbnails of a prompt at the most
 NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")  # in config.json: around a placeholder, it
@@ -162,20 +159,10 @@ class Pictures:
         return [each for one in ids for each in ([token] * next(left).tokens if one == token else [one])]
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
-        """Return ids as they were before :meth:`expand`, with one placeholder a picture.
-
-        Placeholders behind the last picture's are the policy's own tokens and stay. Raises ValueError where a run of
-        them is not as long as its picture has tokens.
-        """
-        out, at, token = [], 0, self.format.token_id
-        for picture in self.pictures:
-            start = ids.index(token, at)
-            end = start + picture.tokens
-            if any(one != token for one in ids[start:end]) or end > len(ids):
-                raise ValueError(f"a picture of {picture.tokens} tokens has a shorter run of placeholders at {start}")
-            out += [*ids[at:start], token]
-            at = end
-        return [*out, *ids[at:]]
+        """Return a prompt's ids with one placeholder a picture, as a person reads them. The marks around each picture
+        keep the placeholders of two apart."""
+        token = self.format.token_id
+        return [one for at, one in enumerate(ids) if one != token or at == 0 or ids[at - 1] != token]
 
     def thumbnails(self) -> list[str]:
         """Return :func:`thumbnail` of the first pictures."""
@@ -191,13 +178,7 @@ def stored_bytes(cell: Any) -> bytes:
 
     Raises MediaError where there are none.
     """
-    data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, Mapping) else (cell, None)
-    if data is None and isinstance(path, str):
-        try:
-            data = Path(path).expanduser().read_bytes()
-        except OSError as error:
-            fix = "store its bytes in the file, or give the right path"
-            raise MediaError("a picture is missing", fix, f"{path}: {error.strerror}") from error
+    data = cell.get("bytes") if isinstance(cell, Mapping) else cell
     if not isinstance(data, bytes) or not data:
         raise MediaError("a picture is missing", "store its bytes in the file", type(cell).__name__)
     return data
@@ -209,32 +190,23 @@ def read_picture(data: bytes, format: PictureFormat, *, decode: bool = False) ->
     Raises MediaError for what is no picture, is broken, too large or a strip, or has several frames or a mode without a
     form in RGB.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the bound below is the lower one
-            image = Image.open(io.BytesIO(data))
-        with image:
-            width, height = image.size
-            if width * height > MOST_PIXELS:
-                raise MediaError(f"a picture has more than {MOST_PIXELS} pixels", "shrink it", f"{width} x {height}")
+        with Image.open(io.BytesIO(data)) as image:
             if getattr(image, "n_frames", 1) > 1:
                 raise MediaError("a picture has several frames", "store one of them", f"{image.n_frames} frames")
             if image.mode not in MODES:
                 raise MediaError("a picture is not 8-bit grey or colour", "convert it to RGB", f"mode {image.mode}")
             if decode:
                 image.load()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, MediaError):
-            raise
-        raise MediaError("a picture is broken", "mend the file or leave the row out", str(error)[:80]) from error
-    try:
-        size = smart_resize(height, width, format.patch * format.merge, format.least, format.most)
-    except ValueError as error:
-        fix = "cut it or leave the row out"
-        raise MediaError("a picture is too long and narrow", fix, f"{width} x {height}: {error}") from error
+            size = smart_resize(image.height, image.width, format.patch * format.merge, format.least, format.most)
+    except MediaError:
+        raise
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        fix = "mend the file or leave the row out"
+        raise MediaError("a picture cannot be read", fix, str(error)[:80]) from error
     return Picture(data, *size, format)
 
 
@@ -280,18 +252,14 @@ def patches(picture: Picture) -> np.ndarray:
     return cut.reshape(rows * columns, -1)
 
 
-# ---------------------------------------------------------------- what a person sees of validation questions
-
-
 def keep_thumbnails(path: Path, media: Mapping[tuple[str, str], Pictures]) -> None:
-    """Add the thumbnails of questions, by data source and uid, to those of earlier validations. Raises OSError."""
+    """Add the thumbnails of validation questions, by data source and uid, to those of earlier ones. Raises OSError."""
     try:
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        new = [(source, uid) for source, uid in media if uid not in known.get(source, {})]
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         log.warning("%s is damaged (%s): written anew", path, error)
-        known, new = {}, list(media)
-    for source, uid in new:
-        known.setdefault(source, {})[uid] = media[source, uid].thumbnails()
-    if new:
+        known = {}
+    if new := [(source, uid) for source, uid in media if uid not in known.get(source, {})]:
+        for source, uid in new:
+            known.setdefault(source, {})[uid] = media[source, uid].thumbnails()
         write_atomic(path, json.dumps(known) + "\n")

@@ -1,8 +1,8 @@
 """Pictures for vLLM: ready for its vision tower, so that vLLM's own image processor never sees one.
 
-A request has the expanded ids, where each picture's placeholders are, and patches that ``images`` made,
-the same numbers that the learner reads. vLLM asks its processor for sizes alone. It imports that processor's
-torchvision form; where torchvision is missing the Pillow form of transformers stands in for it.
+A request has the expanded ids, where each picture's placeholders are, and its patches, the numbers that the learner
+reads. vLLM asks its processor for sizes alone. It imports that processor's torchvision form; where torchvision is
+missing the Pillow form of transformers stands in for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
 from core.errors import InputError
-from core.vision.pictures import Picture, Pictures, patches
+from core.vision.pictures import Pictures, patches
 
 FAMILY = "transformers.models.qwen2_vl"
 MODELS = {  # model_type -> vLLM's module, its model and its ProcessingInfo
@@ -36,10 +36,9 @@ MODELS = {  # model_type -> vLLM's module, its model and its ProcessingInfo
 def prepare(skeleton: nn.Module, processes: int) -> dict[str, Any]:
     """Make vLLM able to load a model that reads pictures; return the engine arguments that this needs.
 
-    Raises InputError for several processes without torchvision: in them nothing stands in for it.
-
     The classes are registered by themselves: vLLM would look at them by name in a bare process, which lacks the form of
-    the image processor that stands in here.
+    the image processor that stands in here. Raises InputError for several processes without torchvision: in them
+    nothing stands in for it.
     """
     module, model, info = MODELS[skeleton.config.model_type]
     if find_spec("torchvision") is None:
@@ -47,7 +46,11 @@ def prepare(skeleton: nn.Module, processes: int) -> dict[str, Any]:
             key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
             rule = "vLLM's own processes read the configuration of pictures with torchvision, which is not installed"
             raise InputError(f"{key}={processes}: {rule}; set it to 1, or install torchvision")
-        _stand_in()
+        twin = import_module(f"{FAMILY}.image_processing_pil_qwen2_vl")
+        name = f"{FAMILY}.image_processing_qwen2_vl"
+        stand_in = ModuleType(name)
+        stand_in.Qwen2VLImageProcessor, stand_in.smart_resize = twin.Qwen2VLImageProcessorPil, twin.smart_resize
+        sys.modules.setdefault(name, stand_in)
     model_module = import_module(f"vllm.model_executor.models.{module}")
     ModelRegistry.register_model(model, getattr(model_module, model))
     named = {"image_processor": skeleton.processor, "video_processor": skeleton.processor}
@@ -61,16 +64,6 @@ def prepare(skeleton: nn.Module, processes: int) -> dict[str, Any]:
     }
 
 
-def _stand_in() -> None:
-    """Put transformers' Pillow form where its torchvision form is imported from."""
-    twin = import_module(f"{FAMILY}.image_processing_pil_qwen2_vl")
-    name = f"{FAMILY}.image_processing_qwen2_vl"
-    stand_in = ModuleType(name)
-    stand_in.Qwen2VLImageProcessor = twin.Qwen2VLImageProcessorPil
-    stand_in.smart_resize = twin.smart_resize
-    sys.modules.setdefault(name, stand_in)
-
-
 def engine_input(token_ids: Sequence[int], media: Pictures) -> Any:
     """Return what vLLM's ``add_request`` takes for ids whose placeholders are expanded."""
     ids, pictures = list(token_ids), media.pictures
@@ -80,20 +73,17 @@ def engine_input(token_ids: Sequence[int], media: Pictures) -> Any:
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
-    places, at = [], 0
+    names, places, at = [], [], 0
     for picture in pictures:
         at = ids.index(picture.format.token_id, at)
         places.append(PlaceholderRange(offset=at, length=picture.tokens))
         at += picture.tokens
+        # What tells pictures apart in vLLM's caches: the file and how it is read
+        read = f"{picture.height} {picture.width} {picture.format}".encode()
+        names.append(hashlib.blake2b(picture.data + read, digest_size=16).hexdigest())
     return mm_input(
         prompt_token_ids=ids,
         mm_kwargs=MultiModalKwargsItems.from_hf_inputs({"pixel_values": pixels, "image_grid_thw": grid}, fields),
-        mm_hashes={"image": [_name(picture) for picture in pictures]},
+        mm_hashes={"image": names},
         mm_placeholders={"image": places},
     )
-
-
-def _name(picture: Picture) -> str:
-    """Return what tells pictures apart in vLLM's caches: the file and how it is read."""
-    read = f"{picture.height} {picture.width} {picture.format}".encode()
-    return hashlib.blake2b(picture.data + read, digest_size=16).hexdigest()

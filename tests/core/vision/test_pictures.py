@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from core.data.encoder import Encoder
 from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.learner.models import load_modality, load_tokenizer
 from core.vision.modality import TEXT
-from core.vision.pictures import MARKER, MediaError, patches, pixels, read_picture, stored_bytes
+from core.vision.pictures import MARKER, MediaError, patches, pixels, read_picture
 from tests.pictures import (
     KINDS,
     image_processor,
@@ -56,20 +56,9 @@ def test_sizes_and_patches_are_those_of_the_models_own_processor(kind):
         assert mine.tokens == len(found["pixel_values"]) // 4
 
 
-def test_reading_again_what_was_read_changes_nothing():
-    one = picture(3, width=123, height=77)
-    file = io.BytesIO()
-    Image.fromarray(pixels(one)).save(file, "PNG")
-    again = read_picture(file.getvalue(), FORMAT)
-    assert (again.height, again.width) == (one.height, one.width) and (pixels(again) == pixels(one)).all()
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGBA", "LA", "CMYK"])
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "CMYK"])
 def test_other_modes_are_read_as_rgb(mode):
-    if mode == "CMYK":
-        data = png(mode=mode, format="JPEG")
-    else:
-        data = png(mode=mode)
+    data = png(mode=mode, format="JPEG" if mode == "CMYK" else "PNG")
     assert pixels(read_picture(data, FORMAT, decode=True)).shape == (56, 56, 3)
 
 
@@ -79,7 +68,7 @@ def test_what_is_transparent_is_white():
     assert (pixels(read_picture(file.getvalue(), FORMAT)) == 255).all()
 
 
-def broken(kind: str) -> bytes:
+def broken(kind: str) -> Any:
     file = io.BytesIO()
     if kind == "cut":
         return png()[:-60]
@@ -88,8 +77,8 @@ def broken(kind: str) -> bytes:
         frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
     elif kind == "16 bit":
         Image.fromarray(np.zeros((28, 28), np.uint16)).save(file, "PNG")
-    elif kind == "huge":
-        Image.new("1", (10_000, 10_000)).save(file, "PNG")
+    elif kind == "missing":
+        return {"bytes": None, "path": "x.png"}
     elif kind == "strip":
         Image.new("L", (2_810, 14)).save(file, "PNG")
     return file.getvalue() or b"no picture"
@@ -98,23 +87,16 @@ def broken(kind: str) -> bytes:
 @pytest.mark.parametrize(
     "kind, words",
     [
-        ("nothing", "a picture is broken in 1 row (1: "),
-        ("cut", "a picture is broken in 1 row (1: "),
+        ("nothing", "a picture cannot be read in 1 row (1: "),
+        ("cut", "a picture cannot be read in 1 row (1: "),
+        ("missing", "a picture is missing in 1 row"),
         ("frames", "a picture has several frames in 1 row (1: 2 frames)"),
         ("16 bit", "a picture is not 8-bit grey or colour in 1 row (1: mode I;16)"),
-        ("huge", "a picture has more than 67108864 pixels in 1 row (1: 10000 x 10000)"),
-        ("strip", "a picture is too long and narrow in 1 row (1: 2810 x 14"),
+        ("strip", "a picture cannot be read in 1 row (1: absolute aspect ratio"),
     ],
 )
 def test_a_bad_picture_is_named_with_its_row_before_a_model_loads(tmp_path, kind, words):
     assert words in refused(tmp_path, row(0, png()), row(1, broken(kind)))
-
-
-def test_a_picture_that_is_missing(tmp_path):
-    assert "a picture is missing in 1 row" in refused(tmp_path, row(0, png()), row(1, {"bytes": None, "path": "x.png"}))
-    assert "a picture is missing in 1 row" in refused(tmp_path, row(0, png()), row(1, {"bytes": b"", "path": None}))
-    (tmp_path / "there.png").write_bytes(png(5))
-    assert stored_bytes({"bytes": None, "path": str(tmp_path / "there.png")}) == png(5)
 
 
 def test_places_and_pictures_are_counted(tmp_path):
@@ -139,7 +121,7 @@ def test_a_prompt_with_pictures_is_never_cut(tmp_path):
     rows = [row(0, png()), row(1, png(1, 112, 112))]  # 4 and 16 tokens
     short = dict(max_prompt_length=40)
     assert "a prompt with media is longer than the limit" in refused(tmp_path, *rows, truncation="left", **short)
-    assert "a prompt is longer than data.max_prompt_length=40" in refused(tmp_path, *rows, **short)
+    assert "in 1 row (1: 49 tokens)" in refused(tmp_path, *rows, **short)
     path = write_parquet(tmp_path / "a.parquet", rows)
     kept = PromptStream(
         data_config(train_files=[path], filter_overlong_prompts=True, **short), tokenizer(), 1, modality=READING
@@ -157,14 +139,11 @@ def test_a_prompt_has_a_placeholder_for_each_token_of_its_pictures(tmp_path):
     assert prompt.messages[0]["content"] == f"a{MARKER}b{MARKER}c"
 
 
-def test_expanding_and_collapsing_are_inverse_and_leave_what_the_policy_wrote():
+def test_a_placeholder_is_repeated_for_each_token_and_shown_once():
     media = pictures(picture(0), picture(1, width=112, height=112))
     ids = [5, 101, 6, 101, 7]
     expanded = media.expand(ids)
-    assert expanded == [5, *[101] * 4, 6, *[101] * 16, 7]
-    assert media.collapse([*expanded, 101, 8]) == [*ids, 101, 8]
-    with pytest.raises(ValueError, match="shorter run"):
-        pictures(picture(0)).collapse([5, 101, 6])
+    assert expanded == [5, *[101] * 4, 6, *[101] * 16, 7] and media.collapse(expanded) == ids
     with pytest.raises(MediaError, match="chat template"):
         pictures(picture(0)).expand([5, 6])
 
@@ -175,11 +154,6 @@ def test_equal_questions_about_other_pictures_are_other_questions(tmp_path):
     stream = PromptStream(data_config(train_files=[path]), tokenizer(), 1, modality=READING)
     uids = [stream.files.prompt(path, index, index).uid for index in range(3)]
     assert uids[0] == uids[2] != uids[1]
-
-
-def test_a_plain_string_has_places_too():
-    encoder = Encoder(tokenizer(), modality=READING)
-    assert encoder.encode(pictures(picture(0)).mark(f"x{MARKER}y"))[1:-1] == [100, 101, 102]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import json
 
-from core.tracking.samples import generation_rows
 from core.tracking.tracker import Tracker, read_jsonl
-from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
+from core.types import Prompt
 from core.vision.pictures import SHOWN, thumbnail
-from reward_scores.score import Score
 from tests.core.synthetic import configured
-from tests.pictures import picture, pictures, vision_tokenizer
-
-
-def test_a_question_is_shown_with_one_placeholder_a_picture():
-    one, words = picture(1), vision_tokenizer()
-    prompt = Prompt(0, "q", (5, *[101] * one.tokens, 6), (), "b", "s", media=pictures(one))
-    answer = Trajectory(prompt.token_ids, [101], [True], [-1.0], (Segment("policy", "x"),), Stop.EOS, 0, 0)
-    (row,) = generation_rows(1, [ScoredGroup(prompt, (answer,), (Score(0.0),))], words)
-    assert row["input"] == words.decode([5, 101, 6])
+from tests.pictures import picture, pictures
 
 
 def test_the_pictures_of_kept_questions_are_kept_once_and_small(tmp_path):
