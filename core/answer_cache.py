@@ -30,9 +30,8 @@ class AnswerCache:
             settings = {"eviction_policy": "none", "disk_min_file_size": 2**30}
             self._cache = diskcache.Cache(folder, disk=diskcache.JSONDisk, **settings)
         except UNUSABLE as error:
-            raise InputError(
-                f"{key}={folder.parent}: {folder.name} cannot be opened ({error}); remove it, or name another folder"
-            ) from error
+            fix = "remove it, or name another folder"
+            raise InputError(f"{key}={folder.parent}: {folder.name} cannot be opened ({error}); {fix}") from error
 
     def __len__(self) -> int:
         return len(self._cache)
@@ -55,6 +54,7 @@ class AnswerCache:
             self.warn(f"an answer cannot be kept ({error})")
 
     def warn(self, what: str) -> None:
+        """Report the first trouble."""
         if not self._warned:
             log.warning("%s: %s; more of this kind are not reported", self.folder, what)
         self._warned = True

@@ -22,35 +22,30 @@ if TYPE_CHECKING:
     from core.tracking.validation import ValRecord
 
 FORMAT = 1
-FIELDS = (
-    *("uid", "ordinal", "sample", "data_source", "prompt", "response", "stop", "response_ids", "mask_runs"),
-    *("segments", "turns", "tool_calls", "ground_truth", "extra_info", "style"),
-)
-GIVEN = ("user_scores", "tool_rewards")  # numbers that only some episodes have
+OF_PROMPT = ("uid", "ordinal", "data_source", "ground_truth", "extra_info", "style", "opened_tag")
+OF_EPISODE = ("turns", "tool_calls", "user_scores", "tool_rewards", "tool_scores")
 Key = tuple[int, int]  # ordinal of the question, number of the sample
 
 
 def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text: str) -> dict[str, Any]:
     """Return what a line holds. ``mask_runs`` are lengths of stretches of ids: the policy's, not its, its, ..."""
     runs = [(wrote, len(list(same))) for wrote, same in groupby(trajectory.response_mask.tolist())]
-    values = (
-        *(prompt.uid, prompt.ordinal, sample, prompt.data_source, prompt_text, trajectory.response_text),
-        *(trajectory.stop.value, trajectory.response_ids.tolist()),
-        [*([0] if runs and not runs[0][0] else []), *(length for _, length in runs)],
-        [{"role": one.role, "text": one.text} for one in trajectory.segments],
-        *(trajectory.turns, trajectory.tool_calls, prompt.ground_truth, prompt.extra_info, prompt.style),
-    )
-    some = {name: list(getattr(trajectory, name)) for name in GIVEN if getattr(trajectory, name)}
-    some |= {"tool_scores": dict(trajectory.tool_scores)} if trajectory.tool_scores else {}
-    some |= {"opened_tag": prompt.opened_tag} if prompt.opened_tag else {}
-    return {**dict(zip(FIELDS, values, strict=True)), **some}
+    return {
+        **{name: getattr(prompt, name) for name in OF_PROMPT},
+        "sample": sample,
+        "prompt": prompt_text,
+        "response": trajectory.response_text,
+        "stop": trajectory.stop.value,
+        "response_ids": trajectory.response_ids.tolist(),
+        "mask_runs": [*([0] if runs and not runs[0][0] else []), *(length for _, length in runs)],
+        "segments": [{"role": one.role, "text": one.text} for one in trajectory.segments],
+        **{name: getattr(trajectory, name) for name in OF_EPISODE},
+    }
 
 
 def prompt_of(answer: Mapping[str, Any]) -> Prompt:
     """Return the question of a line: what a scorer reads of it, without its ids."""
-    names = ("uid", "ground_truth", "data_source", "extra_info", "style")
-    fields = {name: answer[name] for name in names}
-    return Prompt(answer["ordinal"], token_ids=(), messages=(), **fields, opened_tag=answer.get("opened_tag"))
+    return Prompt(token_ids=(), messages=(), **{name: answer.get(name) for name in OF_PROMPT})
 
 
 def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
@@ -65,10 +60,7 @@ def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
         stop=Stop(answer["stop"]),
         policy_version=0,
         seed=0,
-        turns=answer["turns"],
-        tool_calls=answer["tool_calls"],
-        tool_scores=answer.get("tool_scores", {}),
-        **{name: tuple(answer.get(name, ())) for name in GIVEN},
+        **{name: answer[name] for name in OF_EPISODE if name in answer},
     )
 
 
@@ -78,7 +70,7 @@ def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
     Raises InputError for damage before that, and for an answer that is there twice.
     """
     rows, damaged = intact_rows(path)
-    whole = path.read_bytes().count(b"\n") if path.exists() else 0
+    whole = path.read_bytes().count(b"\n")
     if damaged and (len(damaged) > 1 or not damaged[0].startswith(f"line {whole}:")):
         fix = "only the last line may be incomplete: restore the file, or delete that line and generate again"
         raise InputError(f"{path}: damaged in {damaged[0]}; {fix}")
@@ -100,10 +92,9 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
         raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
     try:
         manifest = json.loads(beside.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: no {beside.name} beside it, so nothing tells what it holds; restore it") from error
-    except ValueError as error:
-        raise InputError(f"{beside}: is damaged ({error}); restore it from a copy") from error
+    except (OSError, ValueError) as error:
+        rule = f"no {beside.name} beside it that can be read ({error}), so nothing tells what it holds"
+        raise InputError(f"{path}: {rule}; restore it from a copy") from error
     if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):
         raise InputError(f"{path}: is not a file of {kind} (format {FORMAT}) of python -m core.evaluate")
     return manifest

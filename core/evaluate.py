@@ -5,24 +5,23 @@
     python -m core.evaluate score ANSWERS.jsonl key=value ...
 
 Keys are those of training: data.val_files, actor_rollout_ref.rollout.val_kwargs.*, reward_model.*. No learner and no
-optimizer is made. DRY_RUN=1 only checks. A stopped command goes on where it was. python -m results.report prints and
-shows the accuracies of files of scores.
+optimizer is made. DRY_RUN=1 only checks. A stopped command makes the answers that are missing. python -m results.report
+prints and shows the accuracies of files of scores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import hashlib
 import json
 import logging
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +36,7 @@ from core.files import file_sha256, is_url, write_atomic, written_here
 from core.tracking import run_manifest
 from core.tracking.samples import progress
 from core.tracking.tracker import json_line
-from core.types import Prompt, ScoredGroup, Trajectory
-from reward_scores import SCORERS, scorer_for
-from reward_scores.score import Score
+from core.types import Prompt, ScoredGroup
 
 if TYPE_CHECKING:
     from core.checkpoint.store import Checkpoint
@@ -61,10 +58,10 @@ REWARDS = ("reward_model.", "custom_reward_function.")
 Lines = dict[files.Key, dict[str, Any]]
 
 
-# ---------------------------------------------------------------- generate
+# -- generate -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class GenerateCall:
     """A checked call of ``generate``, of which nothing is loaded yet. ``checkpoint`` is that of a run."""
 
@@ -78,21 +75,6 @@ class GenerateCall:
     def path(self) -> str:
         """The model: a folder or hub id."""
         return self.config.actor_rollout_ref.model.path
-
-    @property
-    def adapters(self) -> Mapping[str, Any] | None:
-        """The manifest's entry of a checkpoint's adapters; None where the model is whole."""
-        return self.checkpoint and self.checkpoint.files.get("actor/adapter_model.safetensors")
-
-    def described(self) -> str:
-        """Return what the call would do."""
-        rollout, questions = self.config.actor_rollout_ref.rollout, self.config.data.val_files
-        chosen, absent = rollout.val_kwargs, [path for path in questions if not Path(path).expanduser().is_file()]
-        sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
-        missing = f" (not there yet: {', '.join(absent)})" if absent else ""
-        by = f"{self.path} ({rollout.name} in {rollout.dtype}, {sampling})"
-        size = f"{chosen.n} a question, at most {self.config.data.max_response_length} tokens a turn"
-        return f"answers to {', '.join(questions)}{missing} by {by}, {size}, into {self.out}"
 
 
 def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None, run: str | None) -> GenerateCall:
@@ -115,6 +97,9 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
         from core.export import find_checkpoint
 
         checkpoint = find_checkpoint(run, "--run")
+        if "actor/adapter_model.safetensors" in checkpoint.files:
+            fix = "merge them into a model by python -m core.export, and give it as --model"
+            raise InputError(f"--run={run}: holds adapters, which no engine loads alone; {fix}")
         # Of the run's process, not of the model; the tokenizer that trained lies beside the weights
         own_paths = {PATH: str((checkpoint.folder / "actor").resolve()), f"{MODEL}tokenizer_path": None}
         settings = {**(checkpoint.provenance.config if checkpoint.provenance else {}), **own_paths}
@@ -126,50 +111,14 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
         recorded.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
-    return GenerateCall(recipe, trainer or "core.ray_trainer:RayPPOTrainer", composed.config, out, checkpoint)
-
-
-def weights_of(call: GenerateCall) -> str:
-    """Return what tells the weights from any others, wherever they lie: a hash, or the commit on the hub."""
-    from core.checkpoint.provenance import base_of
-    from core.learner.models import readable
-
-    if call.adapters:
-        models = call.checkpoint.provenance.models if call.checkpoint.provenance else {}
-        base = models["actor"].base.sha256 if models else None
-        return f"adapters sha256:{call.adapters['sha256']} on sha256:{base}"
-    if is_local(call.path) or is_url(call.path):
-        try:
-            return f"sha256:{base_of(os.path.expanduser(call.path)).sha256}"
-        except FileNotFoundError as error:
-            raise InputError(f"--model={call.path}: {error}; give a folder that core.export wrote") from error
-    from transformers.utils import cached_file
-
-    with readable(call.path, "--model"):
-        return f"{call.path}@{Path(cached_file(call.path, 'config.json')).parent.name}"
-
-
-@contextmanager
-def loadable(call: GenerateCall) -> Iterator[Config]:
-    """Yield the configuration with a model that every engine loads: adapters are merged into their base.
-
-    The merged model lies beside the answers, where all machines of a cluster find it, until the block ends.
-    """
-    if not call.adapters:
-        yield call.config
-        return
-    from core.export import export
-
-    with tempfile.TemporaryDirectory(prefix=".merged-", dir=call.out.parent) as folder:
-        export(call.checkpoint.folder, Path(folder) / "model")
-        yield convert.replaced(call.config, {PATH: str(Path(folder).resolve() / "model")})
+    return GenerateCall(recipe, trainer or recipes.TRAINER, composed.config, out, checkpoint)
 
 
 def generate(call: GenerateCall) -> bool:
     """Write the answers that the file lacks. Return whether there was anything to do.
 
-    Lines are appended as answers end. The complete file is in the order of the questions, whatever the timing was.
-    Raises InputError before a model loads for data, settings and files that do not go together.
+    Lines are appended as answers end. The complete file is in the order of the questions. Raises InputError before a
+    model loads for data, settings and files that do not go together.
     """
     from core.data.prompts import load_val_prompts
     from core.learner.models import load_modality, load_tokenizer
@@ -178,70 +127,46 @@ def generate(call: GenerateCall) -> bool:
     config, model, out = call.config, call.config.actor_rollout_ref.model, call.out
     tokenizer = load_tokenizer(model)
     loop = make_agent_loop(config, tokenizer)
-    prompts = load_val_prompts(config.data, tokenizer, load_modality(model, tokenizer), loop and loop.tools_of)
-    check_examples(loop, prompts)
     with ExitStack() as owned:
         if loop is not None:
             owned.callback(loop.close)
-        _check_prompts(prompts)
+        prompts = load_val_prompts(config.data, tokenizer, load_modality(model, tokenizer), loop and loop.tools_of)
+        check_examples(loop, prompts)
         manifest = _manifest(call, prompts)
-        lines = begun(out, manifest)
+        lines = _begun(out, manifest)
         order = [(prompt.ordinal, sample) for prompt in prompts for sample in range(manifest["samples"])]
-        if strange := next((key for key in lines if key not in set(order)), None):
-            raise InputError(f"{out}: holds an answer to question {strange[0]}, sample {strange[1]}, unknown here")
-        missing = len(lines) < len(order)
+        missing = [(prompt, sample) for prompt in prompts for sample in range(manifest["samples"])]
+        missing = [(prompt, sample) for prompt, sample in missing if (prompt.ordinal, sample) not in lines]
         if missing:
             out.parent.mkdir(parents=True, exist_ok=True)
             files.write_manifest(out, manifest)
-            loaded = owned.enter_context(loadable(call))
-            run = owned.enter_context(answering(loaded, call.trainer, tokenizer, loop, prompts))
-            asyncio.run(answer(run, prompts, out, lines, batch_of(config)))
-        if missing or list(lines) != order:
+            write_atomic(out, "".join(map(json_line, lines.values())))  # no half a line of a killed command
+            run = owned.enter_context(answering(config, call.trainer, tokenizer, loop, prompts))
+            asyncio.run(_answer(run, missing, out, lines))
+        if list(lines) != order:
             write_atomic(out, "".join(json_line(lines[key]) for key in order))
-            manifest["sessions"][-1]["ended"] = run_manifest.now()
-            files.write_manifest(out, manifest)
-        return missing
+        return bool(missing)
 
 
-def begun(out: Path, manifest: dict[str, Any]) -> Lines:
+def _begun(out: Path, manifest: dict[str, Any]) -> Lines:
     """Return the lines that the file has, and add its earlier sessions to the manifest.
 
     Raises InputError for a file of other settings, and for one that is no file of answers.
     """
-    sessions: list[Any] = []
-    if out.exists():
-        there = files.read_manifest(out, "answers")
-        old, new, sessions = there["settings"], manifest["settings"], there["sessions"]
-        keys = [*old, *(key for key in new if key not in old)]
-        changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
-        if changed:
-            fix = "answers of two settings do not go into one file: give another --out, or the settings of before"
-            raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; {fix}")
-    manifest["sessions"] = [*sessions, run_manifest.session(None, {})]
-    return files.read_lines(out) if out.exists() else {}
+    if not out.exists():
+        return {}
+    there = files.read_manifest(out, "answers")
+    old, new = there["settings"], manifest["settings"]
+    changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+    if changed:
+        fix = "answers of two settings do not go into one file: give another --out, or the settings of before"
+        raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; {fix}")
+    manifest["sessions"] = [*there["sessions"], *manifest["sessions"]]
+    return files.read_lines(out)
 
 
-def batch_of(config: Config) -> int | None:
-    """Return how many questions are answered together where that decides rounding, by the shape of batches.
-
-    That is the hf engine in one process: a batch that was interrupted is answered anew, so that a continued file is
-    that of an undisturbed call to the bit. Elsewhere it is None, and missing answers alone are made.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    if config.trainer.backend != "local" or rollout.name != "hf":
-        return None
-    return max(1, rollout.max_num_seqs // rollout.val_kwargs.n)
-
-
-async def answer(run: RayPPOTrainer, prompts: Sequence[Prompt], out: Path, lines: Lines, together: int | None) -> None:
-    """Answer what ``lines`` lacks, ``together`` questions at a time; append each answer to them and to the file."""
-    samples, size = range(run.config.actor_rollout_ref.rollout.val_kwargs.n), together or len(prompts)
-    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-    for batch in batches if together is not None else ():
-        keys = [(prompt.ordinal, sample) for prompt in batch for sample in samples]
-        for key in keys if not all(key in lines for key in keys) else ():
-            lines.pop(key, None)
-    write_atomic(out, "".join(map(json_line, lines.values())))  # no half a line, none that is made anew
+async def _answer(run: RayPPOTrainer, missing: Sequence[tuple[Prompt, int]], out: Path, lines: Lines) -> None:
+    """Make the missing answers; append each to ``lines`` and to the file."""
 
     async def one(prompt: Prompt, sample: int) -> None:
         trajectory = await run.generate(prompt, sample, run.val_sampling)
@@ -251,14 +176,13 @@ async def answer(run: RayPPOTrainer, prompts: Sequence[Prompt], out: Path, lines
         file.flush()
         answered()
 
-    with open(out, "ab") as file, progress("answers", len(prompts) * len(samples) - len(lines), "answer") as answered:
-        for batch in batches:
-            await asyncio.gather(*(one(p, i) for p in batch for i in samples if (p.ordinal, i) not in lines))
+    with open(out, "ab") as file, progress("answers", len(missing), "answer") as answered:
+        await asyncio.gather(*(one(*each) for each in missing))
 
 
 @contextmanager
 def answering(
-    config: Config, trainer: str, tokenizer: Any, loop: Any = None, prompts: Sequence[Prompt] = ()
+    config: Config, trainer: str, tokenizer: Any, loop: Any, prompts: Sequence[Prompt]
 ) -> Iterator[RayPPOTrainer]:
     """Yield the trainer ``module:class`` with an engine and nothing that learns: its ``generate`` plays the episodes.
 
@@ -285,16 +209,27 @@ def answering(
             else:
                 engine = make_engine(config, None, tokenizer, device)
                 owned.callback(engine.close)
-        deterministic = loop is not None and config.actor_rollout_ref.rollout.multi_turn.deterministic_tools
-        if deterministic and isinstance(engine, InProcessEngine):
+        if config.actor_rollout_ref.rollout.multi_turn.deterministic_tools and isinstance(engine, InProcessEngine):
             run.tool_calls.holds, engine.before_step = True, run.tool_calls.settled
         run.sampler = run.make_sampler(engine)
         yield run
 
 
 def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return what tells whose answers these are. Raises InputError where questions cannot be kept in lines."""
+    from core.rewards.graders import to_json
+
+    if not prompts:
+        raise InputError("data.val_files=[]: there are no questions; give parquet files")
+    for prompt in prompts:
+        try:
+            to_json([prompt.ground_truth, prompt.extra_info])
+        except (TypeError, ValueError) as error:
+            fix = "convert its ground_truth and extra_info"
+            raise InputError(f"data.val_files: uid {prompt.uid}: {error}; {fix}") from error
     config, data = call.config, run_manifest.data_hashes(call.config.data.val_files)
     at = call.checkpoint and {"run": str(call.checkpoint.folder.parent), "step": call.checkpoint.step}
+    hashes = {"model": weights_of(call), "data": [one["sha256"] for one in data], "prompts": digest_of(prompts)}
     return {
         "kind": "answers",
         "format": files.FORMAT,
@@ -303,15 +238,26 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "questions": len(prompts),
         "samples": config.actor_rollout_ref.rollout.val_kwargs.n,
         "data": data,
-        "settings": {
-            "model": weights_of(call),
-            "data": [one["sha256"] for one in data],
-            "prompts": digest_of(prompts),
-            **deciding(config),
-            "questions answered together": batch_of(config),
-        },
+        "settings": {**hashes, **deciding(config)},
         "config": convert.as_json(config),
+        "sessions": [run_manifest.session(None, {})],
     }
+
+
+def weights_of(call: GenerateCall) -> str:
+    """Return what tells the weights from any others, wherever they lie: a hash, or the commit on the hub."""
+    from core.checkpoint.provenance import base_of
+    from core.learner.models import readable
+
+    if is_local(call.path) or is_url(call.path):
+        try:
+            return f"sha256:{base_of(os.path.expanduser(call.path)).sha256}"
+        except FileNotFoundError as error:
+            raise InputError(f"--model={call.path}: {error}; give a folder that core.export wrote") from error
+    from transformers.utils import cached_file
+
+    with readable(call.path, "--model"):
+        return f"{call.path}@{Path(cached_file(call.path, 'config.json')).parent.name}"
 
 
 def deciding(config: Config) -> dict[str, Any]:
@@ -332,59 +278,35 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _check_prompts(prompts: Sequence[Prompt]) -> None:
-    """Check that there are questions, and that their ground truths can be kept in lines, where ``score`` finds them."""
-    from core.rewards.graders import to_json
-
-    if not prompts:
-        raise InputError("data.val_files=[]: there are no questions; give parquet files")
-    for prompt in prompts:
-        try:
-            to_json([prompt.ground_truth, prompt.extra_info])
-        except (TypeError, ValueError) as error:
-            fix = "convert its ground_truth and extra_info"
-            raise InputError(f"data.val_files: uid {prompt.uid}: {error}; {fix}") from error
+# -- score ----------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------- score
-
-
-def score(
-    source: Path, overrides: Sequence[str] = (), scorer: str | None = None, name: str | None = None
-) -> tuple[Path, list[ValRecord]]:
+def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) -> tuple[Path, list[ValRecord]]:
     """Score a complete file of answers, write ``<answers>.scores-<name>.jsonl`` and return it with its records.
 
-    It has a line a question, in the form of a run's ``validation/<step>.jsonl``. ``scorer`` names one of
-    :mod:`reward_scores` for all data sources, in place of each source's own. The settings of rewards are those of the
-    call that generated, under ``overrides``. Raises InputError for answers that are incomplete, a data source without
-    scorer or on whose answers it always failed, and a wrong option.
+    It has a line a question, in the form of a run's ``validation/<step>.jsonl``. The settings of rewards are those of
+    the call that generated, under ``overrides``. Raises InputError for answers that are incomplete, a data source
+    without scorer or on whose answers it always failed, and a wrong option.
     """
     from core.rewards.layer import RewardError, RewardLayer
     from core.tracking.validation import ValRecord
 
     manifest, answers = files.complete_answers(source)
     config = _reward_config(source, manifest, overrides)
-    prompts, trajectories = [files.prompt_of(line) for line in answers], [files.trajectory_of(line) for line in answers]
-    asked = prompts
-    if scorer is not None:  # graders look a scorer up by data source
-        _scorer_names(answers, scorer, config)
-        stand_in = next(key for key, one in SCORERS.items() if one.name == scorer).removesuffix("*")
-        asked = [dataclasses.replace(prompt, data_source=stand_in) for prompt in prompts]
     layer = RewardLayer(config)
     try:
-        layer.check(asked)
-        with progress("scores", len(asked), "answer") as scored:
-            scores = asyncio.run(_scores(layer, list(zip(asked, trajectories, strict=True)), scored))
-    except RewardError as error:  # on_error=raise, or a wrong number of results
+        layer.check([files.prompt_of(line) for line in answers])
+        groups = asyncio.run(_scored(layer, answers))
+    except RewardError as error:  # on_error=raise
         raise InputError(f"{source}: {error}") from error
     finally:
         layer.close()
-    rated = zip(prompts, trajectories, scores, strict=True)
-    groups = (tuple(zip(*one, strict=True)) for _, one in groupby(rated, lambda each: each[0].ordinal))
-    records = [ValRecord.of(ScoredGroup(prompts[0], *parts)) for prompts, *parts in groups]
+    records = [ValRecord.of(group) for group in groups]
     files.refuse_unscored(source, records, layer.failures.first)
-    names = _scorer_names(answers, scorer, config)
-    label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names) + _variant(config, names))
+    names = sorted({layer.scorers.scorer(line["data_source"]).name for line in answers})
+    if function := config.custom_reward_function.path:
+        names = [Path(function).stem]
+    label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names))
     path = source.with_name(f"{source.stem}.scores-{label}.jsonl")
     told = {
         **{"kind": "scores", "format": files.FORMAT, "scorer": label, "scorers": names, "answers": source.name},
@@ -398,17 +320,18 @@ def score(
     return path, records
 
 
-async def _scores(layer: RewardLayer, answers: Sequence[tuple[Prompt, Trajectory]], scored: Any) -> list[Score]:
-    """Score answers, the samples of a question together for a function of lists; ``scored`` is called after each."""
+async def _scored(layer: RewardLayer, answers: Sequence[Mapping[str, Any]]) -> list[ScoredGroup]:
+    """Score answers, the samples of a question together for a function of lists."""
+    questions = [list(lines) for _, lines in groupby(answers, lambda line: line["ordinal"])]
 
-    async def score(question: Sequence[tuple[Prompt, Trajectory]]) -> list[Score]:
-        found = await layer.score_group(question[0][0], [trajectory for _, trajectory in question])
-        for _ in found:
-            scored()
-        return found
+    async def group(lines: Sequence[Mapping[str, Any]]) -> ScoredGroup:
+        prompt, trajectories = files.prompt_of(lines[0]), tuple(map(files.trajectory_of, lines))
+        scores = await layer.score_group(prompt, trajectories)
+        scored()
+        return ScoredGroup(prompt, trajectories, tuple(scores))
 
-    questions = [list(one) for _, one in groupby(answers, lambda each: each[0].ordinal)]
-    return [score for found in await asyncio.gather(*map(score, questions)) for score in found]
+    with progress("scores", len(questions), "question") as scored:
+        return await asyncio.gather(*map(group, questions))
 
 
 def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequence[str]) -> Config:
@@ -427,29 +350,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     return composed.config
 
 
-def _scorer_names(answers: Sequence[Mapping[str, Any]], scorer: str | None, config: Config) -> list[str]:
-    """Return the names of the scorers in use. Raises InputError for an unknown one."""
-    function, known = config.custom_reward_function, sorted({one.name for one in SCORERS.values()})
-    if scorer is None and function.path:
-        return [Path(function.path).stem + (f"-{function.name}" if function.name != "compute_score" else "")]
-    if scorer is None:
-        return sorted({scorer_for(answer["data_source"]).name for answer in answers})
-    if function.path:
-        rule = "custom_reward_function.path is set too, and one of them scores"
-        raise InputError(f"--scorer={scorer}: {rule}; leave one out (custom_reward_function.path=null)")
-    if scorer not in known:
-        raise InputError(f"--scorer={scorer}: unknown; choose one of {', '.join(known)}")
-    return [scorer]
-
-
-def _variant(config: Config, names: Sequence[str]) -> str:
-    """Return what the file's name has of the scorers' options."""
-    options = [config.reward_model.reward_kwargs.get(name) or {} for name in names]
-    options.append(config.custom_reward_function.reward_kwargs if config.custom_reward_function.path else {})
-    return "".join(f"-{key}={value}" for one in options for key, value in sorted(one.items()) if value is not None)
-
-
-# ---------------------------------------------------------------- the command line
+# -- the command line -----------------------------------------------------------------------------------
 
 
 def generate_command(arguments: Sequence[str]) -> None:
@@ -461,7 +362,13 @@ def generate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=written_here, required=True, help="The file to write, ending in .jsonl.")
     args = parser.parse_intermixed_args(arguments)
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
-    print(f"{'dry run: it would write ' if is_dry_run() else ''}{call.described()}", flush=True)
+    rollout, questions = call.config.actor_rollout_ref.rollout, call.config.data.val_files
+    chosen, absent = rollout.val_kwargs, [path for path in questions if not Path(path).expanduser().is_file()]
+    sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
+    there = f"{', '.join(questions)}" + (f" (not there yet: {', '.join(absent)})" if absent else "")
+    by = f"{call.path} ({rollout.name} in {rollout.dtype}, {sampling})"
+    would = "dry run: it would write " if is_dry_run() else ""
+    print(f"{would}{chosen.n} a question, answers to {there} by {by}, into {call.out}", flush=True)
     if not is_dry_run():
         worked = generate(call)
         print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
@@ -471,15 +378,14 @@ def score_command(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("python -m core.evaluate score", description="Score a complete file of answers.")
     parser.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="The file that generate wrote.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of rewards.")
-    parser.add_argument("--scorer", help="The scorer of reward_scores/ for all data sources (default: each its own).")
-    parser.add_argument("--name", help="What the file is called after (default: the scorer and its options).")
+    parser.add_argument("--name", help="What the file is called after (default: the scorer).")
     args = parser.parse_intermixed_args(arguments)
     if is_dry_run():
         print(f"dry run: it would score {args.answers}" + ("" if args.answers.is_file() else " (not there yet)"))
         return
     from core.tracking.validation import failed_share
 
-    path, records = score(args.answers, args.overrides, args.scorer, args.name)
+    path, records = score(args.answers, args.overrides, args.name)
     failed = failed_share(records)
     lost = f"; the scorer failed on {failed:.1%} of the answers, which count as not right" if failed else ""
     print(f"{path}: scores of {len(records)} questions{lost}")

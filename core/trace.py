@@ -14,9 +14,7 @@ CPU seconds in the driver, and those of the busiest rank.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import logging
 import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +32,6 @@ from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-
-log = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER = "trace"
@@ -99,15 +95,16 @@ class TraceRecorder:
         start = time.thread_time()
         chosen = self._chosen(groups, dropped, batch, _gap(batch, workers))
         traced = workers.traced([row for one in chosen for row in one.rows or ()])
-        size, path = 0, self.folder / f"step_{metrics.step:06d}.npz"
+        path = self.folder / f"step_{metrics.step:06d}.npz"
 
         def write() -> None:
-            nonlocal size
-            size = self._write(path, metrics.step, chosen, batch, traced.rows)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as partial:
+                _write(partial, *self._content(metrics.step, chosen, batch, traced.rows))
 
         written = attempt(path, write)
-        cost = {"perf/trace_cpu_s": time.thread_time() - start + traced.cpu_s, "perf/trace_mb": size / 2**20}
-        return cost if written else {**cost, "perf/trace_dropped": 1}
+        cost = {"perf/trace_cpu_s": time.thread_time() - start + traced.cpu_s}
+        return {**cost, "perf/trace_mb": path.stat().st_size / 2**20} if written else {**cost, "perf/trace_dropped": 1}
 
     def _chosen(
         self,
@@ -120,32 +117,16 @@ class TraceRecorder:
         indices = range(len(groups))
         reasons = {min(indices, key=lambda i: sum(s.value for s in groups[i].scores) / len(groups[i])): "worst"}
         if gap is not None and gap[0] > 0:
-            reasons.setdefault(int(batch.group[gap[1]]), "mismatch")
+            strangest = int(batch.group[gap[1]])
         else:  # the answer that the engine itself found least likely
-            reasons.setdefault(min(indices, key=lambda i: min(map(_mean_log_prob, groups[i].trajectories))), "mismatch")
+            strangest = min(indices, key=lambda i: min(map(_mean_log_prob, groups[i].trajectories)))
+        reasons.setdefault(strangest, "mismatch")
         by_hash = sorted(indices, key=lambda i: hashlib.sha256(groups[i].prompt.uid.encode()).hexdigest())
         for index in by_hash[: self.options.groups]:
             reasons.setdefault(index, "question")
         starts = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
         chosen = [Chosen(groups[i], why, range(starts[i], starts[i + 1])) for i, why in reasons.items()]
         return chosen + [Chosen(group, "dropped", None) for group in dropped[:1]]
-
-    # -- the file --------------------------------------------------------------------------------
-
-    def _write(self, path: Path, step: int, chosen: list[Chosen], batch: TrainBatch, traced: Mapping[int, Any]) -> int:
-        """Write the step's file and return its bytes: 0 where one group alone is too much for ``max_mb``."""
-        room = int(self.options.max_mb * 2**20)
-        while chosen:
-            archive = _archive(*self._content(step, chosen, batch, traced))
-            if len(archive) <= room / 2:  # the first step's record stays, so no other may have more than half
-                self.folder.mkdir(parents=True, exist_ok=True)
-                make_room(self.folder, room - len(archive), besides=path)
-                with replacing(path) as partial:
-                    partial.write_bytes(archive)
-                return len(archive)
-            chosen = chosen[:-1]
-        log.warning("step %d is not recorded: its worst group alone is over trainer.trace.max_mb", step)
-        return 0
 
     def _content(
         self, step: int, chosen: Sequence[Chosen], batch: TrainBatch, traced: Mapping[int, Any]
@@ -223,15 +204,13 @@ def _described(chosen: Chosen, batch: TrainBatch) -> dict[str, Any]:
     }
 
 
-def _archive(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return the description and the arrays as one file."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+def _write(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the description and the arrays as one file."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr("meta.json", json.dumps(meta, ensure_ascii=False, default=str).encode(errors="replace"))
         for name, value in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
                 np.lib.format.write_array(part, value, allow_pickle=False)
-    return file.getvalue()
 
 
 def shown(text: str, name: str | None) -> str | dict[str, str]:
@@ -293,14 +272,3 @@ def _clip_bounds(config: Config) -> list[float]:
 def _mean_log_prob(trajectory: Trajectory) -> float:
     """Return the mean log-prob that the engine gave what it wrote."""
     return float(trajectory.logprobs.sum() / max(1, trajectory.response_mask.sum()))
-
-
-def make_room(folder: Path, room: int, besides: Path) -> None:
-    """Remove the oldest records but the first until the others, without ``besides``, fit into ``room`` bytes."""
-    paths = sorted(path for path in folder.glob("step_*.npz") if path != besides)
-    sizes = {path: path.stat().st_size for path in paths}
-    for path in paths[1:]:
-        if sum(sizes.values()) <= room:
-            return
-        path.unlink()
-        del sizes[path]

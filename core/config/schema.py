@@ -327,7 +327,6 @@ class TraceConfig(Section):
         "lowest score, that of the largest engine-learner difference and the first one that was dropped",
         ".freq!=-1 | .steps",
     )
-    max_mb: Positive = key(256, "disk of a run's records; older ones make room, except the first", ".freq!=-1 | .steps")
 
     @property
     def used(self) -> bool:

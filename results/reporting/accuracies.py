@@ -41,7 +41,6 @@ from core.tracking.validation import (
 )
 from results.reporting.comparison import accuracy_by_question, paired_comparison
 from results.reporting.numbers import change
-from reward_scores import scorer_for
 
 MACRO = "macro average"
 LENIENT = "robust"  # the method of a scorer that has a lenient reading
@@ -196,9 +195,7 @@ def lenient(strict: Summary) -> Summary | None:
         raise InputError(f"{strict.path}: {answers} is gone or another file; score its answers again")
     if path.exists() and (made := summary(path)).manifest["answers_sha256"] == strict.manifest["answers_sha256"]:
         return made
-    names = strict.manifest["scorers"]
-    forced = names[0] if len(names) == 1 and any(not _scores(names[0], source) for source in strict.sources) else None
-    return summary(score(answers, settings, forced, label)[0])
+    return summary(score(answers, settings, label)[0])
 
 
 def _lenient_settings(strict: Summary) -> list[str]:
@@ -212,13 +209,6 @@ def _lenient_settings(strict: Summary) -> list[str]:
         if LENIENT in methods and ((rewards.get(KWARGS) or {}).get(name) or {}).get("method") != LENIENT:
             found.append(f"{KWARGS}.{name}.method={LENIENT}")
     return found
-
-
-def _scores(name: str, source: str) -> bool:
-    try:
-        return scorer_for(source).name == name
-    except ValueError:
-        return False
 
 
 # --- the table ---

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.ray_trainer import RayPPOTrainer
-from core.trace import FOLDER, TraceRecorder, make_room, shown
+from core.trace import FOLDER, TraceRecorder, shown
 from core.tracking.tracker import Tracker
 from core.types import TrainBatch
 from results.reporting.run_reader import load_run
@@ -44,11 +44,6 @@ def files(run):
 
 
 # --- which steps and groups ---
-
-
-def test_off_nothing_is_recorded_and_nothing_is_in_the_way(folder):
-    run = fit(configured(folder, "off", steps=2))
-    assert not (run / FOLDER).exists()
 
 
 def test_every_so_many_steps_the_first_the_last_and_those_that_are_named(folder):
@@ -114,18 +109,6 @@ def test_a_real_run_records_what_trained_and_no_check_finds_anything(folder):
             np.testing.assert_allclose(known, one.arrays["engine"][one.arrays["response_mask"]], atol=1e-4)
 
 
-def test_one_optimizer_step_gives_the_update_s_own_log_probs(folder):
-    config = configured(folder, "single", "trainer.trace.freq=1", "trainer.trace.groups=4", steps=1)
-    RayPPOTrainer(config).init_workers().fit()
-    step = read_step(trace_files(Path(config.trainer.default_local_dir))[0])
-    for group in step.groups:
-        for one in group.trajectories:
-            mask = one.arrays["response_mask"]
-            assert "old_log_probs" not in one.arrays and one.field("log_prob") is not None
-            np.testing.assert_allclose(one.learner()[mask], one.arrays["engine"][mask], atol=1e-4)
-            assert np.isnan(one.arrays["entropy"][~mask]).all() and (one.arrays["entropy"][mask] >= 0).all()
-
-
 def test_recording_changes_no_number_of_a_run(folder):
     def numbers_of(name, *more):
         config = configured(folder, name, *more, steps=2)
@@ -164,38 +147,6 @@ def test_the_work_is_that_of_the_recorded_groups_whatever_the_batch(tmp_path, mo
         assert recorder.tokenizer.decoded == len(recorder.texts) <= 259  # each token once in the run
         sizes.append(sum(path.stat().st_size for path in trace_files(tmp_path / "a" / str(count))))
     assert sizes[1] < 1.5 * sizes[0]
-
-
-def test_disk_is_bounded_and_the_first_and_the_newest_steps_stay(tmp_path):
-    run = tmp_path / "a" / "run"
-    record(traced_config(run), 1, made_groups(1, 0, length=50))
-    size = trace_files(run)[0].stat().st_size
-    config = traced_config(run, max_mb=4.5 * size / 2**20)
-    for step in range(2, 12):
-        record(config, step, made_groups(step, 0, length=50))
-    kept = [int(path.stem[-6:]) for path in trace_files(run)]
-    assert sum(path.stat().st_size for path in trace_files(run)) <= 4.5 * size
-    assert kept[0] == 1 and kept[-1] == 11 and kept[1:] == list(range(13 - len(kept), 12)) and len(kept) >= 3
-
-
-def test_a_step_that_is_too_large_keeps_its_worst_group_or_says_so(tmp_path, caplog):
-    run = tmp_path / "a" / "run"
-    record(traced_config(run), 1, made_groups(1, 0, length=200))
-    size = trace_files(run)[0].stat().st_size
-    record(traced_config(run, max_mb=1.2 * size / 2**20), 1, made_groups(1, 0, length=200))
-    (path,) = trace_files(run)
-    kept = read_step(path).groups
-    assert path.stat().st_size < 0.6 * size and kept[0].about["chosen"] == "worst" and len(kept) < 4
-    again = record(traced_config(run, max_mb=0.001), 2, made_groups(2, 0, length=200))
-    assert len(trace_files(run)) == 1 and again.metrics["perf/trace_mb"] == 0
-    assert "step 2 is not recorded: its worst group alone is over trainer.trace.max_mb" in caplog.text
-
-
-def test_room_is_made_from_the_second_record_on(tmp_path):
-    for step in range(1, 6):
-        (tmp_path / f"step_{step:06d}.npz").write_bytes(b"x" * 10)
-    make_room(tmp_path, 25, besides=tmp_path / "step_000005.npz")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_00000{step}.npz" for step in (1, 4, 5)]
 
 
 # --- kills and resuming ---

@@ -51,7 +51,7 @@ ADDED = {
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
     "trainer.heartbeat_timeout_s",
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
-    *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
+    *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups")),
     "critic.use_torch_compile",
 }
 
