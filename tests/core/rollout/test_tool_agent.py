@@ -18,7 +18,7 @@ from core.rollout.agent_loop import Episode, Limits, check_examples, make_agent_
 from core.rollout.tool_agent import Call, ToolAgentLoop, parse_calls
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError, ToolResponse
 from core.types import Prompt, Stop
-from tests.core.data.templates import CHATML, GEMMA, LLAMA3, PHI3, tokenizer_of
+from tests.core.data.templates import CHATML, GEMMA, PHI3, tokenizer_of
 from tests.core.rollout.test_tools import CALCULATOR
 from tests.row_files import data_config, plain_row, write_parquet
 from tests.scripted_engine import ScriptedEngine
@@ -257,12 +257,9 @@ def framed(tmp_path, name, role, last, texts=("REPLY",), stop=Stop.EOS):
         ("gemma", "user", "<end_of_turn>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
         ("gemma", "user", "<eos>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
         ("phi3", "user", "<|end|>", "\n<|user|>\nREPLY<|end|>\n<|assistant|>\n"),
-        ("phi3", "user", "<|endoftext|>", "\n<|user|>\nREPLY<|end|>\n<|assistant|>\n"),
-        ("glm4", "user", "<|user|>", "\nREPLY<|assistant|>\n"),
         ("glm4", "tool", "<|observation|>", "\nREPLY<|assistant|>\n"),
         ("glm4", "tool", "<|endoftext|>", "<|observation|>\nREPLY<|assistant|>\n"),
         ("mistral", "user", "</s>", "[INST] REPLY [/INST]"),
-        ("gpt-oss", "user", "<|return|>", "<|start|>user<|message|>REPLY<|end|><|start|>assistant"),
         ("gpt-oss", "user", "<|end|>", "<|start|>user<|message|>REPLY<|end|><|start|>assistant"),
         ("base with chatml", "user", "<|endoftext|>", "\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"),
     ],
@@ -288,7 +285,6 @@ def test_a_text_is_written_as_the_template_would_write_it(tmp_path):
     ("template", "users", "options", "reason"),
     [
         (TEMPLATE, None, [f"{MULTI}.max_parallel_calls=3"], None),
-        (LLAMA3, None, [], None),
         (GEMMA, USERS, [], None),
         (GEMMA, None, [], "role 'tool' after an answer: roles must alternate"),
         (PHI3, None, [], "role 'tool' after an answer: it writes 0 of the texts"),
@@ -305,7 +301,6 @@ def test_a_text_is_written_as_the_template_would_write_it(tmp_path):
             "1 message(s) of role 'user'",
         ),
         (TEMPLATE.replace("m['content']", "m['content'] | e"), None, [], "it changes the text"),
-        (TEMPLATE.replace("m['content']", "m['content'].x.y"), None, [], "has no attribute"),
         (None, USERS, [], "framed by the chat template"),
     ],
 )

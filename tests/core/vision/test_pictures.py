@@ -104,6 +104,7 @@ def test_places_and_pictures_are_counted(tmp_path):
     assert "a prompt has another number of places <image> than of pictures in 2 rows (0: 1 places, 2 pictures" in told
     assert "0 places, 1 pictures" in told
     assert "2 places, 1 pictures" in refused(tmp_path, row(0, png(), prompt=MARKER * 2))
+    assert "1 places, 0 pictures" in refused(tmp_path, row(0, png()), row(1, prompt=MARKER))
     told = refused(tmp_path, row(0, png(), prompt="<|image_pad|>" * 4))
     assert "holds the model's own placeholder <|image_pad|> in 1 row (0)" in told
 
