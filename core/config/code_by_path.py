@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -21,38 +21,14 @@ from typing import Any
 from core.errors import InputError
 
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a project's root
-_REGISTERED: dict[str, dict[str, Any]] = {}  # key of the configuration -> name -> a user's own, by decorator
 _OF_PROJECTS: dict[str, tuple[str, ...]] = {}  # module that was imported for a user's file -> the folders of that file
-
-
-def registering(key: str, known: Mapping[str, Any], name: str) -> Callable[[Any], Any]:
-    """Return a decorator that gives a class or function of a user's module a name for a key.
-
-    Raises InputError for a name that is the table's (``known``), another module's, or no identifier.
-    """
-
-    def register(target: Any) -> Any:
-        names = _REGISTERED.setdefault(key, {})
-        if name in known or getattr(names.get(name), "__module__", target.__module__) != target.__module__:
-            raise InputError(f"{key}: {target.__module__} registers {name!r}, which is taken; choose another name")
-        if not name.isidentifier():
-            raise InputError(f"{key}: {target.__module__} registers {name!r}; a name has letters, digits and _ alone")
-        names[name] = target
-        return target
-
-    return register
-
-
-def registered(key: str) -> Mapping[str, Any]:
-    """Return what the modules loaded so far have registered for a key, by name."""
-    return _REGISTERED.get(key, {})
 
 
 def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
     """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
 
-    ``key`` is the configuration key the path came from; every error names it, and a name that a decorator registered
-    for it will do as well. ``beside``: a file whose project may hold the module. A file is run once a process.
+    ``key`` is the configuration key the path came from; every error names it. ``beside``: a file whose project may hold
+    the module. A file is run once a process.
 
     Raises:
         InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
@@ -63,23 +39,21 @@ def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
     if not separator or not where or not name:
         raise InputError(f"{label}: write package.module:function or path/to/file.py:function")
     module = load_module(where, label, beside)
-    if not hasattr(module, name) and name not in registered(key):
+    if not hasattr(module, name):
         public = ", ".join(sorted(item for item in vars(module) if not item.startswith("_"))) or "nothing"
         raise InputError(f"{label}: {where} has no {name!r}; it has {public}")
-    return getattr(module, name) if hasattr(module, name) else registered(key)[name]
+    return getattr(module, name)
 
 
 def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
-    """Import the function of an entry of :mod:`core.config.registry`, or a user's own by its path or registered name.
+    """Import the function of an entry of :mod:`core.config.registry`, or a user's own by its path.
 
     Raises InputError: neither a known name nor a path that leads to a function.
     """
     if name in known:
         return load_object(known[name].function)
-    if name in registered(key):
-        return registered(key)[name]
     if ":" not in name:
-        choose = f"choose one of {', '.join((*known, *registered(key)))}, or " if known else ""
+        choose = f"choose one of {', '.join(known)}, or " if known else ""
         raise InputError(f"{key}={name}: {choose}name your own as package.module:function or path/file.py:function")
     return load_object(name, key)
 
