@@ -54,7 +54,7 @@ from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
-    from core.cluster.workers import Workers
+    from core.cluster.workers import LocalWorkers
     from core.trace import TraceRecorder
 
 DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
@@ -86,7 +86,7 @@ class RayPPOTrainer:
         self.reward: RewardLayer | None = None
         self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
         self.tool_calls = Barrier()
-        self.workers: Workers | None = None
+        self.workers: LocalWorkers | None = None
         self.sampler: TrajectorySampler | None = None
         self.rollout: GroupRollout | None = None
         self.turns = checks.SampledTurns()
@@ -153,7 +153,7 @@ class RayPPOTrainer:
         """Return the tokens of a prompt as the policy reads it, tools included, and of what may follow it."""
         return prompt, self.config.data.max_response_length
 
-    def make_workers(self, device: torch.device) -> Workers:
+    def make_workers(self, device: torch.device) -> LocalWorkers:
         """Return the models and the engine, where ``trainer.backend`` places them."""
         from core.cluster.workers import LocalWorkers, ray_backend  # which import transformers
 

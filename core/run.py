@@ -38,7 +38,7 @@ from core.tracking.tracker import Tracker
 from core.types import Prompt, StepMetrics
 
 if TYPE_CHECKING:
-    from core.cluster.workers import Workers
+    from core.cluster.workers import LocalWorkers
     from core.config.schema import Config, TrainerConfig
     from core.data.prompts import PromptStream
 
@@ -72,7 +72,7 @@ class Run:
         url = config.trainer.default_local_dir
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
         self.saved_step: int | None = None
-        self.workers: Workers | None = None
+        self.workers: LocalWorkers | None = None
         self.models: Mapping[str, ModelFingerprint] = {}
         self.contents: Mapping[str, list[str]] = {}
         self.changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
@@ -130,7 +130,7 @@ class Run:
         allow = trainer.resume_with_changes or trainer.val_only  # which trains nothing
         self.changes = check_resume(checkpoint.folder, saved, self.provenance(saved), allow=allow)
 
-    def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
+    def attach(self, workers: LocalWorkers, checkpoint: Checkpoint | None) -> LoopState:
         """Take the models into the run and return the state to go on from, as if the run had never stopped."""
         self.workers = workers
         self.models = workers.fingerprints()  # once: a checkpoint records what was loaded

@@ -111,34 +111,48 @@ class Learner:
         return contextlib.nullcontext()
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each and 0 elsewhere.
+
+        For an estimator that reads them (``squares`` in its entry) the sums of squared probabilities come third.
+        """
         squares = registry.estimator(self.config.algorithm.adv_estimator).squares
         with self.at_work("actor"):
             return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
+        """Return the reference policy's log-probs, [N]."""
         with self.at_work("ref"):
             return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
+        """Return the critic's values, [N]."""
         with self.at_work("critic"):
             return self.critic.values(batch)
 
     def update_actor(self, steps: Sequence[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        """Take an optimizer step for each batch; return ``actor/...`` metrics."""
         with self.at_work("actor", updates=True):
             return self.actor.update(steps, lr_multiplier)
 
     def update_critic(self, steps: Sequence[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        """Take an optimizer step of the critic for each batch; return ``critic/...`` metrics."""
         with self.at_work("critic", updates=True):
             return self.critic.update(steps, lr_multiplier)
 
     def traced(self, rows: Collection[int] | None) -> TracedRows:
+        """Return what the last policy update computed of the tokens of these rows, where it carried ``trace_row``.
+
+        Rows are indices into the step's batch. None: only the row whose log-prob differs most from the engine's.
+        """
         return self.actor.traced.of(rows)
 
     def logprob_noise(self, token_ids: Sequence[int]) -> float:
+        """Return how far two of the policy's passes over a text lie apart that differ by rounding, in nats a token."""
         with self.at_work("actor"):
             return logprob_noise(self.actor, token_ids)
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
+        """Return architecture, shapes and base of each model: what a checkpoint must agree on to be loaded."""
         return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config)
 
 

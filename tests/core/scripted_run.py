@@ -84,8 +84,7 @@ def configured(folder: Path, run: str, *overrides: str, steps: int = 6, recipe: 
 
 
 class ScriptedWorkers:
-    """Satisfies :class:`core.cluster.workers.Workers` without weights. ``trained`` has (ordinals, versions) of every
-    update.
+    """The phases of :class:`core.cluster.workers.LocalWorkers` without weights.
 
     ``report(step)`` gives what the update adds to the metrics; ``differ(step)`` is the learner's log-prob less the
     engine's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def start(tmp_path, seconds: float) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_the_first_signal_finishes_the_step_and_saves(number, tmp_path):
     process = start(tmp_path, 0.3)
     process.send_signal(number)
@@ -54,9 +55,7 @@ def test_the_first_signal_finishes_the_step_and_saves(number, tmp_path):
     assert (tmp_path / "global_step_1" / "x").read_text() == "1"
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_second_signal_stops_at_once(number, status, tmp_path):
     process = start(tmp_path, 60)
     process.send_signal(signal.SIGINT)
@@ -80,16 +79,13 @@ def test_a_terminal_that_closed_reads_no_notice_and_the_step_is_saved(tmp_path):
 
 
 def test_nohup_is_respected():
-    code = """
-import os, signal
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from core.run import GracefulStop
-with GracefulStop() as stop:
-    os.kill(os.getpid(), signal.SIGHUP)
-    print(stop.requested)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_a_group_is_sent_does_not_reach_children_that_the_step_needs():
@@ -127,23 +123,16 @@ def test_outside_the_main_thread_it_changes_nothing():
 
 
 def test_a_forked_worker_dies_of_terminate_and_outlives_ctrl_c():
-    code = """
-import os, signal, time
-from core.run import GracefulStop
-with GracefulStop() as stop:
-    told, tells = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(tells, b"x")
-        time.sleep(60)
-        os._exit(7)
-    os.read(told, 1)
-    os.kill(child, signal.SIGINT)  # handled first, if both are pending
-    os.kill(child, signal.SIGTERM)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.requested)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert (done.stdout, done.stderr) == (f"{-signal.SIGTERM} False\n", "")
+    with GracefulStop() as stop:
+        told, tells = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(tells, b"x")
+            time.sleep(60)
+            os._exit(7)
+        os.read(told, 1)
+        os.kill(child, signal.SIGINT)  # handled first, if both are pending
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM and not stop.requested
 
 
 def test_a_request_is_seen_in_process():

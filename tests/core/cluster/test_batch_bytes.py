@@ -174,16 +174,6 @@ def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(make_worker
     assert float(sum(steps[0].loss_weight.sum() for steps in update[::2])) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("replied", [True, False])
-def test_one_rank_of_a_group_replies(replied):
-    process = object.__new__(LearnerProcess)
-    process.learner = Learner()
-    batch = mixed_batch()
-    found = process.run_pass("compute_values", batch, replied)
-    assert (found is not None) == replied
-    assert not replied or found[0].tolist() == batch.input_ids[batch.response_mask].tolist()
-
-
 KL, PLAIN = "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.use_kl_loss=False"
 ALWAYS = {"input_ids", "response_mask", "group", "loss_weight"}
 
@@ -203,10 +193,3 @@ def test_an_update_is_sent_what_it_reads_and_nothing_else(make_workers, override
     of_actor, of_critic = workers.watch.processes[0].learner.asked
     assert {frozenset(step.stored) for step in of_actor} == {frozenset(ALWAYS | sent)}
     assert {frozenset(step.stored) for step in of_critic} == {frozenset(ALWAYS | {"returns", "values"})}
-
-
-def test_importance_weights_and_the_mask_of_sampled_tokens_are_sent_where_they_are_set(make_workers):
-    workers, batch = make_workers(PLAIN), long_tailed_batch()
-    set_later = {"rollout_is_weights": batch.require("advantages"), "sampled_mask": batch.response_mask}
-    workers.update_actor(batch.adding(**set_later, old_log_probs=None), 1.0)
-    assert set_later.keys() <= workers.watch.processes[0].learner.asked[0][0].stored.keys()

@@ -45,7 +45,6 @@ HYBRID = ("actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "critic.model.fsdp_
 ROOM = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=300", "critic.ppo_max_token_len_per_gpu=400")
 SHARING = {
     "shared": (*ROOM, *MEMORY),
-    "shared_packed": (*PACKED, *ROOM),
     "shared_split": (*SPLIT, *ROOM),
     "shared_adapters": (*ROOM, *ADAPTERS),
 }
@@ -125,7 +124,6 @@ def two(models, tmp_path_factory):
             *("train", cluster_config(models["tied"], *ADAPTERS)),
             {"batch": batch, "updates": 2, "save": folder / "adapters"},
         ),
-        "packed": ("train", cluster_config(models["untied"], *PACKED), {"batch": batch}),
         "split": ("train", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
         "exchanged": ("train_by_all_to_all", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
         "split_gradients": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": batch}),
@@ -188,10 +186,6 @@ def test_adapters_that_two_ranks_saved_load_in_one_process(two, models):
     straight = train_local(config, batch, updates=4)
     after = train_local(config, batch, updates=2, load=two.folder / "adapters")
     assert_same_training(after, {**straight, "metrics": straight["metrics"][2:]})
-
-
-def test_packed_rows_on_two_ranks_train_as_padded_ones_in_one_process(two, models):
-    assert_same_training(two.packed, train_local(cluster_config(models["untied"]), mixed_batch()))
 
 
 def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
@@ -311,10 +305,6 @@ def test_ranks_get_about_equal_tokens_and_rows(ranks):
     tokens = torch.tensor([float(lengths[share].sum()) for share in shares])
     assert tokens.max() <= 1.1 * tokens.mean()
     assert {len(share) for share in shares} == {128 // ranks}
-
-
-def test_ranks_beyond_the_rows_get_none():
-    assert [share.tolist() for share in rank_shares(torch.tensor([3, 9]), 3)] == [[1], [0], []]
 
 
 @pytest.mark.parametrize("fails", [False, True])

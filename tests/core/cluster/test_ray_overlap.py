@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -25,7 +24,6 @@ from tests.faults.tiny_run import command, prepare
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 STEPS, P = 5, 4
-LONG_S = 120.0  # for the other process to come, on a busy machine
 APART = ("trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=1")
 STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
 # Groups whose answers are all of one parity are dropped: which are trained depends on every policy before
@@ -41,84 +39,23 @@ FILTERED = (
 )
 
 
-def gate_updates(process, folder: Path, first: int, last: int) -> None:
-    """Every update but the last lasts until a sample was drawn during it: without an overlap it never ends."""
-    import time
-
-    learner, step = process.learner, first
-    update = learner.update_actor
-
-    def update_actor(*args):
-        nonlocal step
-        start = time.monotonic()
-        (folder / f"updating-{step}").touch()
-        while step < last and not (folder / f"sampled-{step}").exists():
-            if time.monotonic() > start + LONG_S:
-                raise TimeoutError(f"no sample was drawn during the update of step {step}")
-            time.sleep(0.002)
-        metrics = update(*args)
-        with open(folder / "updates.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, "start": start, "end": time.monotonic()}) + "\n")
-        step += 1
-        return metrics
-
-    learner.update_actor = update_actor
-
-
-def note_samples(process, folder: Path) -> None:
-    import time
-
-    sample = process.engine.sample
-
-    async def noted(request):
-        start = time.monotonic()
-        trajectory = await sample(request)
-        with open(folder / "samples.jsonl", "a") as file:
-            file.write(json.dumps({"start": start, "end": time.monotonic()}) + "\n")
-        return trajectory
-
-    process.engine.sample = noted
-
-
 class Trainer(RayDAPOTrainer):
-    """Keeps what each step trained on; over Ray, what is drawn ahead is sent once the update has begun."""
+    """Keeps what each step trained on."""
 
     kill_in = 0  # the step whose update ends with a kill -9 of the learner, once
 
     def init_workers(self):
         super().init_workers()
         self.trained: dict[int, list[tuple[int, int]]] = {}
-        self.ungated: list[int] = []  # steps after which there was nothing left to draw ahead
-        if self.config.trainer.backend == "ray":
-            self.gates = Path(f"{self.run.run_dir}-gates-{self.run.step}")
-            self.gates.mkdir()
-            actors = self.workers.watch.actors
-            planted = (("learner rank 0", gate_updates, (self.run.step + 1, STEPS)), ("engine 0", note_samples, ()))
-            for name, plant, more in planted:
-                ray.get(actors[name].__ray_call__.remote(plant, self.gates, *more))
-            self.learner_pid = ray.get(actors["learner rank 0"].__ray_call__.remote(lambda _: os.getpid()))
         return self
 
     async def generate(self, *args):
         ahead = threading.current_thread().name.startswith("ahead")
-        step = self.run.step + 1
-        while ahead and not (self.gates / f"updating-{step}").exists():
-            await asyncio.sleep(0.002)
-        if ahead and type(self).kill_in == step:
+        if ahead and type(self).kill_in == self.run.step + 1:
             type(self).kill_in = 0
-            os.kill(self.learner_pid, signal.SIGKILL)
-        trajectory = await super().generate(*args)
-        if ahead:
-            (self.gates / f"sampled-{step}").touch()
-        return trajectory
-
-    def collect(self, metrics):
-        groups_P = super().collect(metrics)
-        known = {*self.collected.state.carried, *self.collected.in_flight.values()}
-        if self.config.trainer.backend == "ray" and known.issuperset(self.collected.window):
-            self.ungated.append(metrics.step)
-            (self.gates / f"sampled-{metrics.step}").touch()
-        return groups_P
+            learner = self.workers.watch.actors["learner rank 0"]
+            os.kill(ray.get(learner.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        return await super().generate(*args)
 
     def complete_step(self, groups_P, batch, metrics):
         self.trained[metrics.step] = [(g.prompt.ordinal, *{t.policy_version for t in g.trajectories}) for g in groups_P]
@@ -160,28 +97,11 @@ def apart(files) -> Fitted:
     return fit(files, "apart", *APART)
 
 
-def spans(run: Trainer, name: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run.gates / name).read_text().splitlines()]
-
-
-def test_samples_are_drawn_in_one_process_while_the_other_updates(apart):
-    (run,) = apart.tries
-    updates, samples = spans(run, "updates.jsonl"), spans(run, "samples.jsonl")
-    assert [update["step"] for update in updates] == list(range(1, STEPS + 1))
-    assert len(run.ungated) < STEPS / 2 and run.ungated[-1] == STEPS
-    for update in updates:
-        if update["step"] in run.ungated:
-            continue
-        inside = [one for one in samples if update["start"] < one["start"] and one["end"] < update["end"]]
-        assert inside, f"step {update['step']}: no sample while it updated"
-    lines = [json.loads(line) for line in (apart.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert ["timing_s/hidden_ahead" in line for line in lines] == [True] * (STEPS - 1) + [False]
-    assert max(line["rollout_corr/probe_diff"] for line in lines) < 1e-4
-
-
 def test_the_steps_are_those_of_a_run_in_one_process(files, apart):
     """The same ordinals, of the same policies: the ones drawn ahead are one older, and no sample is older than that."""
+    lines = [json.loads(line) for line in (apart.folder / "metrics.jsonl").read_text().splitlines()]
+    assert ["timing_s/hidden_ahead" in line for line in lines] == [True] * (STEPS - 1) + [False]
+    assert max(line["rollout_corr/probe_diff"] for line in lines) < 1e-4
     alone = fit(files, "alone")
     assert apart.trained == alone.trained
     ages = [{step - 1 - version for _, version in groups} for step, groups in apart.trained.items()]

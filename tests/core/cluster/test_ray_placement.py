@@ -138,20 +138,6 @@ def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
             assert node_of(groups[0]) == home != node_of(groups[1])
 
 
-def test_four_nodes_are_reserved_whole(cluster, monkeypatch):
-    """Without a process: test_more_nodes_of_eight starts them, too."""
-    monkeypatch.setattr(ray_pools.RayProcesses, "_start", lambda *_: None)
-    processes = ray_pools.RayProcesses(config(4), None, CUDA)
-    try:
-        assert {node_of(group) for group in processes.pools["ranks"].groups} == set(gpu_nodes())
-        assert [group.bundle_specs for group in processes.pools["ranks"].groups] == [
-            [{"CPU": 1.0, "GPU": 1.0}] * GPUS
-        ] * 4
-        assert ray.available_resources().get("GPU", 0) == 0
-    finally:
-        processes.close()
-
-
 def test_rank_0_is_beside_the_loop_whichever_group_came_to_its_node(cluster, monkeypatch):
     """As after a restart: the node is not free again when the first group is placed."""
     monkeypatch.setattr(ray_pools.RayProcesses, "_start", lambda *_: None)
@@ -195,18 +181,6 @@ def test_ranks_of_two_groups_on_one_node_divide_its_cores(cluster):
         assert pool.shares(4, None) == [4] and pool.shares(4, 6) == [4]
         pool.groups += other.groups
         assert pool.shares(4, None) == [8, 8]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("nodes", [4, 16])
-def test_more_nodes_of_eight(cluster, nodes):
-    """Up to 128 ranks and 32 engines, each of them a process: about 12 GB and, on two idle cores, two minutes."""
-    ray.shutdown()
-    while len(cluster.worker_nodes) < nodes:
-        cluster.add_node(num_cpus=GPUS + 2, num_gpus=GPUS)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    check_shared(placed(nodes), nodes)
 
 
 # -- without a cluster

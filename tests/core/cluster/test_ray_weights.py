@@ -101,22 +101,6 @@ def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
     assert 0 < sent < 1_000 * len(weights)
 
 
-@pytest.mark.slow  # a cluster of its own
-def test_the_engine_of_ranks_in_bfloat16_gets_what_they_round_to(model):
-    workers = start(model, "actor_rollout_ref.rollout.dtype=bfloat16")
-    try:
-        workers.sync_weights(1)
-        found = stored(workers)
-        from safetensors.torch import load_file
-
-        saved = load_file(os.path.join(model, "model.safetensors"))
-        assert len(found) > 10
-        for name, value in found.items():
-            assert value.dtype == torch.bfloat16 and torch.equal(value, saved[name].to(torch.bfloat16)), name
-    finally:
-        workers.close()
-
-
 @pytest.mark.processes
 def test_adapters_arrive_merged(model):
     pytest.importorskip("peft")

@@ -16,7 +16,7 @@ import torch
 from core.checkpoint.store import CheckpointStore
 from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine
-from core.cluster.ray_pools import ENGINE, ROOT, RayProcesses, connect
+from core.cluster.ray_pools import ENGINE, ROOT, connect
 from core.cluster.ray_watch import Watch
 from core.cluster.ray_workers import RayWorkers
 from core.cluster.workers import LocalWorkers
@@ -430,24 +430,3 @@ def test_a_rank_that_does_not_see_the_run_folder_is_named_before_a_model_loads(m
     workers._check_shared_folder()
     process = object.__new__(LearnerProcess)
     assert process.missing(str(tmp_path)) is None and process.missing(str(tmp_path / "no")) == os.uname().nodename
-
-
-def test_the_timeline_is_written_when_a_run_ends_and_a_full_disk_does_not_matter(model, tmp_path, monkeypatch, caplog):
-    written = []
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "kill", lambda actor: None)
-    for reason in (None, OSError("no space")):
-
-        def timeline(filename, reason=reason):
-            written.append(filename)
-            if reason:
-                raise reason
-
-        monkeypatch.setattr(ray, "timeline", timeline)
-        processes = object.__new__(RayProcesses)
-        processes.config = cluster_config(model, f"ray_kwargs.timeline_json_file={tmp_path / 'deep' / 'timeline.json'}")
-        processes.watch, processes.engine, processes.pools, processes.owns_ray = Watch(1.0), None, {}, False
-        processes.watch.actors = {"engine 0": object()}
-        processes.close()
-    assert written == [str(tmp_path / "deep" / "timeline.json")] * 2 and (tmp_path / "deep").is_dir()
-    assert "was not written" in caplog.text

@@ -117,8 +117,6 @@ def more(models, tmp_path_factory):
         "bf16": ("gradients", config_of(models["tied"], WHOLE, LAYERS[0], BF16), {"batch": batch}),
         "sharded": ("train", config_of(models["uneven"]), {**few, "save": save}),
         "loaded": ("train", config_of(models["uneven"], *LAYERS), {**few, "load": save}),
-        "again": ("train", config_of(models["uneven"], *LAYERS), {**few, "load": save, "save": folder / "again"}),
-        "and again": ("train", config_of(models["uneven"], *LAYERS), {**few, "load": folder / "again"}),
     }
     return vars(on_ranks(4, folder, jobs))
 
@@ -134,15 +132,9 @@ def test_other_settings_train_as_one_process(more, models, job, model):
 
 
 @pytest.mark.slow
-def test_checkpoints_of_four_shards_and_of_pairs_load_on_pairs(more, models):
-    straight = train_local(config_of(models["uneven"]), mixed_batch(), updates=6)
-    assert_same_training(more["loaded"], {**straight, **_part(models, 4)}, **EXACT)
-    assert_same_training(more["and again"], {**straight, "metrics": straight["metrics"][4:]}, **EXACT)
-
-
-def _part(models, updates):
-    found = train_local(config_of(models["uneven"]), mixed_batch(), updates=updates)
-    return {**found, "metrics": found["metrics"][2:]}
+def test_a_checkpoint_of_four_shards_loads_on_pairs(more, models):
+    straight = train_local(config_of(models["uneven"]), mixed_batch(), updates=4)
+    assert_same_training(more["loaded"], {**straight, "metrics": straight["metrics"][2:]}, **EXACT)
 
 
 @pytest.mark.slow
