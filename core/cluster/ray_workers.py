@@ -1,4 +1,4 @@
-"""The phases of a step on a cluster: :class:`core.cluster.workers.Workers` over Ray actors.
+"""The phases of a step on a cluster: those of :class:`core.cluster.workers.LocalWorkers` over Ray actors.
 
 Batches are split over the learner ranks here, about equal in tokens. They travel without padding and with the fields
 that a phase reads, once a sequence-parallel group, and one rank of the group replies. Every call of an actor goes
