@@ -12,14 +12,12 @@ SHOWN = "\n\t\u00a0\u2002\u2003\u2009\u200c\u200d\u202f\u3000"
 
 
 def printable(text: str, but: str = SHOWN) -> str:
-    """Return the text as a terminal may show it: its control characters are escapes, and none acts.
+    """Return the text as a terminal may show it: its control characters, those in ``but`` excepted, are escapes.
 
     A model's text may hold sequences that clear the screen, write to the clipboard (OSC 52) or change the order of
-    what stands beside them. Characters in ``but`` stay.
+    what stands beside them.
     """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
@@ -38,6 +36,17 @@ class InputError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class BrokenInvariant(RuntimeError):
+    """Values of a step contradict each other. No setting explains it: it is a bug, here or in a hook of the user's."""
+
+
+class WorkersLost(RuntimeError):
+    """A process of the run died or hangs. Another try from the last checkpoint may succeed."""
+
+
+# --- disks ---
+
+
 class WriteFailed(InputError):
     """A file could not be written: the disk is full, or refuses it. Another try may succeed once there is room."""
 
@@ -52,16 +61,13 @@ def unwritten(error: OSError, path: str | os.PathLike[str], what: str) -> str:
 
 def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> WriteFailed:
     """Return what to raise in place of an OSError: what :func:`unwritten` returns, and what to do."""
-    return WriteFailed(
-        f"{unwritten(error, path, what)}; make room there, or set another trainer.default_local_dir, and repeat the "
-        "command: a run continues from its last checkpoint"
-    )
+    fix = "make room there, or set another trainer.default_local_dir, and repeat the command: a run continues"
+    return WriteFailed(f"{unwritten(error, path, what)}; {fix} from its last checkpoint")
 
 
 def free_space(path: Path) -> str:
     """Return the space that is free where a path is or would be, in words."""
-    there = next((one for one in (path.absolute(), *path.absolute().parents) if one.exists()), Path("/"))
-    disk = os.statvfs(there)
+    disk = os.statvfs(next((one for one in (path.absolute(), *path.absolute().parents) if one.exists()), "/"))
     room = f"{disk.f_bavail * disk.f_frsize / 2**30:.1f} GiB free"
     return f"{room}, but no file more" if disk.f_files and not disk.f_favail else room
 
@@ -75,12 +81,7 @@ def writing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         raise write_failed(error, path, what) from error
 
 
-class BrokenInvariant(RuntimeError):
-    """Values of a step contradict each other. No setting explains it: it is a bug, here or in a hook of the user's."""
-
-
-class WorkersLost(RuntimeError):
-    """A process of the run died or hangs. Another try from the last checkpoint may succeed."""
+# --- memory ---
 
 
 class OutOfMemory(RuntimeError):
@@ -103,33 +104,21 @@ MEMORY_KEYS = {
     "reward_model": "reward_model.forward_max_token_len_per_gpu",
 }
 
-# The wordings of torch on a GPU, of its CPU allocator, and of numpy
-_AMOUNTS = re.compile(
-    r"(?:ried|nable) to allocate (?P<asked>[\d.]+ \w+)"
-    r"(?:.*total capacity of (?P<total>[\d.]+ \w+).*this process has (?P<used>[\d.]+ \w+) memory in use)?",
-    re.DOTALL,
-)
-
 
 def out_of_memory(error: BaseException, phase: str, where: str = "in this process") -> OutOfMemory | None:
     """Return what to raise in place of an error that is a failed allocation; None for any other error.
 
     Recognized by name and text: this module loads no torch, and an error may come from another process.
     """
-    text = str(error)
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if isinstance(error, OutOfMemory) or not (named or re.search("CUDA.*out of memory|can't allocate memory", text)):
+    allocation = re.search(r"CUDA.*out of memory|can't allocate memory", str(error))
+    if isinstance(error, OutOfMemory) or not (named or allocation):
         return None
-    amounts = _AMOUNTS.search(text)
-    shown = "no amounts are known"
-    if amounts is not None:
-        asked = amounts["asked"].removesuffix(" bytes")
-        asked = f"{int(asked) / 2**30:.1f} GiB" if asked.isdigit() else asked
-        shown = f"{amounts['used']} of {amounts['total']} in use, " * bool(amounts["used"]) + f"{asked} asked for"
-    keys = MEMORY_KEYS.get(phase, "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the learner's state")
-    return OutOfMemory(
-        f"out of memory in phase {phase} {where} ({shown}): lower {keys}; TROUBLESHOOTING.md has more", phase
-    )
+    asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    amount = f"{asked[1]} asked for" if asked else "no amounts are known"
+    keys = MEMORY_KEYS.get(phase, _ENGINE)
+    text = f"out of memory in phase {phase} {where} ({amount}): lower {keys}; TROUBLESHOOTING.md has more"
+    return OutOfMemory(text, phase)
 
 
 @contextmanager

@@ -27,8 +27,8 @@ _OF_PROJECTS: dict[str, tuple[str, ...]] = {}  # module that was imported for a 
 def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
     """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
 
-    ``key`` is the configuration key the path came from; every error names it. ``beside``: a file whose project may hold
-    the module. A file is run once a process.
+    ``key`` is the configuration key the path came from, which every error names. ``beside``: a file whose project may
+    hold the module. A file is run once a process.
 
     Raises:
         InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
@@ -53,8 +53,8 @@ def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
     if name in known:
         return load_object(known[name].function)
     if ":" not in name:
-        choose = f"choose one of {', '.join(known)}, or " if known else ""
-        raise InputError(f"{key}={name}: {choose}name your own as package.module:function or path/file.py:function")
+        own = "name your own as package.module:function or path/file.py:function"
+        raise InputError(f"{key}={name}: choose one of {', '.join(known)}, or {own}")
     return load_object(name, key)
 
 

@@ -61,7 +61,6 @@ class Layers:
     script: Layer = field(default_factory=Layer)
     typed: Layer = field(default_factory=Layer)
     options: dict[str, str] = field(default_factory=dict)  # of Hydra, which name a file in place of the recipe's
-    deleted: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
     foreign: dict[str, Any] = field(default_factory=dict)  # keys of another recipe's techniques
     unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
@@ -129,8 +128,7 @@ def _override(parser: OverridesParser, text: str, schema: type[Config]) -> tuple
     """Return the parsed override and its value."""
     key, separator, value = text.partition("=")
     if text.startswith("-") or not (separator or text.startswith("~")):
-        begins = "is not an override" if text.startswith("-") else "cannot be read"
-        raise _Unreadable(f"{begins}; write key=value (DRY_RUN=1 in the environment checks without running)")
+        raise _Unreadable("is no override; write key=value (DRY_RUN=1 in the environment checks without running)")
     try:
         override = parser.parse_override(text)
         parsed = override, override.value()
@@ -144,10 +142,14 @@ def _override(parser: OverridesParser, text: str, schema: type[Config]) -> tuple
         # ~/data, a=b: plain text with a character of Hydra's
         if not isinstance(error, HydraException) or not value or value[0] in "[{'\"" or "$" in value:
             fix = f"quote text: {brief(key)}=\"'...'\", and each text in a list"
-            raise _Unreadable(f"cannot be read ({brief(str(error).split(chr(10))[0])}); {fix}") from None
+            raise _Unreadable(f"cannot be read ({_reason(error)}); {fix}") from None
     if not parsed[0].key_or_group:
         raise _Unreadable("does not begin with a key; write key=value")
     return parsed
+
+
+def _reason(error: Exception) -> str:
+    return brief(str(error).split("\n")[0])
 
 
 def _sort(override: Override, value: Any, layer: Layer, layers: Layers) -> None:
@@ -158,29 +160,12 @@ def _sort(override: Override, value: Any, layer: Layer, layers: Layers) -> None:
     elif override.package is not None or "/" in key:
         layers.problems.append(f"{text}: no config group of this name; {PRESET}=<name> is one, other settings are keys")
     elif override.is_delete():
-        _delete(text, key, layers)
+        layers.problems.append(f"{text}: takes a key away; leave its other settings out, or give its default")
     elif key == PRESET:
         layer.presets.append(show(value))
     else:
         for leaf, item in _leaves(key, value, layers):
             _set(leaf, item, layer, layers)
-
-
-def _delete(text: str, key: str, layers: Layers) -> None:
-    """Take the key of ``~key`` back to its default."""
-    schema = layers.line.schema
-    if "=" in text:
-        layers.problems.append(f"{text}: takes a key back to its default, whatever its value; write ~{key}")
-    elif key == PRESET:
-        layers.script.presets.clear()
-        layers.typed.presets.clear()
-    elif key in convert.all_keys(schema) or key in convert.sections(schema):
-        layers.deleted.append(key)
-        for layer in (layers.script, layers.typed):
-            layer.values = [(name, value) for name, value in layer.values if not f"{name}.".startswith(f"{key}.")]
-        layers.given = {name: value for name, value in layers.given.items() if not f"{name}.".startswith(f"{key}.")}
-    else:
-        layers.problems.append(unknown_key(key, None, layers.line))
 
 
 def _leaves(key: str, value: Any, layers: Layers) -> Iterator[tuple[str, Any]]:
@@ -225,7 +210,7 @@ def _unusable(value: Any) -> str:
     try:
         OmegaConf.create({"value": value})
     except (OmegaConfBaseException, RecursionError) as error:
-        return brief(str(error).split("\n")[0])
+        return _reason(error)
     return ""
 
 
@@ -259,16 +244,12 @@ def _others(layers: Layers, overrides: Sequence[str]) -> None:
 def tree(layers: Layers) -> dict[str, Any]:
     """Return the composed tree with interpolations resolved; problems go to ``layers``."""
     composed, named = _files(layers), _named_by_preset(layers)
-    for key in layers.deleted:
-        section, _, name = key.rpartition(".")
-        if isinstance(parent := _at(composed, section), dict):
-            parent.pop(name, None)
     for key, value in layers.script.values:
         if key not in named:
-            _put(composed, key, value, layers.problems)
+            composed = _over(composed, _nested(key, value))
     name = _run_name(composed, layers, NAME in named)
     for key, value in [*layers.typed.values, *([(NAME, name)] if name is not None else [])]:
-        _put(composed, key, value, layers.problems)
+        composed = _over(composed, _nested(key, value))
     return _resolved(_over(convert.as_tree(layers.line.schema()), composed), layers.problems)
 
 
@@ -291,7 +272,7 @@ def _files(layers: Layers) -> dict[str, Any]:
         layers.problems.append(f"{PRESET}={chosen}: unknown preset; {choice}")
     preset = [f"+{PRESET}={chosen}"] if chosen in known else []
     if not layers.options:
-        return copy.deepcopy(_composed(first, recipe, tuple(preset)))
+        return _composed(first, recipe, tuple(preset))
     path = ",".join(f"file://{folder}" for folder in others)
     name = layers.options.get("--config-name", recipe).removesuffix(".yaml")
     if not first.is_dir():
@@ -304,15 +285,13 @@ def _files(layers: Layers) -> dict[str, Any]:
         reason = brief(" ".join(str(error).split()))
         layers.problems.append(f"--config-name={name}: {reason}; mend or name a file of {first}")
         return {}
-    file, values = Layer(), {}  # its keys are read as typed ones are
+    file = Layer()  # its keys are read as typed ones are
     leaves = [leaf for key, value in composed.items() for leaf in _leaves(key, value, layers)]
     for key, value in leaves:
         layers.line.given.setdefault(key, value)
     for key, value in leaves:
         _set(key, value, file, layers)
-    for key, value in file.values:
-        _put(values, key, value, layers.problems)
-    return values
+    return functools.reduce(lambda tree, one: _over(tree, _nested(*one)), file.values, {})
 
 
 def _presets(layers: Layers) -> dict[str, Path]:
@@ -363,19 +342,9 @@ def _at(tree: Any, key: str) -> Any:
     return tree
 
 
-def _put(tree: dict[str, Any], key: str, value: Any, problems: list[Problem | str]) -> None:
-    """Set a flat key, unless a value without keys stands where its mapping would be. Mappings are joined."""
-    *above, name = key.split(".")
-    for depth, part in enumerate(above, 1):
-        if tree.get(part) is None:
-            tree[part] = {}
-        tree = tree[part]
-        if not isinstance(tree, dict):
-            where = ".".join(above[:depth])
-            rule = f"is a key of {where}, and {where}={show(tree)} has no keys"
-            problems.append(Problem(key, value, rule, "leave one of them out"))
-            return
-    tree[name] = _over(tree.get(name), value)
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a tree that holds one flat key."""
+    return functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -426,8 +395,7 @@ def _resolved(plain: dict[str, Any], problems: list[Problem | str]) -> dict[str,
         except MissingMandatoryValue:
             problems.append(Problem(key, raw, "has no default", "give it a value"))
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = brief(str(error).split("\n")[0])
-            problems.append(Problem(key, raw, f"cannot be resolved ({reason})", "mend the ${...}"))
+            problems.append(Problem(key, raw, f"cannot be resolved ({_reason(error)})", "mend the ${...}"))
         else:
             if "None" in str(value) and "None" not in str(raw) and value is not None:
                 problems.append(Problem(key, raw, "names a key that is null", "set that key as well"))
@@ -496,7 +464,7 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
-        warnings=(*rules.warnings(seen), *_forgotten(base or {}, layers.given)),
+        warnings=tuple(rules.warnings(seen)),
         given=layers.given,
         read=layers.line.read,
         unused={**layers.unused, **unused},
@@ -526,10 +494,3 @@ def _logins(config: Config) -> Iterator[Problem]:
                 if own not in keys:
                     fix = "leave it out and export the login (AWS_ACCESS_KEY_ID), or copy the file and give its path"
                 yield Problem(key, without_login(text), f"holds a login ({login}), and is recorded", fix)
-
-
-def _forgotten(base: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each key of a recorded configuration whose secrets are not there, unless it is given anew."""
-    for key, value in base.items():
-        if without_hidden({key: value}) != {key: value} and not any(name.startswith(key) for name in given):
-            yield f"{key}: held a secret, which is not recorded; give it again where this command needs it"

@@ -189,17 +189,24 @@ def role_of(key: str) -> str:
 
 # --- code ---
 
-# kind -> whether a value (of a mapping, the one of this name in it) names code
-NAMES_CODE = {
-    CONSENT: lambda name, value: bool(value) and name in ("trust_remote_code", "allow_unisolated"),
-    CODE: lambda name, value: value not in (None, ""),
-    "plugin": lambda name, value: isinstance(value, str) and ":" in value,  # other texts are names of tables here
-    ARGUMENTS: lambda name, value: value is True or isinstance(value, str),
-}
+
+def names_code(kind: str, name: str, value: Any) -> bool:
+    """Return whether a value names code; ``name`` is the key, or that within a mapping, under which it stands."""
+    if isinstance(value, Mapping):
+        return any(names_code(kind, key, item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(names_code(kind, name, item) for item in value)
+    if kind == CONSENT:
+        return bool(value) and name in ("trust_remote_code", "allow_unisolated")
+    if kind == ARGUMENTS:
+        return value is True or isinstance(value, str)
+    if kind == CODE:
+        return value not in (None, "")
+    return kind == "plugin" and isinstance(value, str) and ":" in value  # other texts are names of tables here
 
 
 def kind_of(key: str, schema: type[Config]) -> str:
-    """Return which values of a key name code, a kind of NAMES_CODE, or nothing where none does."""
+    """Return which values of a key name code (see :func:`names_code`), or nothing where none does."""
     section, _, name = key.rpartition(".")
     section = convert.sections(schema)[section] if section else schema
     hint = hints(section)[name]
@@ -208,42 +215,28 @@ def kind_of(key: str, schema: type[Config]) -> str:
 
 
 def code_in(config: Config) -> dict[str, Any]:
-    """Return flat key -> value of all that names code in a configuration; of a mapping each value that does."""
-    found, default = {}, type(config)()
+    """Return flat key -> value of all that names code in a configuration; of a mapping each entry that does."""
+    found: dict[str, Any] = {}
+    usual = type(config)()
     for key, value in convert.flat(config).items():
-        if names_code := NAMES_CODE.get(kind_of(key, type(config))):
-            usual = dict(_values(key, convert.get(default, key)))
-            for name, one in _values(key, value):
-                pairs = _items(name.rpartition(".")[2], one)
-                if one != usual.get(name) and any(names_code(*pair) for pair in pairs):
-                    found[name] = thaw(one)
+        if (kind := kind_of(key, type(config))) and value != convert.get(usual, key):
+            entries = _entries(key, value)
+            found |= {name: thaw(one) for name, one in entries if names_code(kind, name.rpartition(".")[2], one)}
     return found
 
 
-def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield flat keys and values, of mappings within mappings too."""
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _values(f"{key}.{name}", item)
+            yield from _entries(f"{key}.{name}", item)
     else:
         yield key, value
 
 
-def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a sequence holds, with the name that it stands under, down to what holds nothing else."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _items(key, item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _items(name, item)
-    else:
-        yield name, value
-
-
 @functools.cache
 def _named_by(recipe: str, overrides: tuple[str, ...]) -> Mapping[str, Any]:
-    from core.config.composition import examine  # Hydra: half a second that reading a saved configuration need not pay
+    from core.config.composition import examine  # Hydra: half a second that reading a configuration need not pay
 
     return code_in(examine(recipe, overrides).config)
 
