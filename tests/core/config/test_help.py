@@ -6,6 +6,7 @@ import pytest
 
 from core.command_line import prepare
 from core.config import convert, help, recipes
+from core.config.section import hints, is_section
 
 
 def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]:
@@ -17,9 +18,16 @@ def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]
 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_every_key_is_explained(recipe):
-    entries = help.entries(recipe)
-    assert [entry.key for entry in entries] == list(convert.all_keys(recipes.schema_of(recipe)))
-    assert not [entry.key for entry in entries if len(entry.comment) < 4]
+    entries = list(help.explained(recipe, (), False))
+    keys = [head.partition("=")[0] for head, *_ in entries]
+    assert keys == list(convert.all_keys(recipes.schema_of(recipe)))
+    descriptions = [section.model_fields[name].description for section, name in fields(recipes.schema_of(recipe))]
+    assert all(descriptions)
+
+
+def fields(schema):
+    for section in (schema, *convert.sections(schema).values()):
+        yield from ((section, name) for name, hint in hints(section).items() if not is_section(hint))
 
 
 def test_the_whole_help_has_usage_presets_and_every_key_in_120_columns(capsys, monkeypatch):
@@ -27,7 +35,7 @@ def test_the_whole_help_has_usage_presets_and_every_key_in_120_columns(capsys, m
     code, out, err = asked(capsys, "--help", recipe="dapo")
     assert code == 0 and err == "" and "\x1b" not in out
     assert "usage: python -m recipes.dapo.main_dapo" in out and "DRY_RUN=1" in out
-    assert "  preset=lab\n      The hops task with a tiny model (recipes/lab/README.md), for two CPU cores.\n" in out
+    assert "preset=lab\n    The hops task with a tiny model (recipes/lab/README.md), for two CPU cores.\n" in out
     lines = out.splitlines()
     assert max(map(len, lines)) <= 120
     assert all(any(line.startswith(f"{key}=") for line in lines) for key in convert.all_keys())
