@@ -47,9 +47,8 @@ class Stop(str, Enum):
 class Prompt:
     """One question, tokenised once.
 
-    ``ordinal`` is the number of the prompt in the order of drawing; with the run's seed it decides
-    everything about the prompt, sampling seeds included. ``uid`` names the data row, so that the
-    same question can be paired across runs.
+    ``ordinal`` is its number in the order of drawing; with the run's seed it decides everything about the prompt,
+    sampling seeds included. ``uid`` names the example, so that the same question can be paired across runs.
     """
 
     ordinal: int
@@ -181,11 +180,9 @@ class TrainBatch:
     """What a step trains on: the tokens of all sequences, one sequence after another, without padding.
 
     Phases set fields with :meth:`adding`, which returns another batch that shares the other tensors. Two phases replace
-    a field that was set before: rollout correction takes rejected tokens out of ``loss_mask``, and a KL penalty in the
-    reward lowers ``reward``.
-
-    There is one form from :func:`core.learner.batching.make_batch` to the loss. Only :meth:`padded` makes [B, T] of a
-    field: of 8,192 sequences of up to 21,000 tokens three quarters of such a tensor are padding.
+    a field: rollout correction takes rejected tokens out of ``loss_mask``, and a KL penalty lowers ``reward``. This is
+    the form from ``make_batch`` to the loss. Only :meth:`padded` makes [B, T] of a field: of 8,192 sequences of up to
+    21,000 tokens three quarters of such a tensor are padding.
 
     A batch is pickled as numpy arrays that hold its own tokens: Ray shares their memory between the processes of a
     node, and what was cut from a larger batch does not carry the rest of it along, as a view of a tensor does.
@@ -264,32 +261,27 @@ class TrainBatch:
     def rows(self, index: Any) -> TrainBatch:
         """Return the sequences of ``index`` (a slice, a list or a tensor of numbers), with every field that is set.
 
-        Neighbours are a view of this batch.
+        Tokens of neighbours are a view of this batch.
         """
         import torch
 
         rows = torch.arange(len(self), device=self.lengths.device)[index]
-        if len(rows) and bool((rows.diff() == 1).all()):
-            rows = slice(int(rows[0]), int(rows[-1]) + 1)
-            start = int(self.lengths[: rows.start].sum())
-            spans = [slice(start, start + int(self.lengths[rows].sum()))]
-        else:
-            spans = self.spans(rows)
+        spans, neighbours = self.spans(rows), bool((rows.diff() == 1).all())
 
         def chosen(value: Tensor, axes: str) -> Tensor:
             if axes == "B":
                 return value[rows]
+            if neighbours and spans:
+                return value[spans[0].start : spans[-1].stop]
             # Copied sequence by sequence: an index of every token would take 8 bytes each, and ten times as long.
-            parts = [value[span] for span in spans]
-            return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else value[:0]
+            return torch.cat([value[span] for span in spans]) if spans else value[:0]
 
         return self._map(chosen, self.lengths[rows])
 
     def spans(self, rows: Tensor) -> list[slice]:
         """Return where the tokens of each of these sequences are in a field of tokens."""
         ends = self.lengths.cumsum(0)
-        starts = ends - self.lengths
-        return [slice(start, end) for start, end in zip(starts[rows].tolist(), ends[rows].tolist(), strict=True)]
+        return [slice(*both) for both in zip((ends - self.lengths)[rows].tolist(), ends[rows].tolist(), strict=True)]
 
     def put(self, target_N: Tensor, rows: Tensor, values: Tensor) -> None:
         """Write values of the tokens of these sequences, in their order, to their places in a tensor of all tokens."""
@@ -298,12 +290,10 @@ class TrainBatch:
 
     def count(self, mask_N: Tensor) -> Tensor:
         """Return [B] int64: of how many tokens of each sequence a mask is True."""
-        filled = self.lengths > 0  # reduceat has no sum of nothing
-        starts = (self.lengths.cumsum(0) - self.lengths)[filled].cpu().numpy()
-        counts = self.lengths.new_zeros(len(self))
-        if len(starts):
-            counts[filled] = counts.new_tensor(np.add.reduceat(mask_N.cpu().numpy(), starts, dtype=np.int64))
-        return counts
+        ends = self.lengths.cumsum(0)
+        before = mask_N.new_zeros(self.tokens + 1, dtype=self.lengths.dtype)  # of each token, and of the end
+        before[1:] = mask_N.cumsum(0)
+        return before[ends] - before[ends - self.lengths]
 
     def pieces(self, tokens: int = 2**19) -> Iterator[TrainBatch]:
         """Yield neighbouring sequences of about ``tokens`` tokens together, for sums that need memory for each token.

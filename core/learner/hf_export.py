@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 ADAPTERS = "adapter_config.json"  # in a model folder that holds adapters alone, without their base
 FILE_SIZE = "5GB"  # of weights, at most
-PROBE = "Ab c\n 1+2=3;  é"
 
 
 def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = None) -> None:
@@ -43,7 +42,6 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
             processor.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-            _warn_of_another_tokenizer(tokenizer, folder)
 
 
 @contextmanager
@@ -95,44 +93,21 @@ def write_index(model: Any, files: Mapping[str, Sequence[str]], folder: Path) ->
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Warn where AutoTokenizer puts a splitting rule of its own in place of the saved one, as for qwen2.
-
-    Whoever loads the folder would then feed the model tokens that it was not trained on.
-    """
-    from transformers import AutoTokenizer
-
-    if getattr(tokenizer, "_auto_class", None) is not None:
-        return  # brings its own code, which is not run without being asked for
-    loaded = AutoTokenizer.from_pretrained(folder)
-    there, here = (one(PROBE, add_special_tokens=False)["input_ids"] for one in (loaded, tokenizer))
-    if there != here:
-        log.warning(
-            "%s: AutoTokenizer reads the saved tokenizer as %s, which turns %r into %s instead of %s. Load it with %s, "
-            "or use a model type whose tokenizer this is",
-            *(folder, type(loaded).__name__, PROBE, there, here, type(tokenizer).__name__),
-        )
-
-
 def storable_generation_config(config: Any) -> Any:
-    """Return ``config``, or a mended copy of one that transformers loads and then refuses to save.
+    """Return ``config``, or its ids alone where transformers loads it and then refuses to save it.
 
     Some published ones have a temperature beside ``do_sample=False``: a run must not die of that at its first
     checkpoint.
     """
     from transformers import GenerationConfig
 
-    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    sampling = copy.deepcopy(config)
-    sampling.do_sample = True
-    for candidate in (config, sampling):
-        try:
-            candidate.validate(strict=True)
-        except ValueError as error:
-            log.info("generation_config of the model is not valid: %s", error)
-        else:
-            return candidate
-    return GenerationConfig(**ids)
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        log.info("generation_config of the model is not valid: %s", error)
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return GenerationConfig(**{name: getattr(config, name, None) for name in ids})
+    return config
 
 
 def load_weights(model: Any, folder: Path) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from core.algorithm.losses import LOG_RATIO_BOUND
-from core.algorithm.sequences import max_by_sequence
 from core.types import TrainBatch
 
 RowValues = dict[str, np.ndarray]  # name -> [policy tokens of the row] float32
@@ -48,52 +47,46 @@ class TracedTokens:
     """The numbers of one update, by row; those of a later epoch replace those of an earlier one."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] = []
+        self.rows: dict[int, RowValues] = {}
+        self.largest_gap: tuple[float, int] | None = None  # |log-prob of learner less engine|, and its row
         self.cpu_s = 0.0  # in this process, for all that is done here
 
     def keep(self, batch: TrainBatch, log_prob_N: Tensor, **values_N: Tensor | None) -> None:
-        """Keep the log-probs and other values of the rows that carry a number, flat; None is left out.
+        """Keep the log-probs and other values of the rows that carry a number; None is left out.
 
         Shapes:
             all tensors  [N]; ``old`` are the log-probs that the ratio is to
         """
         if batch.trace_row is None or not len(batch):
             return
-        start, mask = time.thread_time(), batch.response_mask
-        old = values_N.pop("old", None)
-        if old is not None:
+        start, log_prob_N, mask = time.thread_time(), log_prob_N.detach(), batch.response_mask
+        if (old := values_N.pop("old", None)) is not None:
             values_N["ratio"] = (log_prob_N - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         values_N["log_prob"] = log_prob_N
-        flat = {name: value.detach()[mask].float().cpu() for name, value in values_N.items() if value is not None}
         # The gap to the engine means something only where nothing was updated yet: old_log_probs are not set then.
-        known = batch.old_log_probs is None and "rollout_log_probs" in batch.stored
-        sampled = mask if batch.sampled_mask is None else batch.sampled_mask
-        rollout = batch.rollout_log_probs if known else log_prob_N.detach()
-        gap_N = (log_prob_N.detach() - rollout).abs().masked_fill(~sampled, 0)
-        gap_B = max_by_sequence(gap_N, batch.lengths).clamp(min=0)
-        self.parts.append((batch.trace_row.cpu(), batch.count(mask).cpu(), gap_B.cpu(), flat))
+        if batch.old_log_probs is None and "rollout_log_probs" in batch.stored:
+            sampled = mask if batch.sampled_mask is None else batch.sampled_mask
+            gap_N = (log_prob_N - batch.rollout_log_probs).abs().masked_fill(~sampled, 0)
+        else:
+            gap_N = torch.zeros_like(log_prob_N)
+        counts = batch.count(mask).tolist()
+        kept = {name: value.detach()[mask].float().cpu() for name, value in values_N.items() if value is not None}
+        parts = {name: value.split(counts) for name, value in kept.items()}
+        gaps = gap_N.cpu().split(batch.lengths.tolist())
+        for place, number in enumerate(batch.trace_row.tolist()):
+            if number:
+                self.rows[number - 1] = {name: part[place].numpy() for name, part in parts.items()}
+                gap = float(gaps[place].max()), number - 1
+                self.largest_gap = max(gap, self.largest_gap or gap)
         self.cpu_s += time.thread_time() - start
-
-    def largest_gap(self) -> tuple[float, int] | None:
-        """Return the largest |log-prob of learner less engine| and its row, or None where nothing was kept."""
-        rows = [(float(gap), int(row) - 1) for part in self.parts for row, gap in zip(part[0], part[2], strict=True)]
-        return max(((gap, row) for gap, row in rows if row >= 0), default=None)
 
     def of(self, rows: Collection[int] | None) -> TracedRows:
-        """Return the values of these rows, of the last epoch that had them; rows of other ranks are left out.
+        """Return the values of these rows; None requests the row of the largest gap alone.
 
-        None requests the row of the largest gap alone.
+        Rows of other ranks are left out.
         """
-        if rows is None:
-            return TracedRows({}, self.largest_gap(), 0.0)
-        start, found = time.thread_time(), {}
-        for numbers, counts, _, flat in self.parts:
-            ends = counts.cumsum(0)
-            for number, end, count in zip(numbers.tolist(), ends.tolist(), counts.tolist(), strict=True):
-                if number - 1 in rows and number:
-                    found[number - 1] = {name: value[end - count : end].numpy() for name, value in flat.items()}
-        self.cpu_s += time.thread_time() - start
-        return TracedRows(found, self.largest_gap(), self.cpu_s)
+        found = {row: self.rows[row] for row in rows or () if row in self.rows}
+        return TracedRows(found, self.largest_gap, 0.0 if rows is None else self.cpu_s)
 
 
 def clipped_how(stats: dict[str, Tensor]) -> Tensor | None:

@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.losses import policy_loss, value_loss
+from core.algorithm.losses import clip_cov_tokens, covariances, kl_cov_tokens, policy_loss, value_loss
 from core.config.registry import LOSS_AGG_MODES, POLICY_LOSSES
+from core.config.training_keys import PolicyLossConfig
 from core.errors import InputError
 from tests import reference
-from tests.golden_adapters import ADAPTERS
-from tests.golden_io import check, parameters
 from tests.padded import padded_loss, padded_loss_weights
 
 NUMBERS = {
@@ -26,13 +25,6 @@ NUMBERS = {
     "tau_neg": 1.7,
 }
 CONFIG = SimpleNamespace(**NUMBERS, policy_loss=SimpleNamespace(ppo_kl_coef=0.25))
-FILES = [name for name in ADAPTERS if name.startswith(("policy_", "agg_loss", "value_loss"))]
-
-
-@pytest.mark.parametrize("case", parameters(FILES))
-def test_golden_losses(case):
-    for precision in ("f64", "f32"):
-        check(ADAPTERS[case.file](case, precision), case.want(precision))
 
 
 def make(seed: int, rows: int = 5, width: int = 6):
@@ -146,6 +138,198 @@ def test_a_loss_of_the_user_s_own(tmp_path):
     assert torch.equal(padded_loss(f"{path}:loss")(logp, old, adv, mask, CONFIG)[0], -adv * mask)
     with pytest.raises(InputError, match="policy_loss.loss_mode=vanila: choose one of .*vanilla"):
         policy_loss("vanila")
+
+
+def test_gradient_of_gspo_is_that_of_its_sequence_objective():
+    """With one advantage a row, the token form has the gradient of ``-A s`` summed over the row's tokens."""
+    logp, old, adv, mask = make(2)
+    adv = adv[:, :1].expand_as(adv).clone()
+    logp.requires_grad_()
+    padded_loss("gspo")(logp, old, adv, mask, CONFIG)[0].sum().backward()
+
+    def objective(x):
+        loss = reference.policy_loss("gspo", x, old.numpy(), adv.numpy(), mask.numpy(), NUMBERS)
+        return loss.sum()
+
+    numeric, base = np.zeros(logp.shape), logp.detach().numpy()
+    for at in np.ndindex(*base.shape):
+        step = np.zeros_like(base)
+        step[at] = 1e-6
+        numeric[at] = (objective(base + step) - objective(base - step)) / 2e-6
+    np.testing.assert_allclose(logp.grad, numeric, atol=1e-7)
+    assert np.abs(numeric).max() > 0.1
+
+
+def test_dppo_by_hand():
+    """Old and new probabilities, advantages; bounds 0.1 down and 0.3 up, weights of at most 1.5.
+
+    A rare token that becomes ten times as likely (0.001 to 0.01) keeps its gradient, and so does one that moves against
+    its advantage; 0.5 to 0.9 and 0.9 to 0.7 do not.
+    """
+    old = torch.tensor([[0.001, 0.5, 0.9, 0.9, 0.2, 0.2]], dtype=torch.float64)
+    new = torch.tensor([[0.01, 0.9, 0.7, 0.7, 0.4, 0.19]], dtype=torch.float64)
+    adv = torch.tensor([[1.0, 1.0, -1.0, 2.0, 1.0, -3.0]], dtype=torch.float64)
+    logp, mask = new.log().requires_grad_(), torch.ones(1, 6).bool()
+    _, stats = tv = padded_loss("dppo_tv")(logp, old.log(), adv, mask, CONFIG)
+    tv[0].sum().backward()
+    assert logp.grad[0].tolist() == pytest.approx([-1.5, 0, 0, -2 * 0.7 / 0.9, -1.5, 3 * 0.95])
+    assert stats["pg_clipfrac"][0].tolist() == [0, 1, 1, 0, 0, 0]
+    assert stats["pg_clipfrac_lower"][0].tolist() == [1, 0, 0, 0, 1, 0]
+    # KL: 0.5 log(0.5/0.9) + 0.5 log(0.5/0.1) = 0.511; 0.9 log(0.9/0.7) + 0.1 log(0.1/0.3) = 0.116; 0.092 from 0.2 up.
+    assert padded_loss("dppo_kl")(logp, old.log(), adv, mask, CONFIG)[1]["pg_clipfrac"][0].tolist() == [
+        0,
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
+    near = SimpleNamespace(**{**NUMBERS, "clip_ratio_high": None, "clip_ratio": 0.09, "clip_ratio_low": 0.12})
+    assert padded_loss("dppo_kl")(logp, old.log(), adv, mask, near)[1]["pg_clipfrac"][0].tolist() == [0, 1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_gradient_of_dppo_is_the_masked_weight_and_of_certain_tokens_finite(name):
+    logp, old, adv, mask = make(3)
+    logp[1, :2], old[1, :2] = torch.tensor([0.0, -1e-12]), torch.tensor([-1e-3, 0.0])
+    logp.requires_grad_()
+    loss, stats = padded_loss(name)(logp, old, adv, mask, CONFIG)
+    loss.sum().backward()
+    kept = mask & (stats["pg_clipfrac"] == 0)
+    assert kept.any() and (mask & ~kept).any()
+    torch.testing.assert_close(logp.grad, torch.where(kept, -(logp - old).exp().clamp(max=1.5) * adv, 0).detach())
+    assert stats["ppo_kl"].isfinite().all()
+
+
+def test_gradient_of_cispo_is_the_clipped_weight_on_every_token():
+    logp, old, adv, mask = make(3)
+    logp.requires_grad_()
+    padded_loss("cispo")(logp, old, adv, mask, CONFIG)[0].sum().backward()
+    weight = (logp - old).exp().clamp(0.9, 1.3)
+    torch.testing.assert_close(logp.grad, torch.where(mask, -weight * adv, 0).detach())
+
+
+def test_geo_mean_is_the_geometric_mean_of_bounded_ratios():
+    """Two sequences: A > 0 is bounded above, A < 0 below, each token by itself before the mean."""
+    config = SimpleNamespace(clip_ratio_low=0.1, clip_ratio_high=0.2)
+    logp = torch.tensor([[0.5, -0.3], [0.05, -0.4]], dtype=torch.float64, requires_grad=True)
+    old, mask = torch.zeros_like(logp), torch.ones_like(logp).bool()
+    adv = torch.tensor([[2.0, 2.0], [-1.0, -1.0]], dtype=torch.float64)
+    loss, stats = padded_loss("geo_mean")(logp, old, adv, mask, config)
+    ratios = torch.tensor([(0.2 - 0.3) / 2, (0.05 - 0.1) / 2], dtype=torch.float64).exp()
+    torch.testing.assert_close(loss, -adv * ratios[:, None])
+    loss.mean(1).sum().backward()
+    expected = [[0.0, -2.0 * ratios[0] / 2], [ratios[1] / 2, 0.0]]
+    torch.testing.assert_close(logp.grad, torch.tensor(expected, dtype=torch.float64))
+    assert stats["pg_clipfrac"].sum() == 2 and stats["pg_clipfrac_lower"].sum() == 1
+
+
+# -- tokens that a loss selects ---------------------------------------------------------------------------------------
+
+ALL = torch.ones(4).bool()
+
+
+def numbers(**overrides) -> PolicyLossConfig:
+    return PolicyLossConfig(**overrides)
+
+
+def double(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def random_step(seed: int, tokens: int = 400) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    made = -rng.exponential(size=tokens), rng.normal(size=tokens), rng.random(tokens) < 0.8
+    return tuple(map(torch.from_numpy, made))
+
+
+def test_covariances_by_hand():
+    """Means 1 and -2 of the first three; the fourth carries no loss, whatever it holds."""
+    logp, adv = double(-1, -2, -3, math.nan), double(3, 1, -1, math.inf)
+    found = covariances(logp, adv, torch.tensor([True, True, True, False]))
+    assert found.tolist() == [2, 0, 2, 0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kl_cov_takes_the_highest_covariances(seed):
+    logp, adv, carries = random_step(seed)
+    chosen = kl_cov_tokens(logp, adv, carries, numbers(kl_cov_ratio=0.05))
+    at = np.flatnonzero(carries.numpy())
+    a, b = adv.numpy()[at], logp.numpy()[at]
+    mean_a, mean_b = math.fsum(a) / len(a), math.fsum(b) / len(b)
+    order = sorted(range(len(at)), key=lambda i: -(a[i] - mean_a) * (b[i] - mean_b))
+    assert sorted(at[order[: int(0.05 * len(at))]]) == np.flatnonzero(chosen.numpy()).tolist()
+
+
+def test_kl_cov_takes_one_at_least_and_of_equal_ones_the_first():
+    config = numbers(kl_cov_ratio=0.3)
+    assert kl_cov_tokens(double(-1, -1, -2, -2), double(1, 1, -1, -1), ALL, config).tolist() == [True, *3 * [False]]
+    assert not kl_cov_tokens(double(-1, -1, -2, -2), double(1, 1, -1, -1), ~ALL, config).any()
+    half = numbers(kl_cov_ratio=0.5)
+    assert kl_cov_tokens(double(-1, -1, -2, -2), double(1, 1, -1, -1), ALL, half).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_clip_cov_draws_between_the_bounds_and_repeats(seed):
+    step = random_step(seed)
+    config = numbers(clip_cov_ratio=0.02, clip_cov_lb=0.5, clip_cov_ub=2.0)
+    chosen, covariance = clip_cov_tokens(*step, config), covariances(*step)
+    inside = (covariance > 0.5) & (covariance < 2.0) & step[2]
+    assert int(chosen.sum()) == int(0.02 * int(step[2].sum())) < int(inside.sum())
+    assert not (chosen & ~inside).any()
+    assert torch.equal(clip_cov_tokens(*step, config), chosen)
+    every = clip_cov_tokens(*step, numbers(clip_cov_ratio=1.0, clip_cov_lb=0.5, clip_cov_ub=2.0))
+    assert torch.equal(every, inside)
+    assert not clip_cov_tokens(*step, numbers(clip_cov_lb=1e6, clip_cov_ub=2e6)).any()
+
+
+def test_clip_cov_by_hand():
+    """Ratios 2, 2, 0.5, 1 with advantages 2, -1, 2, 3; the last is selected and has neither loss nor gradient."""
+    ratio, adv = double(2, 2, 0.5, 1)[None], double(2, -1, 2, 3)[None]
+    logp, mask = ratio.log().requires_grad_(), ALL[None]
+    selected = torch.tensor([[False, False, False, True]])
+    loss, stats = padded_loss("clip_cov")(logp, torch.zeros_like(logp), adv, mask, CONFIG, selected)
+    loss.sum().backward()
+    assert loss[0].tolist() == pytest.approx([-2.6, 2, -1, 0])
+    assert logp.grad[0].tolist() == pytest.approx([0, 2, -1, 0])
+    assert stats["cov_selected"][0].tolist() == [0, 0, 0, 1] and stats["pg_clipfrac"][0].tolist() == [1, 0, 0, 0]
+
+
+def test_kl_cov_by_hand():
+    """The gradient is -A r, and 0.25 sign(log r) more where selected: towards the old policy from both sides."""
+    ratio, adv = double(2, 2, 0.5, 1)[None], double(2, -1, 0, 3)[None]
+    logp, selected = ratio.log().requires_grad_(), torch.tensor([[True, False, True, True]])
+    loss, stats = padded_loss("kl_cov")(logp, torch.zeros_like(logp), adv, ALL[None], CONFIG, selected)
+    loss.sum().backward()
+    assert loss[0].tolist() == pytest.approx([-4 + 0.25 * math.log(2), 2, 0.25 * math.log(2), -3])
+    assert logp.grad[0].tolist() == pytest.approx([-4 + 0.25, 2, -0.25, -3])
+    assert stats["cov_selected"][0].tolist() == [1, 0, 1, 1]
+
+
+def test_rounding_decides_nothing_in_kl_cov():
+    """A policy that has not moved, up to rounding of either sign, has the policy gradient alone."""
+    old, adv = torch.log(double(0.5, 0.25, 0.5, 0.25))[None], double(1, 1, -1, -1)[None]
+    gradients = []
+    for error in (1e-7, -1e-7):
+        logp = (old + error).requires_grad_()
+        padded_loss("kl_cov")(logp, old, adv, ALL[None], CONFIG, ALL[None])[0].sum().backward()
+        gradients.append(logp.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients[0], -adv, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_gradients_of_losses_that_select(name):
+    rng = np.random.default_rng(2)
+    old = torch.from_numpy(-rng.exponential(size=(3, 5)))
+    logp = (old + torch.from_numpy(rng.normal(scale=0.4, size=(3, 5)))).requires_grad_()
+    adv, mask = torch.from_numpy(rng.normal(size=(3, 5))), torch.from_numpy(rng.random((3, 5)) < 0.8)
+    selected = torch.from_numpy(rng.random((3, 5)) < 0.5) & mask
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return padded_loss(name)(x, old, adv, mask, CONFIG, selected)[0].sum()
+
+    assert torch.autograd.gradcheck(total, (logp,))
 
 
 # -- the value loss ---------------------------------------------------------------------------------------------------

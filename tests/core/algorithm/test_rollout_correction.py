@@ -15,26 +15,17 @@ from hypothesis import strategies as st
 from core.algorithm import rollout_correction as mismatch
 from core.algorithm import rollout_correction as rc
 from core.algorithm.losses import MetricSums
-from core.config import compose, examine
-from core.config.bounds import Bounds, criteria, weight_bounds
+from core.config import compose
+from core.config.bounds import Bounds, criteria
 from core.config.training_keys import RolloutCorrectionConfig
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_needs import StepNeeds
 from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
-from tests.golden_io import check, parameters
-from tests.golden_mismatch import ADAPTERS as MISMATCH_ADAPTERS
 from tests.golden_mismatch import batch_of
-from tests.golden_variants import ADAPTERS
 
 KEY = "algorithm.rollout_correction"
 HALF = math.log(2)
-
-
-@pytest.mark.parametrize("case", parameters(("rollout_corr_is", "rollout_corr_rs")))
-def test_golden_rollout_correction(case):
-    for precision in ("f64", "f32"):
-        check(ADAPTERS[case.file](case, precision), case.want(precision))
 
 
 def flat(log_ratio, mask):
@@ -260,80 +251,3 @@ def test_the_old_log_prob_pass_is_made_where_weights_are_made_of_it(settings, pa
 
 
 # --- configuration ---
-
-
-@pytest.mark.parametrize(
-    "spec, bounds",
-    [(2, Bounds(None, 2.0)), ("3", Bounds(None, 3.0)), ("0.5_2.0", Bounds(0.5, 2.0)), (" 0.5_5 ", Bounds(0.5, 5.0))],
-)
-def test_bounds_are_read_as_verl_writes_them(spec, bounds):
-    assert weight_bounds(spec) == bounds
-
-
-def lines(*settings):
-    settings = [f"{KEY}.{one}" if not one.startswith(("trainer", "actor", "algorithm")) else one for one in settings]
-    return examine("grpo", ["preset=lab", *settings])
-
-
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        (["rollout_is=tokens"], "must be one of token, sequence"),
-        (["rollout_is=token", "rollout_is_threshold=0.5_2"], "0.5_2 is read as 0.52"),
-        (["rollout_is=token", "rollout_is_threshold='2.0_0.5'"], "lower_upper around 1"),
-        (["rollout_rs=tokn", "rollout_rs_threshold=2.0"], "must be of token, sequence, geometric"),
-        (["rollout_rs=token"], f"set {KEY}.rollout_rs_threshold"),
-        (["rollout_rs=token_k3", "rollout_rs_threshold='0.5_2.0'"], "lower_upper for k1 only"),
-        (["rollout_rs='token,geometric'", "rollout_rs_threshold='1.0,2.0,3.0'"], "as many as options"),
-        (["rollout_rs=token", "rollout_rs_threshold=2.0", "bypass_mode=True"], "rollout_rs compares"),
-        (["rollout_token_veto_threshold=1e-4", "bypass_mode=True"], "bypass_mode=False"),
-        (["bypass_mode=True", "algorithm.use_kl_in_reward=True"], "KL penalty in the reward"),
-        (["trainer.max_staleness=1"], "an older policy"),
-        (["actor_rollout_ref.rollout.top_p=0.9"], "rollout_is=token"),
-        (["rollout_rs=token", "rollout_rs_threshold=2.0", "actor_rollout_ref.rollout.top_k=9"], "rollout_is=token"),
-        (
-            [
-                *("bypass_mode=True", "actor_rollout_ref.rollout.top_k=9"),
-                "actor_rollout_ref.actor.policy_loss.loss_mode=gpg",
-            ],
-            "no rollout correction",
-        ),
-        (["use_policy_gradient=True"], "cispo"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings, said):
-    (line,) = lines(*settings).problems
-    assert said in line
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["rollout_is=sequence", "rollout_is_threshold='0.5_2.0'", "rollout_is_batch_normalize=True"],
-        ["rollout_is=token", "actor_rollout_ref.rollout.top_p=0.9", "trainer.max_staleness=1"],
-        ["bypass_mode=True", "actor_rollout_ref.rollout.top_k=20", "trainer.max_staleness=1"],
-        ["rollout_rs='token_k1,seq_mean_k3'", "rollout_rs_threshold='0.5_2.0,0.1'"],
-        ["rollout_rs=geometric", "rollout_rs_threshold=1.001", "rollout_rs_threshold_lower=0.999"],
-    ],
-)
-def test_what_fits_is_accepted(settings):
-    composed = lines(*settings)
-    assert not composed.problems and not composed.unused
-
-
-@pytest.mark.parametrize(
-    "settings, key",
-    [
-        (["rollout_is_threshold=3.0"], "rollout_is_threshold"),
-        (["rollout_rs_threshold=3.0"], "rollout_rs_threshold"),
-        (["bypass_mode=True", "rollout_is=token"], "rollout_is"),
-    ],
-)
-def test_what_does_nothing_is_listed(settings, key):
-    assert list(lines(*settings).unused) == [f"{KEY}.{key}"]
-
-
-@pytest.mark.parametrize("case", parameters(("rollout_corr_metrics",)))
-def test_golden_mismatch(case):
-    for precision in ("f64", "f32"):
-        check(MISMATCH_ADAPTERS[case.file](case, precision), case.want(precision))

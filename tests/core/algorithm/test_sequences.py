@@ -9,14 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.algorithm.sequences import masked_mean, masked_sum, masked_var, masked_whiten, mean_by_sequence
-from tests.golden_adapters import ADAPTERS
-from tests.golden_io import check, parameters
-
-
-@pytest.mark.parametrize("case", parameters(["masked_ops"]))
-def test_golden_masked(case):
-    for precision in ("f64", "f32"):
-        check(ADAPTERS[case.file](case, precision), case.want(precision))
 
 
 @given(seed=st.integers(0, 10**6))

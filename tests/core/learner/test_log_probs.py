@@ -9,14 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.learner.log_probs import token_log_probs_and_entropy
 from tests import reference
-from tests.golden_adapters import ADAPTERS
-from tests.golden_io import check, parameters
-
-
-@pytest.mark.parametrize("case", parameters(["entropy_logprob"]))
-def test_golden_head(case):
-    for precision in ("f64", "f32"):
-        check(ADAPTERS[case.file](case, precision), case.want(precision))
 
 
 def make(n=7, v=11, h=5, dtype=torch.float64, seed=0, grad=True):

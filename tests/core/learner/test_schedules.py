@@ -6,13 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from core.learner.schedules import constant, cosine, multiplier, warmup_steps
-from tests.golden_adapters import ADAPTERS
-from tests.golden_io import check, parameters
-
-
-@pytest.mark.parametrize("case", parameters(["lr_schedule"]))
-def test_golden_schedules(case):
-    check(ADAPTERS[case.file](case, "f64"), None)
 
 
 def config(**fields):
