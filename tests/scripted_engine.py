@@ -19,7 +19,7 @@ import numpy as np
 from core.data.draw_order import derive_seed
 from core.engines import SampleRequest
 from core.engines.in_process_engine import one_turn
-from core.engines.stopping import StopRule, eos_ids
+from core.engines.sampling import StopRule, eos_ids
 from core.types import Stop, Trajectory
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
-from core.engines.stopping import StopRule, eos_ids
+from core.engines.sampling import StopRule, eos_ids
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, check_weights, held_weights
 from core.types import Segment, Stop, Trajectory
 

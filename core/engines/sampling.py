@@ -1,4 +1,8 @@
-"""Drawing one token a row, seeded by a counter and indifferent to what else is in the batch.
+"""Drawing one token a row, and what ends a response.
+
+Every engine decides the end here, token by token, so that a trajectory's ``stop`` means the same whoever sampled it:
+the end of sequence, a stop id, a stop string, or its limit, in this order. The in-process engine draws here too, seeded
+by a counter and indifferent to what else is in the batch.
 
 A row's randomness is a hash of (its seed, the position in its response): no generator has a state, so
 a sample depends neither on its neighbours nor on the order in which rows are computed.
@@ -10,12 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from core.data.vocabulary import REPLACEMENT, end_ids
 from core.engines import SamplingParams
+from core.types import Stop
 
 MAX_CELLS = 1 << 25  # rows are drawn in chunks of at most this many logits: bounds the memory of the sort and the sum
 
@@ -158,3 +165,57 @@ def _search(mass_NS: Tensor, target_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]
     target_N1 = torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
     cell_N1 = torch.searchsorted(sum_NS, target_N1, right=True).clamp_(max=mass_NS.shape[1] - 1)
     return cell_N1, sum_NS.gather(1, cell_N1) - mass_NS.gather(1, cell_N1), target_N1
+
+
+# -- what ends a response ---------------------------------------------------------------------------
+
+
+def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
+    """Return the ids that end a response: :func:`core.data.vocabulary.end_ids` of the model's generation config."""
+    return end_ids(tokenizer, getattr(model, "generation_config", None))
+
+
+class StopRule:
+    """Decides when one response ends. It follows the response: one rule a request, applied after every token."""
+
+    def __init__(self, sampling: SamplingParams, eos: frozenset[int], tokenizer: Any):
+        self.eos = frozenset() if sampling.ignore_eos else eos
+        self.stop_ids = frozenset(sampling.stop_token_ids)
+        self.strings = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
+        self.max_tokens = sampling.max_tokens
+
+    def ended(self, ids: Sequence[int]) -> Stop | None:
+        """Return why ``ids``, all tokens of the response so far, are the whole response; None where they are not."""
+        if ids[-1] in self.eos:
+            return Stop.EOS
+        if ids[-1] in self.stop_ids:
+            return Stop.STOP_TOKEN
+        if self.strings is not None and self.strings.completed(ids):
+            return Stop.STOP_STRING
+        return Stop.LENGTH if len(ids) >= self.max_tokens else None
+
+
+class StopStrings:
+    """Finds the token that completes a stop string. Only the tail of the response is decoded each time.
+
+    Text is taken from the difference between two decodings that start at the same earlier token, because a
+    tokenizer may decode a token differently at the start of a text than in its middle.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]):
+        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.keep = max(map(len, stop)) - 1  # characters of earlier text that a match can reach back to
+        self.begin = self.read = 0  # ids[begin:read] are decoded already, their text is ``known``
+        self.tail = self.known = ""
+
+    def completed(self, ids: Sequence[int]) -> bool:
+        """Return whether the last token completed a stop string. Call it after every token, with all ids."""
+        text = self.tokenizer.decode(ids[self.begin :], skip_special_tokens=True)
+        window = self.tail + text[len(self.known) :]
+        if any(stop in window for stop in self.stop):
+            return True
+        if not text.endswith(REPLACEMENT):  # else the bytes of a character are not complete yet
+            self.tail = window[-self.keep :] if self.keep else ""
+            self.begin, self.read = self.read, len(ids)
+            self.known = self.tokenizer.decode(ids[self.begin : self.read], skip_special_tokens=True)
+        return False

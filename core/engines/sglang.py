@@ -1,6 +1,6 @@
 """SGLang behind the engine contract: a server beside this process, reached by its HTTP surface alone.
 
-Ids go in, ids and log-probs come out, and ``core.engines.stopping`` decides what ended a response, as for every engine.
+Ids go in, ids and log-probs come out, and ``core.engines.sampling`` decides what ended a response, as for every engine.
 Requests are followed on the thread of the HTTP client.
 Weights travel by the server's update group: this process is its rank 0 and broadcasts over gloo, through host memory,
 what it received; the server's processes are the other ranks. The engine is tested with SGLang 0.5.23 on a CPU.
@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from core.config.section import FULL_PRECISION, thaw
 from core.engines import SampleRequest
 from core.engines.in_process_engine import Engine, Row, positions
+from core.engines.sampling import eos_ids
 from core.engines.sglang_server import SGLangServer, launch, problems, python_of_sglang
-from core.engines.stopping import eos_ids
 from core.engines.weight_buckets import Proof, Weight
 from core.errors import InputError
 from core.learner.models import load_policy, resolve_path

@@ -1,7 +1,7 @@
 """vLLM behind the engine contract: its core in this process, stepped by our loop.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
-``core.engines.stopping`` decides what ended a response, as for every engine. Samples of a prompt share its whole blocks
+``core.engines.sampling`` decides what ended a response, as for every engine. Samples of a prompt share its whole blocks
 by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this one. The other
 end of a weight update is :mod:`core.engines.vllm_receiver`.
 """

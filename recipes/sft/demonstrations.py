@@ -30,7 +30,7 @@ from core.data.encoder import Encoder
 from core.data.parquet import Example, Problems
 from core.data.prompts import CHAT_FIX, Choose
 from core.data.vocabulary import ChatError
-from core.engines.stopping import eos_ids
+from core.engines.sampling import eos_ids
 from core.errors import InputError
 from core.files import local_path
 from core.learner.models import resolve_path

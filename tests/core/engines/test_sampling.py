@@ -11,8 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from core.engines import SamplingParams, sampling
-from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.stopping import StopStrings, eos_ids
+from core.engines.sampling import RowSettings, StopStrings, draw, eos_ids, uniforms
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

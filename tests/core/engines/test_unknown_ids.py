@@ -11,7 +11,7 @@ import torch
 
 from core.cluster.workers import LocalWorkers
 from core.data.vocabulary import count_unknown, known_ids, unknown_among
-from core.engines.stopping import eos_ids
+from core.engines.sampling import eos_ids
 from core.learner.batching import make_batch
 from core.learner.models import load_policy
 from core.types import Prompt, ScoredGroup
