@@ -33,6 +33,9 @@ SUM_TO_ONE = ("token-mean", "seq-mean-token-mean")
 SAMPLED = 1024  # numbers of each weight that a checksum covers, evenly spread
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ENTROPY_ROOM = 0.02  # nats a token by which entropy and -log p may differ without a fault
+# Nats that tokens too rare to be in a sample may take from its mean of -log p, at about five standard errors: a token
+# of 15 nats that is expected 14 times is absent once in a million samples
+RARE_NATS = 35.0
 
 
 def require(holds: Any, phase: str, found: str, remedy: str) -> None:
@@ -221,11 +224,13 @@ def entropy_gap_z(metrics: Mapping[str, float], tokens: int) -> float | None:
     """Return how many standard errors entropy and -log p of the sampled tokens are apart beyond what is allowed.
 
     Where samples are drawn from the whole distribution, ``-log p`` of a token has the entropy as its expectation. What
-    engine and learner differ by (precision, staleness) moves the mean, hence the allowance.
+    engine and learner differ by (precision, staleness) moves the mean, hence the allowance. Of few tokens, the rare ones
+    that were not drawn are missing in mean and variance alike: the standard error has a term for them that falls with
+    the number of tokens (as in the empirical Bernstein bound, Maurer & Pontil 2009, arXiv:0907.3740, theorem 4).
     """
     mean, square = (metrics.get(f"rollout_corr/{name}") for name in ("entropy_gap", "entropy_gap_square"))
     if mean is None or tokens < 100 or square <= 0:
         return None
     room = ENTROPY_ROOM + 3 * metrics.get("rollout_corr/logp_diff_mean", 0.0)
     beyond = max(0.0, abs(mean) - room)
-    return math.copysign(beyond * math.sqrt(tokens / square), mean)
+    return math.copysign(beyond / (math.sqrt(square / tokens) + RARE_NATS / tokens), mean)

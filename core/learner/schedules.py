@@ -34,10 +34,11 @@ def warmup_steps(config: OptimConfig, total_steps: int) -> int:
 def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
     """Return the multiplier of ``optim.lr`` in RL step ``step`` of ``total_steps``, counted from 0.
 
-    It is the schedule's at index ``step + 1``: with a warm-up of w steps the first one trains at 1/w and the w-th
-    at 1, where the published trainers spend their first step at 0.
+    No step trains at 0. With a warm-up of w steps the first one trains at 1/w and the w-th at 1, where the published
+    trainers spend their first step at 0; the decay begins at 1 after it, so that the last step is still above its end.
     """
-    warmup, index = warmup_steps(config, total_steps), step + 1
+    warmup = warmup_steps(config, total_steps)
+    index = step + 1 if step < warmup else step
     if config.lr_scheduler_type == "cosine":
         return cosine(index, warmup, total_steps, config.min_lr_ratio or 0.0, config.num_cycles)
     return constant(index, warmup)

@@ -153,6 +153,21 @@ def test_checksums_of_weights_cover_each_and_their_number_format():
     assert half.sums == checks.weight_sums(model.bfloat16().named_parameters())
 
 
+@pytest.mark.parametrize("tokens", [120, 240, 1000])
+@pytest.mark.parametrize("certainty", [0.995, 0.98, 0.9])
+def test_few_samples_of_a_nearly_certain_policy_raise_no_alarm(certainty, tokens):
+    """Tokens that are too rare to be drawn are missing in the sample's mean and in its variance."""
+    drawn, found = torch.Generator().manual_seed(0), []
+    for _ in range(300):
+        p = 1 - (1 - certainty) * (0.2 + 1.6 * torch.rand(tokens, generator=drawn))
+        rest = (1 - p) / 40
+        entropy = -(p * p.log() + (1 - p) * rest.log())
+        gap = (entropy + torch.where(torch.rand(tokens, generator=drawn) < p, p.log(), rest.log())).double()
+        values = {"entropy_gap": float(gap.mean()), "entropy_gap_square": float(gap.square().mean())}
+        found.append(checks.entropy_gap_z({f"rollout_corr/{name}": value for name, value in values.items()}, tokens))
+    assert max(map(abs, found)) < 6  # the bound of trainer.health.entropy_gap
+
+
 def test_entropy_and_samples_agree_at_the_same_temperature_alone():
     torch.manual_seed(0)
     logits = 2 * torch.randn(3000, 40)

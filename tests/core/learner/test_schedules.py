@@ -26,14 +26,20 @@ def test_the_first_step_moves_the_weights_and_the_warm_up_ends_on_time():
 
 
 def test_cosine_by_hand():
-    """Two steps of warm-up in ten, down to 0.2: half way at index 6, and the last step trains at the minimum."""
+    """Two steps of warm-up in ten, down to 0.2: half way at index 6, and the last step is above the minimum."""
     cos = config(lr_scheduler_type="cosine", lr_warmup_steps=2, min_lr_ratio=0.2)
     values = [multiplier(cos, step, 10) for step in range(10)]
     assert values[:2] == [0.5, 1]
-    assert values[5] == pytest.approx(0.6)
-    assert values[9] == pytest.approx(0.2)
+    assert values[6] == pytest.approx(0.6)
+    assert values[9] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
     assert values[1:] == sorted(values[1:], reverse=True)
-    assert values[2] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 8)))
+    assert values[2] == 1
+
+
+@pytest.mark.parametrize("total", [1, 2, 10])
+def test_no_step_of_a_cosine_trains_at_zero(total):
+    values = [multiplier(config(lr_scheduler_type="cosine"), step, total) for step in range(total)]
+    assert values[0] == 1 and min(values) > 0
 
 
 def test_warm_up_by_ratio_or_by_count():
