@@ -224,9 +224,9 @@ def entropy_gap_z(metrics: Mapping[str, float], tokens: int) -> float | None:
     """Return how many standard errors entropy and -log p of the sampled tokens are apart beyond what is allowed.
 
     Where samples are drawn from the whole distribution, ``-log p`` of a token has the entropy as its expectation. What
-    engine and learner differ by (precision, staleness) moves the mean, hence the allowance. Of few tokens, the rare ones
-    that were not drawn are missing in mean and variance alike: the standard error has a term for them that falls with
-    the number of tokens (as in the empirical Bernstein bound, Maurer & Pontil 2009, arXiv:0907.3740, theorem 4).
+    engine and learner differ by (precision, staleness) moves the mean, hence the allowance. A small sample lacks rare
+    tokens in mean and variance alike: the standard error has a term for them that falls with the number of tokens (as
+    in the empirical Bernstein bound, Maurer & Pontil 2009, arXiv:0907.3740, theorem 4).
     """
     mean, square = (metrics.get(f"rollout_corr/{name}") for name in ("entropy_gap", "entropy_gap_square"))
     if mean is None or tokens < 100 or square <= 0:
