@@ -2,16 +2,15 @@
 
     python -m recipes.lab.tour
 
-Trains two steps of GRPO's lab in this process (4 prompts, 2 answers each) and prints every file of this repository
-that the second step enters between drawing its prompts and the optimizer's step, with what the file is for: the first
-sentence of its docstring. It is a reading list that cannot be out of date.
+Trains two steps of GRPO's lab in this process (4 prompts, 2 answers each), watches which files of this repository the
+second step enters, and prints those that the prompt passes through with what each of them does with it. Files that look
+up a setting, draw a seed, record, or serve one of these alone stand behind it. It is a reading list that cannot be out
+of date: a file of the list that was not entered is an error.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -25,8 +24,28 @@ SETTINGS = (
     *("trainer.save_freq=-1", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
     *("actor_rollout_ref.rollout.n=2", "trainer.resume_mode=disable"),
 )
-# What measures, records or checks a prompt and changes nothing is left out.
-OBSERVERS = ("core/tracking/", "core/trace", "core/checkpoint/", "core/errors.py", "core/algorithm/checks.py")
+STATIONS = {
+    "core/ray_trainer.py": "begins the step, in which the prompt's answers are collected, weighed and trained on",
+    "core/rollout/collect.py": "draws the prompt's ordinal, and keeps or drops the group of its answers",
+    "core/data/prompts.py": "finds the example of the ordinal, and makes the prompt of it",
+    "core/data/parquet.py": "reads the example's row: question, ground truth, data source",
+    "core/data/encoder.py": "renders the question by the chat template, as token ids",
+    "core/rollout/group_rollout.py": "asks for n answers to it, each with a seed of its own, and for their scores",
+    "core/engines/in_process_engine.py": "lets all requests decode together, one token of each a step",
+    "core/engines/hf.py": "runs the policy over the prompt once and over the answers token by token",
+    "core/engines/sampling.py": "draws each next token from the policy's logits, and decides when an answer ends",
+    "core/types.py": "holds an answer: its tokens, which of them the policy wrote, and their log-probs; then the batch",
+    "core/rewards/layer.py": "gives the answer's text to the scorer of its data source",
+    "reward_scores/hops.py": "compares it with the ground truth: the score",
+    "core/learner/batching.py": "lays the tokens of all answers end to end, and cuts the batch as memory allows",
+    "core/cluster/workers.py": "takes the batch to the models, here in this process",
+    "core/learner/passes.py": "runs the model over the packed sequences",
+    "core/learner/packing.py": "packs prompts and answers without padding; a prompt that answers share is there once",
+    "core/learner/log_probs.py": "turns hidden states into log-probs, some of the vocabulary's logits at a time",
+    "core/algorithm/advantages.py": "compares the scores within the group: an advantage for every token",
+    "core/algorithm/losses.py": "weighs the tokens' log-probs by it: the clipped loss",
+    "core/learner/learner.py": "sums the gradients of the batch and takes the optimizer's step",
+}
 
 
 def visited(*overrides: str) -> list[str]:
@@ -59,13 +78,7 @@ def visited(*overrides: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         settings = [*SETTINGS, f"trainer.default_local_dir={folder}/grpo/tour", *overrides]
         Toured(compose("grpo", settings)).init_workers().fit()
-    return [file for file in files if not file.startswith(OBSERVERS)]
-
-
-def purpose(file: str) -> str:
-    """Return the first sentence of a file's docstring."""
-    told = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
-    return re.split(r"(?<=\.)\s", " ".join(told.split()), maxsplit=1)[0]
+    return list(files)
 
 
 def main() -> None:
@@ -75,9 +88,12 @@ def main() -> None:
 
     prepare()
     files = visited()
-    for number, file in enumerate(files, 1):
-        print(f"{number:3}  {file}\n     {purpose(file)}")
-    print(f"{len(files)} files, from the row to the changed weight")
+    if absent := [file for file in STATIONS if file not in files]:
+        raise SystemExit(f"the prompt did not enter {', '.join(absent)}: mend STATIONS of recipes/lab/tour.py")
+    for number, (file, words) in enumerate(STATIONS.items(), 1):
+        print(f"{number:3}  {file}\n     {words}")
+    print(f"{len(STATIONS)} files, from the row to the changed weight. They also call:")
+    print("\n".join(f"     {file}" for file in files if file not in STATIONS))
 
 
 if __name__ == "__main__":
