@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from core.algorithm import advantages, kl, losses, sequences
-from core.algorithm.padded import PaddedAdvantageInputs
 from core.config import registry
 from core.learner import schedules
 from core.learner.log_probs import token_log_probs_and_entropy
 from tests import golden_dapo, golden_mismatch
 from tests.golden_io import Case, Comparison
-from tests.padded import batch_of_padded, on_padded, padded_loss, padded_loss_weights
+from tests.padded import PaddedAdvantageInputs, batch_of_padded, on_padded, padded_loss, padded_loss_weights
 
 Adapter = Callable[[Case, str], Iterator[Comparison]]
 

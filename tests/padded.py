@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,40 @@ from torch import Tensor
 
 from core.algorithm.advantages import AdvantageInputs, estimator, inputs_of
 from core.algorithm.losses import LossInputs, loss_weights, policy_loss
-from core.algorithm.padded import OF_TOKENS, PaddedAdvantageInputs
 from core.config.training_keys import AlgorithmConfig
 from core.types import BATCH_FIELDS, TrainBatch
+
+OF_TOKENS = ("response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedAdvantageInputs:
+    """The fields of ``AdvantageInputs``, with [B, T] where those have [N], and rewards of single tokens."""
+
+    token_level_rewards: Tensor
+    response_mask: Tensor
+    group: Tensor
+    in_group_stats: Tensor | None = None
+    values: Tensor | None = None
+    baseline: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    epsilon: float = 1e-6
+
+    @property
+    def counted_B(self) -> Tensor:
+        """Return the sequences that enter statistics, [B] bool."""
+        everything = torch.ones_like(self.group, dtype=torch.bool)
+        return everything if self.in_group_stats is None else self.in_group_stats.bool()
+
+    @property
+    def rewards_B(self) -> Tensor:
+        """Return each sequence's reward, [B] float64, 0 of those that were not scored."""
+        return self.token_level_rewards.sum(-1, dtype=torch.float64).masked_fill(~self.counted_B, 0)
 
 
 def batch_of_padded(*, attention_mask: Tensor, pad_id: int = 0, **fields: Tensor | None) -> TrainBatch:

@@ -1,8 +1,7 @@
 """Advantage estimators: rewards in, one advantage a token out.
 
 Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_N, returns_N)``, both 0 outside ``response_mask``.
-``algorithm.adv_estimator`` names one of :data:`core.config.registry.ESTIMATORS`, or a user's own by its path, which
-gets padded tensors (:mod:`core.algorithm.padded`).
+``algorithm.adv_estimator`` names one of :data:`core.config.registry.ESTIMATORS`, or a user's own by its path.
 
 Written ``R_i`` below: the reward of sequence i, what its tokens add included. One whose answer could not be scored
 (``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core.algorithm.padded import is_padded, pads_estimator
 from core.algorithm.sequences import (
     count_by_sequence,
     discounted_sums,
@@ -180,8 +178,7 @@ def less_mean(values_M: Tensor, group_M: Tensor, weight_M: Tensor) -> Tensor:
 
 def estimator(name: str) -> Estimator:
     """Return the estimator of this name, or a user's own by its path. Raises InputError where there is none."""
-    function = chosen(name, registry.ESTIMATORS, "algorithm.adv_estimator")
-    return pads_estimator(function) if name not in registry.ESTIMATORS and is_padded(function) else function
+    return chosen(name, registry.ESTIMATORS, "algorithm.adv_estimator")
 
 
 def inputs_of(batch: TrainBatch, config: AlgorithmConfig, token_rewards_N: Tensor | None = None) -> AdvantageInputs:

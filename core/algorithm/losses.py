@@ -1,10 +1,10 @@
 """Policy losses, the value loss, and the weights that turn per-token losses into the objective.
 
 A policy loss is a pure function ``f(inputs: LossInputs) -> (loss_N, stats)`` of the tokens of a micro-batch;
-``actor.policy_loss.loss_mode`` names one of :data:`core.config.registry.POLICY_LOSSES`, or a user's own by its path,
-which gets [B, T] tensors (:mod:`core.algorithm.padded`). It returns a loss for each token; the objective is
-``(loss_N * weight_N).sum()`` with the weights of :func:`loss_weights`, which are computed once a mini-batch over all
-its sequences. Sums of parts then add up to the whole, however the sequences are split into micro-batches and ranks.
+``actor.policy_loss.loss_mode`` names one of :data:`core.config.registry.POLICY_LOSSES`, or a user's own by its path. It
+returns a loss for each token; the objective is ``(loss_N * weight_N).sum()`` with the weights of :func:`loss_weights`,
+which are computed once a mini-batch over all its sequences. Sums of parts then add up to the whole, however the
+sequences are split into micro-batches and ranks.
 
 ``stats`` are detached ``[N]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
 mask, also where the inputs are NaN there. Written ``r = exp(log p - log p_old)`` and ``A``, the advantage, below.
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core.algorithm.padded import is_padded, pads_loss
 from core.algorithm.sequences import mean_by_sequence, spread_over_tokens, sum_by_sequence
 from core.config import registry
 from core.config.code_by_path import chosen
@@ -98,8 +97,7 @@ def policy_loss(name: str) -> PolicyLoss:
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
     """
-    function = chosen(name, registry.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
-    return pads_loss(function) if name not in registry.POLICY_LOSSES and is_padded(function) else function
+    return chosen(name, registry.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 # -- with a clip -------------------------------------------------------------------------------------

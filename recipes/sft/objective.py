@@ -9,10 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from core.algorithm.losses import LossInputs
-from core.algorithm.padded import works_on_flat_tokens
 
 
-@works_on_flat_tokens
 def likelihood(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-log p`` of each token of the mask, 0 elsewhere, which ``actor.loss_agg_mode`` averages.
 

@@ -26,8 +26,8 @@ def halved(inputs):
     return 0.5 * rewards, rewards
 
 
-def plain(log_prob, old_log_prob, advantages, mask, config):
-    return -advantages * log_prob * mask, {}
+def plain(inputs):
+    return -inputs.advantages * inputs.log_prob, {}
 
 
 def echo(config, model, tokenizer, device):

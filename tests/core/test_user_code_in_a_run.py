@@ -24,9 +24,9 @@ def centred(inputs):
 """
 LOSS = """
 CALLS = []
-def surprise(log_prob, old_log_prob, advantages, mask, config):
-    CALLS.append(float(advantages[mask].mean()))
-    return -advantages * log_prob, {"my_number": 3.0 + 0.0 * log_prob.detach()}
+def surprise(inputs):
+    CALLS.append(float(inputs.advantages[inputs.mask].mean()))
+    return -inputs.advantages * inputs.log_prob, {"my_number": 3.0 + 0.0 * inputs.log_prob.detach()}
 """
 
 

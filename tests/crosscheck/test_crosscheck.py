@@ -16,8 +16,7 @@ import torch
 
 from core.algorithm import advantages
 from core.algorithm.kl import kl_penalty
-from core.algorithm.padded import PaddedAdvantageInputs
-from tests.padded import on_padded, padded_loss, padded_loss_weights
+from tests.padded import PaddedAdvantageInputs, on_padded, padded_loss, padded_loss_weights
 
 HERE = Path(__file__).parent
 PYTHON = HERE / ".venv" / "bin" / "python"

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from core.algorithm import advantages
 from core.algorithm.advantages import group_stats
-from core.algorithm.padded import PaddedAdvantageInputs as AdvantageInputs
-from core.algorithm.padded import is_padded, pads_estimator, works_on_flat_tokens
 from core.algorithm.sequences import discounted_sums
 from core.config import registry
 from core.errors import InputError
 from tests import reference
+from tests.padded import PaddedAdvantageInputs as AdvantageInputs
 from tests.padded import flat_inputs, on_padded
 
 FLAT = {name: advantages.estimator(name) for name in registry.ESTIMATORS}
@@ -280,36 +279,12 @@ def test_group_stats_counts_and_spreads():
 
 def test_an_estimator_of_the_user_s_own(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def halved(inputs):\n    a = 0.5 * inputs.token_level_rewards\n    return a, a\n")
+    path.write_text("def halved(inputs):\n    a = inputs.spread(0.5 * inputs.rewards_B)\n    return a, a\n")
     inputs = flat_inputs(make_inputs(0))
-    expected = 0.5 * inputs.at_actions(inputs.action_rewards())
+    expected = inputs.spread(0.5 * inputs.rewards_B)
     assert torch.equal(advantages.estimator(f"{path}:halved")(inputs)[0], expected)
     with pytest.raises(InputError, match="adv_estimator=grppo: choose one of gae, .*grpo"):
         advantages.estimator("grppo")
-
-
-def test_an_estimator_that_is_named_by_its_path_gets_padded_tensors_unless_it_is_marked():
-    """Sequences of 3 and 1 tokens; the score of the first stands on its last token that the policy wrote."""
-    seen = []
-
-    def own(inputs):
-        seen.append(inputs)
-        return inputs.token_level_rewards, inputs.values
-
-    inputs = advantages.AdvantageInputs(
-        reward=torch.tensor([2.0, 5.0]),
-        lengths=torch.tensor([3, 1]),
-        response_mask=torch.tensor([False, True, False, True]),
-        group=torch.tensor([0, 0]),
-        token_rewards=torch.tensor([0.0, -0.5, 0.0, -1.0]),
-        values=torch.tensor([0.0, 1.0, 0.0, 3.0]),
-    )
-    got = pads_estimator(own)(inputs)
-    assert seen[0].token_level_rewards.tolist() == [[0, 1.5, 0], [4, 0, 0]]
-    assert seen[0].response_mask.tolist() == [[False, True, False], [True, False, False]]
-    assert seen[0].rewards_B.tolist() == [1.5, 4.0] == inputs.rewards_B.tolist()
-    assert [value.tolist() for value in got] == [[0, 1.5, 0, 4], [0, 1, 0, 3]]
-    assert is_padded(own) and not is_padded(works_on_flat_tokens(own))
 
 
 def test_the_reward_lies_on_the_last_token_the_policy_wrote():

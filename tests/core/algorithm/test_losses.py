@@ -133,7 +133,7 @@ def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
 
 def test_a_loss_of_the_user_s_own(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def loss(logp, old, adv, mask, config):\n    return -adv * mask, {}\n")
+    path.write_text("def loss(x):\n    return -x.advantages, {}\n")
     logp, old, adv, mask = make(0)
     assert torch.equal(padded_loss(f"{path}:loss")(logp, old, adv, mask, CONFIG)[0], -adv * mask)
     with pytest.raises(InputError, match="policy_loss.loss_mode=vanila: choose one of .*vanilla"):
