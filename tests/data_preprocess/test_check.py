@@ -80,9 +80,8 @@ def test_problems_of_every_kind_end_with_1(tmp_path, capsys):
     assert out.count("  problem       ") == 4 and out.count("  problems      none") == 1
 
 
-@pytest.mark.parametrize(
-    ("source", "gold", "code", "line"),
-    [
+def test_an_odd_ground_truth_is_read_or_named_with_row_and_field(tmp_path, capsys, subtests):
+    for source, gold, code, line in [
         ("nq", {"target": 1984}, 0, "problems      none"),
         ("nq", {"target": [1984.0]}, 0, "problems      none"),
         ("nq", {"target": [None]}, 1, "(0: target[0] must be a text or a number, got None)"),
@@ -99,13 +98,12 @@ def test_problems_of_every_kind_end_with_1(tmp_path, capsys):
         ("math_dapo", "None", 1, "(0: reads 'None', which is how a missing value looks as text)"),
         ("numina_olympiads", float("nan"), 1, "(0: must be a string, got nan)"),
         ("codecontests", {"inputs": ["1"], "outputs": [None]}, 1, "(0: outputs[0] must be a text, a number, or a list"),
-    ],
-)
-def test_an_odd_ground_truth_is_read_or_named_with_row_and_field(tmp_path, capsys, source, gold, code, line):
-    rows = [plain_row(0, source, reward_model={"style": "rule", "ground_truth": gold})]
-    assert checked(capsys, write_parquet(tmp_path / "odd.parquet", rows))[0] == code
-    out = checked(capsys, tmp_path / "odd.parquet")[1]
-    assert line in out and ("reward_model.ground_truth" in out) == ("none" not in line)
+    ]:
+        with subtests.test(source=source, gold=gold, code=code, line=line):
+            rows = [plain_row(0, source, reward_model={"style": "rule", "ground_truth": gold})]
+            assert checked(capsys, write_parquet(tmp_path / "odd.parquet", rows))[0] == code
+            out = checked(capsys, tmp_path / "odd.parquet")[1]
+            assert line in out and ("reward_model.ground_truth" in out) == ("none" not in line)
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path, capsys):

@@ -76,11 +76,16 @@ def test_the_prompts_are_the_published_ones():
     assert "search" not in R1_PROMPT and "provides the answer" in R1_PROMPT
 
 
-@pytest.mark.parametrize(
-    ("given", "made"), [(" who ", "who?"), ("who?", "who?"), ("who? ", "who?"), ("", ""), ("{question}", "{question}?")]
-)
-def test_a_question_ends_with_a_question_mark(given, made):
-    assert question_of({"question": given}) == made
+def test_a_question_ends_with_a_question_mark(subtests):
+    for given, made in [
+        (" who ", "who?"),
+        ("who?", "who?"),
+        ("who? ", "who?"),
+        ("", ""),
+        ("{question}", "{question}?"),
+    ]:
+        with subtests.test(given=given, made=made):
+            assert question_of({"question": given}) == made
 
 
 def test_answers_are_kept_once_and_in_order():
@@ -125,20 +130,21 @@ def test_files_by_name_in_other_forms(tmp_path, folder):
     assert read(tmp_path / "out" / "nq.parquet")[0]["extra_info"]["split"] == "dev"
 
 
-@pytest.mark.parametrize("missing", ["question", "answer"])
-def test_a_row_that_cannot_be_evaluated_is_an_error_and_not_left_out(tmp_path, missing, capsys):
-    (tmp_path / "b.jsonl").write_text(json.dumps(FORMS["bamboogle"] | {missing: " "}))
-    given = [
-        "--local_dir",
-        str(tmp_path),
-        "--sets",
-        "bamboogle",
-        "--local_dataset_path",
-        f"bamboogle={tmp_path}/b.jsonl",
-    ]
-    assert qa_test_sets.main(given) == 2
-    assert f"bamboogle: example 0 of test has no {missing}" in capsys.readouterr().err
-    assert not (tmp_path / "bamboogle.parquet").exists()
+def test_a_row_that_cannot_be_evaluated_is_an_error_and_not_left_out(tmp_path, capsys, subtests):
+    for missing in ["question", "answer"]:
+        with subtests.test(missing=missing):
+            (tmp_path / "b.jsonl").write_text(json.dumps(FORMS["bamboogle"] | {missing: " "}))
+            given = [
+                "--local_dir",
+                str(tmp_path),
+                "--sets",
+                "bamboogle",
+                "--local_dataset_path",
+                f"bamboogle={tmp_path}/b.jsonl",
+            ]
+            assert qa_test_sets.main(given) == 2
+            assert f"bamboogle: example 0 of test has no {missing}" in capsys.readouterr().err
+            assert not (tmp_path / "bamboogle.parquet").exists()
 
 
 def test_what_is_missing_or_broken_is_said(tmp_path, folder, capsys):

@@ -31,24 +31,22 @@ def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
     assert write_rows("~/x/a.parquet", rows()).path == tmp_path / "x" / "a.parquet"
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
+def test_a_bad_row_leaves_the_old_file_as_it_was(tmp_path, subtests):
+    for bad, message in [
         ([], "there are no rows to write"),
         ([*rows(2), make_row("s", "q", None, "math")], "must be given where the style is not 'model' in 1 row (2"),
         ([*rows(2), make_row("s", " ", "1", "math")], "prompt must not be empty in 1 row (2)"),
         ([*rows(2), make_row("s", "q", 3, "math")], "do not fit into one schema"),
         ([{"prompt": "x"}], "no column 'data_source'"),
-    ],
-)
-def test_a_bad_row_leaves_the_old_file_as_it_was(tmp_path, bad, message):
-    path = tmp_path / "train.parquet"
-    before = write_rows(path, rows()).sha256
-    with pytest.raises(InputError) as caught:
-        write_rows(path, bad)
-    assert message in str(caught.value) and str(path) in str(caught.value) and ".part" not in str(caught.value)
-    assert sha256_of(path) == before
-    assert os.listdir(tmp_path) == ["train.parquet"]
+    ]:
+        with subtests.test(bad=bad, message=message):
+            path = tmp_path / "train.parquet"
+            before = write_rows(path, rows()).sha256
+            with pytest.raises(InputError) as caught:
+                write_rows(path, bad)
+            assert message in str(caught.value) and str(path) in str(caught.value) and ".part" not in str(caught.value)
+            assert sha256_of(path) == before
+            assert os.listdir(tmp_path) == ["train.parquet"]
 
 
 def test_an_interrupted_write_leaves_no_half_file(tmp_path, monkeypatch):

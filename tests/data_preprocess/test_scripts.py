@@ -119,9 +119,8 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do(tmp_path, monkeypatch, cap
     assert "no route to host" in (error := capsys.readouterr().err) and "--local_dataset_path" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_arguments_end_with_2_and_a_line(tmp_path, capsys, subtests):
+    for arguments, message in [
         (["--hdfs_dir", "/x"], "--hdfs_dir is not supported"),
         (["--local_dir", "a", "--local_save_dir", "b"], "mean the same folder"),
         (["--local_dataset_path", "/does/not/exist"], "/does/not/exist does not exist"),
@@ -129,17 +128,16 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do(tmp_path, monkeypatch, cap
         (["--local_dataset_path", "{tmp}/other.jsonl"], "is not named train* or test*"),
         (["--local_dataset_path", "{tmp}/train_broken.jsonl"], "not readable as jsonl"),
         (["--local_dataset_path", "{tmp}/train_object.json"], "it holds a dict"),
-    ],
-)
-def test_bad_arguments_end_with_2_and_a_line(tmp_path, capsys, arguments, message):
-    (tmp_path / "other.jsonl").write_text("{}\n")
-    (tmp_path / "train_broken.jsonl").write_text('{"question": \n')
-    (tmp_path / "train_object.json").write_text('{"data": []}')
-    try:
-        code = run(gsm8k.SOURCE, [argument.format(tmp=tmp_path) for argument in arguments])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2 and message in capsys.readouterr().err
+    ]:
+        with subtests.test(arguments=arguments, message=message):
+            (tmp_path / "other.jsonl").write_text("{}\n")
+            (tmp_path / "train_broken.jsonl").write_text('{"question": \n')
+            (tmp_path / "train_object.json").write_text('{"data": []}')
+            try:
+                code = run(gsm8k.SOURCE, [argument.format(tmp=tmp_path) for argument in arguments])
+            except SystemExit as stop:
+                code = stop.code
+            assert code == 2 and message in capsys.readouterr().err
 
 
 def test_an_example_without_its_fields_names_them(tmp_path, capsys):

@@ -27,7 +27,7 @@ from recipes.lab.base_model import BaseRecipe, build
 from reward_scores.score import Score, ScoreStatus
 from tests.faults.tiny_run import command, prepare
 from tests.golden_dapo import ADAPTERS, group, trainer, trajectory
-from tests.golden_io import check, parameters
+from tests.golden_io import cases, check
 
 LAB_MODEL = BaseRecipe(
     hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, chain_steps=2, mixture_steps=2, hold_steps=1,
@@ -39,17 +39,17 @@ FILTERING = "actor_rollout_ref.actor.overlong_filtering=True"
 NO_BUFFER = "reward_model.overlong_buffer.enable=False"
 
 
-@pytest.mark.parametrize("case", parameters(ADAPTERS))
-def test_golden_dapo(case):
-    check(ADAPTERS[case.file](case, "f64"), case.want("f64"))
+def test_golden_dapo(subtests):
+    for case in cases(ADAPTERS):
+        with subtests.test(case=case.name):
+            check(ADAPTERS[case.file](case, "f64"), case.want("f64"))
 
 
 # -- eq. 13 --
 
 
-@pytest.mark.parametrize(
-    ("length", "penalty"),
-    [
+def test_the_overlong_punishment_is_equation_13(subtests):
+    for length, penalty in [
         (1, 0.0),
         (16383, 0.0),
         (16384, 0.0),
@@ -58,19 +58,21 @@ def test_golden_dapo(case):
         (20480, -1.0),
         (20481, -1.0),
         (9**9, -1.0),
-    ],
-)
-def test_the_overlong_punishment_is_equation_13(length, penalty):
-    assert overlong_punishment(length, 20480, 4096) == penalty
+    ]:
+        with subtests.test(length=length, penalty=penalty):
+            assert overlong_punishment(length, 20480, 4096) == penalty
 
 
-@pytest.mark.parametrize(("length", "value"), [(16384, 1.0), (18432, 0.5), (20480, 0.0)])
-def test_the_punishment_is_added_to_the_score_and_leaves_acc_alone(length, value):
-    shaped = trainer().shape_reward(RIGHT, trajectory(length))
-    assert (shaped.value, shaped.acc, shaped.parts["overlong"]) == (value, 1.0, value - 1.0)
-    assert not shaped.masked and "is_overlong" not in shaped.parts
-    threefold = trainer("reward_model.overlong_buffer.penalty_factor=3.0").shape_reward(WRONG, trajectory(length))
-    assert threefold.value == -1.0 + 3 * (value - 1.0) and threefold.acc == 0.0
+def test_the_punishment_is_added_to_the_score_and_leaves_acc_alone(subtests):
+    for length, value in [(16384, 1.0), (18432, 0.5), (20480, 0.0)]:
+        with subtests.test(length=length, value=value):
+            shaped = trainer().shape_reward(RIGHT, trajectory(length))
+            assert (shaped.value, shaped.acc, shaped.parts["overlong"]) == (value, 1.0, value - 1.0)
+            assert not shaped.masked and "is_overlong" not in shaped.parts
+            threefold = trainer("reward_model.overlong_buffer.penalty_factor=3.0").shape_reward(
+                WRONG, trajectory(length)
+            )
+            assert threefold.value == -1.0 + 3 * (value - 1.0) and threefold.acc == 0.0
 
 
 def test_the_prompt_is_no_part_of_the_length():
@@ -95,9 +97,10 @@ def test_without_a_buffer_the_score_is_the_scorers():
 # -- dynamic sampling --
 
 
-@pytest.mark.parametrize(("right", "kept"), [(0, False), (1, True), (8, True), (15, True), (16, False)])
-def test_a_group_is_kept_if_some_answers_are_right_and_some_wrong(right, kept):
-    assert trainer().keep_group(group([RIGHT] * right + [WRONG] * (16 - right))) is kept
+def test_a_group_is_kept_if_some_answers_are_right_and_some_wrong(subtests):
+    for right, kept in [(0, False), (1, True), (8, True), (15, True), (16, False)]:
+        with subtests.test(right=right, kept=kept):
+            assert trainer().keep_group(group([RIGHT] * right + [WRONG] * (16 - right))) is kept
 
 
 def shaped_group(*lengths: int, score: Score = RIGHT) -> ScoredGroup:
@@ -150,9 +153,8 @@ def test_each_technique_has_a_switch_of_its_own():
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.overlong_filtering) == (0.2, 0.2, False)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
+def test_bad_input_is_refused(subtests):
+    for overrides, says in [
         ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1: "),
         ([f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus"], "one answer equals itself"),
         (["data.max_response_length=4095"], "reward_model.overlong_buffer.len=4096: must be between 1 and"),
@@ -162,11 +164,9 @@ def test_each_technique_has_a_switch_of_its_own():
         (["reward_model.overlong_buffer.len=0"], "reward_model.overlong_buffer.len=0: "),
         (["reward_model.overlong_buffer.penalty_factor=0"], "reward_model.overlong_buffer.penalty_factor=0.0: "),
         (["algorithm.adv_estimator=maxrl"], "algorithm.adv_estimator=maxrl: "),
-    ],
-)
-def test_bad_input_is_refused(overrides, says):
-    with pytest.raises(InputError, match=says):
-        compose("dapo", overrides)
+    ]:
+        with subtests.test(overrides=overrides, says=says), pytest.raises(InputError, match=says):
+            compose("dapo", overrides)
 
 
 # -- overlong filtering --
@@ -205,24 +205,32 @@ def test_techniques_that_are_off_are_accepted_by_other_recipes():
     assert composed.unused.keys() == {text.partition("=")[0] for text in OFF}
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
-def test_techniques_that_are_on_are_refused_with_the_command_that_has_them(recipe):
+def test_techniques_that_are_on_are_refused_with_the_command_that_has_them(subtests):
     """One line; its command composes what the recipe would, with DAPO's keys set, and nothing of dapo.yaml."""
-    plain = ["preset=lab", "data.gen_batch_size=1024", "trainer.seed=7", f"{ROLLOUT}.n=4"]
-    techniques = ["algorithm.filter_groups.enable=True", FILTERING, "data.overlong_buffer={enable: True, len: 4}"]
-    techniques += ["reward_model.overlong_buffer.penalty_factor=0.5"]
-    (problem,) = examine(recipe, [*plain, *techniques]).problems
-    assert problem.startswith("algorithm.filter_groups.enable=true: belongs to DAPO")
-    words = shlex.split(problem.partition("; run ")[2])
-    assert words[:3] == ["python", "-m", "recipes.dapo.main_dapo"]
-    found, alone = convert.flat(compose("dapo", words[3:])), convert.flat(compose(recipe, plain))
-    names = ("trainer.project_name", "trainer.default_local_dir")  # of the recipe
-    assert {key: found[key] for key in alone if key not in names} == {
-        key: value for key, value in alone.items() if key not in names
-    }
-    own = {key: found[key] for key in found.keys() - alone.keys()}
-    assert own["reward_model.overlong_buffer.len"] == 4 and own["reward_model.overlong_buffer.penalty_factor"] == 0.5
-    assert own["algorithm.filter_groups.enable"] and own["actor_rollout_ref.actor.overlong_filtering"]
+    for recipe in ["ppo", "grpo"]:
+        with subtests.test(recipe=recipe):
+            plain = ["preset=lab", "data.gen_batch_size=1024", "trainer.seed=7", f"{ROLLOUT}.n=4"]
+            techniques = [
+                "algorithm.filter_groups.enable=True",
+                FILTERING,
+                "data.overlong_buffer={enable: True, len: 4}",
+            ]
+            techniques += ["reward_model.overlong_buffer.penalty_factor=0.5"]
+            (problem,) = examine(recipe, [*plain, *techniques]).problems
+            assert problem.startswith("algorithm.filter_groups.enable=true: belongs to DAPO")
+            words = shlex.split(problem.partition("; run ")[2])
+            assert words[:3] == ["python", "-m", "recipes.dapo.main_dapo"]
+            found, alone = convert.flat(compose("dapo", words[3:])), convert.flat(compose(recipe, plain))
+            names = ("trainer.project_name", "trainer.default_local_dir")  # of the recipe
+            assert {key: found[key] for key in alone if key not in names} == {
+                key: value for key, value in alone.items() if key not in names
+            }
+            own = {key: found[key] for key in found.keys() - alone.keys()}
+            assert (
+                own["reward_model.overlong_buffer.len"] == 4
+                and own["reward_model.overlong_buffer.penalty_factor"] == 0.5
+            )
+            assert own["algorithm.filter_groups.enable"] and own["actor_rollout_ref.actor.overlong_filtering"]
 
 
 def test_a_recipe_with_keys_of_its_own_has_no_such_command():

@@ -334,28 +334,29 @@ REPLIES = {
 }
 
 
-@pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_that_does_not_fit_is_an_error_after_a_few_tries(name, make_client):
-    behave, said = REPLIES[name]
-    with misbehaving(behave) as (url, asked):
-        client = make_client(url, bad_replies=3, largest_reply=100_000)
-        with pytest.raises(RetrievalError, match=said) as raised:
-            ask(client, "a", "b")
-        assert "3 times; is it a retrieval server?" in str(raised.value)
-        assert len(asked) == 3 and client.metrics()["retrieval/errors/reply"] == 3
+def test_a_reply_that_does_not_fit_is_an_error_after_a_few_tries(make_client, subtests):
+    for name in REPLIES:
+        with subtests.test(name=name):
+            behave, said = REPLIES[name]
+            with misbehaving(behave) as (url, asked):
+                client = make_client(url, bad_replies=3, largest_reply=100_000)
+                with pytest.raises(RetrievalError, match=said) as raised:
+                    ask(client, "a", "b")
+                assert "3 times; is it a retrieval server?" in str(raised.value)
+                assert len(asked) == 3 and client.metrics()["retrieval/errors/reply"] == 3
 
 
-@pytest.mark.parametrize(
-    ("behave", "kind"), [(broken, "status"), (hanging, "timeout"), (trickling, "timeout"), (hanging_up, "connect")]
-)
-def test_a_server_that_is_broken_or_hangs_is_an_error_within_the_bound(behave, kind, make_client):
-    with misbehaving(behave) as (url, asked):
-        client = make_client(url, timeout_s=0.2, give_up_s=0.8)
-        began = time.monotonic()
-        with pytest.raises(RetrievalError, match=rf"within give_up_s=0.8 s and \d+ attempts \({kind} \d+") as raised:
-            ask(client, "a")
-        assert time.monotonic() - began < 10 and len(asked) >= 2
-        assert kind != "status" or "the disk is gone" in str(raised.value)
+def test_a_server_that_is_broken_or_hangs_is_an_error_within_the_bound(make_client, subtests):
+    for behave, kind in [(broken, "status"), (hanging, "timeout"), (trickling, "timeout"), (hanging_up, "connect")]:
+        with subtests.test(behave=behave, kind=kind), misbehaving(behave) as (url, asked):
+            client = make_client(url, timeout_s=0.2, give_up_s=0.8)
+            began = time.monotonic()
+            with pytest.raises(
+                RetrievalError, match=rf"within give_up_s=0.8 s and \d+ attempts \({kind} \d+"
+            ) as raised:
+                ask(client, "a")
+            assert time.monotonic() - began < 10 and len(asked) >= 2
+            assert kind != "status" or "the disk is gone" in str(raised.value)
 
 
 def test_our_own_mistake_is_not_repeated(make_client):

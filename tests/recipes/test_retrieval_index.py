@@ -46,16 +46,17 @@ def ids(passages):
 # --- what is found ---
 
 
-@pytest.mark.parametrize("backend", ["bm25", "flat", "hnsw", "ivf"])
-def test_every_back_end_finds_the_passage_that_is_asked_for(built, backend):
-    retriever = opened(built, backend)
-    numbers = [0, 1, 57, ROWS - 1]
-    for number, passages in zip(numbers, retriever.retrieve([contents(n) for n in numbers], 3), strict=True):
-        assert len(passages) == 3
-        assert passages[0].id == f"p{number}" and passages[0].contents == contents(number)
-        assert [p.score for p in passages] == sorted((p.score for p in passages), reverse=True)
-    assert passages[0].title == f'"Entity{ROWS - 1}"' and passages[0].text.startswith(f"Entity{ROWS - 1} is a")
-    assert len(retriever) == ROWS and retriever.backend == backend
+def test_every_back_end_finds_the_passage_that_is_asked_for(built, subtests):
+    for backend in ["bm25", "flat", "hnsw", "ivf"]:
+        with subtests.test(backend=backend):
+            retriever = opened(built, backend)
+            numbers = [0, 1, 57, ROWS - 1]
+            for number, passages in zip(numbers, retriever.retrieve([contents(n) for n in numbers], 3), strict=True):
+                assert len(passages) == 3
+                assert passages[0].id == f"p{number}" and passages[0].contents == contents(number)
+                assert [p.score for p in passages] == sorted((p.score for p in passages), reverse=True)
+            assert passages[0].title == f'"Entity{ROWS - 1}"' and passages[0].text.startswith(f"Entity{ROWS - 1} is a")
+            assert len(retriever) == ROWS and retriever.backend == backend
 
 
 def test_bm25_scores_are_lucenes(tmp_path):
@@ -76,15 +77,17 @@ def test_bm25_scores_are_lucenes(tmp_path):
     assert ids(found) == ["0", "1"]
 
 
-@pytest.mark.parametrize("query", ["", "   ", "the of and", "zzzz qqqq", "?!", "\x00\ud800", "日本"])
-def test_bm25_finds_nothing_where_no_word_is_shared_and_says_so_with_an_empty_list(built, query):
-    assert opened(built, "bm25").retrieve([query], 5) == [[]]
+def test_bm25_finds_nothing_where_no_word_is_shared_and_says_so_with_an_empty_list(built, subtests):
+    for query in ["", "   ", "the of and", "zzzz qqqq", "?!", "\x00\ud800", "日本"]:
+        with subtests.test(query=query):
+            assert opened(built, "bm25").retrieve([query], 5) == [[]]
 
 
-@pytest.mark.parametrize(("topk", "expected"), [(1, [3]), (2, [3, 1]), (3, [3, 1, 2]), (9, [3, 1, 2, 5])])
-def test_equal_scores_are_ordered_by_row(topk, expected):
-    scores = np.array([0, 2, 2, 7, -1, 1], np.float32)
-    assert best_rows(scores, topk).tolist() == expected
+def test_equal_scores_are_ordered_by_row(subtests):
+    for topk, expected in [(1, [3]), (2, [3, 1]), (3, [3, 1, 2]), (9, [3, 1, 2, 5])]:
+        with subtests.test(topk=topk, expected=expected):
+            scores = np.array([0, 2, 2, 7, -1, 1], np.float32)
+            assert best_rows(scores, topk).tolist() == expected
 
 
 def test_flat_is_the_exact_inner_product_and_the_others_agree(built):
@@ -117,34 +120,34 @@ def test_fingerprints_tell_answers_apart(built):
     assert opened(built, "hnsw").fingerprint == opened(built, "hnsw").fingerprint
 
 
-@pytest.mark.parametrize(
-    ("backend", "file"), [("bm25", "data.csc.index.npy"), ("flat", "flat.faiss"), ("hnsw", "hnsw.faiss")]
-)
-def test_an_index_stays_on_disk(built, backend, file):
-    retriever = opened(built, backend)
-    assert file in Path("/proc/self/maps").read_text()
-    retriever.retrieve(["harbour"], 3)
+def test_an_index_stays_on_disk(built, subtests):
+    for backend, file in [("bm25", "data.csc.index.npy"), ("flat", "flat.faiss"), ("hnsw", "hnsw.faiss")]:
+        with subtests.test(backend=backend, file=file):
+            retriever = opened(built, backend)
+            assert file in Path("/proc/self/maps").read_text()
+            retriever.retrieve(["harbour"], 3)
 
 
 # --- building ---
 
 
-@pytest.mark.parametrize("form", ["gz", "tar"])
-def test_a_packed_corpus_is_the_same_corpus(built, tmp_path, form):
-    plain = (built / "corpus.jsonl").read_bytes()
-    packed = tmp_path / "corpus.jsonl.gz"
-    if form == "gz":
-        packed.write_bytes(gzip.compress(plain))
-    else:  # as the published file is
-        with tarfile.open(packed, "w:gz") as archive:
-            member = tarfile.TarInfo("somewhere/corpus.jsonl")
-            member.size = len(plain)
-            archive.addfile(member, io.BytesIO(plain))
-    build_index(packed, tmp_path / "index")
-    for corpus in (None, packed, built / "corpus.jsonl"):
-        retriever = make_retriever(RetrieverOptions(tmp_path / "index", corpus=corpus))
-        assert retriever.corpus_hash == opened(built, "bm25").corpus_hash
-        assert retriever.retrieve(["Entity57"], 2) == opened(built, "bm25").retrieve(["Entity57"], 2)
+def test_a_packed_corpus_is_the_same_corpus(built, tmp_path, subtests):
+    for form in ["gz", "tar"]:
+        with subtests.test(form=form):
+            plain = (built / "corpus.jsonl").read_bytes()
+            packed = tmp_path / "corpus.jsonl.gz"
+            if form == "gz":
+                packed.write_bytes(gzip.compress(plain))
+            else:  # as the published file is
+                with tarfile.open(packed, "w:gz") as archive:
+                    member = tarfile.TarInfo("somewhere/corpus.jsonl")
+                    member.size = len(plain)
+                    archive.addfile(member, io.BytesIO(plain))
+            build_index(packed, tmp_path / "index")
+            for corpus in (None, packed, built / "corpus.jsonl"):
+                retriever = make_retriever(RetrieverOptions(tmp_path / "index", corpus=corpus))
+                assert retriever.corpus_hash == opened(built, "bm25").corpus_hash
+                assert retriever.retrieve(["Entity57"], 2) == opened(built, "bm25").retrieve(["Entity57"], 2)
 
 
 class Stops(Exception):
@@ -205,21 +208,19 @@ def test_an_interrupted_encoding_goes_on_and_repeats_nothing(built, tmp_path, mo
     assert third.calls == 0
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+def test_a_bad_line_is_named(tmp_path, subtests):
+    for line, said in [
         ("not json", "line 2: not {id, contents}"),
         ('{"id": "x"}', "line 2: not {id, contents}"),
         ('{"id": "x", "contents": 3}', "line 2: id must be text"),
         ("", "line 2: not {id, contents}"),
         ("[1]", "line 2: not {id, contents}"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, said):
-    good = json.dumps({"id": 1, "contents": "a"})
-    (tmp_path / "c.jsonl").write_text(f"{good}\n{line}\n{good}\n")
-    with pytest.raises(RetrievalError, match=said):
-        build_index(tmp_path / "c.jsonl", tmp_path / "index")
+    ]:
+        with subtests.test(line=line, said=said):
+            good = json.dumps({"id": 1, "contents": "a"})
+            (tmp_path / "c.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+            with pytest.raises(RetrievalError, match=said):
+                build_index(tmp_path / "c.jsonl", tmp_path / "index")
 
 
 def test_the_command_builds_and_says_what_is_wrong(tmp_path, capsys):
@@ -269,32 +270,32 @@ def test_building_over_another_corpus_is_refused(built, tmp_path):
         build_index(other, tmp_path / "index")
 
 
-@pytest.mark.parametrize(
-    "spoiled", [{"passage_prefix": "passage: "}, {"max_length": 4}, {"encoder": "hashing:64"}], ids=str
-)
-def test_another_encoder_than_the_index_s_is_refused(built, spoiled):
-    with pytest.raises(RetrievalError, match="has cosine|vectors of 128 numbers"):
-        opened(built, "flat", **spoiled)
+def test_another_encoder_than_the_index_s_is_refused(built, subtests):
+    for spoiled in [{"passage_prefix": "passage: "}, {"max_length": 4}, {"encoder": "hashing:64"}]:
+        mismatch = pytest.raises(RetrievalError, match="has cosine|vectors of 128 numbers")
+        with subtests.test(spoiled=spoiled), mismatch:
+            opened(built, "flat", **spoiled)
 
 
-@pytest.mark.parametrize("backend", ["flat", "hnsw", "ivf"])
-def test_a_faiss_file_from_elsewhere_is_searched_and_checked(built, tmp_path, backend):
-    given = {"encoder": "hashing:128", "query_prefix": "", "passage_prefix": ""}
-    file = tmp_path / "e5.index"
-    file.write_bytes((built / "index" / f"{backend}.faiss").read_bytes())
-    corpus = tmp_path / "wiki.jsonl.gz"
-    corpus.write_bytes(gzip.compress((built / "corpus.jsonl").read_bytes()))
-    for _ in range(2):  # the second time the corpus is unpacked already
-        retriever = make_retriever(RetrieverOptions(file, corpus=corpus, **given))
-        assert retriever.backend == backend
-        assert retriever.retrieve(["Entity3"], 3) == opened(built, backend).retrieve(["Entity3"], 3)
-    with pytest.raises(RetrievalError, match="needs corpus and encoder as well"):
-        make_retriever(RetrieverOptions(file))
-    shorter = write_corpus(tmp_path / "short.jsonl", ROWS - 1)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "e5.index").write_bytes(file.read_bytes())
-    with pytest.raises(RetrievalError, match=f"{ROWS} vectors, the corpus has {ROWS - 1} rows"):
-        make_retriever(RetrieverOptions(tmp_path / "b" / "e5.index", corpus=shorter, **given))
+def test_a_faiss_file_from_elsewhere_is_searched_and_checked(built, tmp_path, subtests):
+    for backend in ["flat", "hnsw", "ivf"]:
+        with subtests.test(backend=backend):
+            given = {"encoder": "hashing:128", "query_prefix": "", "passage_prefix": ""}
+            file = tmp_path / "e5.index"
+            file.write_bytes((built / "index" / f"{backend}.faiss").read_bytes())
+            corpus = tmp_path / "wiki.jsonl.gz"
+            corpus.write_bytes(gzip.compress((built / "corpus.jsonl").read_bytes()))
+            for _ in range(2):  # the second time the corpus is unpacked already
+                retriever = make_retriever(RetrieverOptions(file, corpus=corpus, **given))
+                assert retriever.backend == backend
+                assert retriever.retrieve(["Entity3"], 3) == opened(built, backend).retrieve(["Entity3"], 3)
+            with pytest.raises(RetrievalError, match="needs corpus and encoder as well"):
+                make_retriever(RetrieverOptions(file))
+            shorter = write_corpus(tmp_path / "short.jsonl", ROWS - 1)
+            (tmp_path / "b").mkdir()
+            (tmp_path / "b" / "e5.index").write_bytes(file.read_bytes())
+            with pytest.raises(RetrievalError, match=f"{ROWS} vectors, the corpus has {ROWS - 1} rows"):
+                make_retriever(RetrieverOptions(tmp_path / "b" / "e5.index", corpus=shorter, **given))
 
 
 def test_rows_in_another_order_are_noticed(built, tmp_path):

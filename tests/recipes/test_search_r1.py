@@ -110,9 +110,8 @@ def roles(trajectory):
 # --- actions ---
 
 
-@pytest.mark.parametrize(
-    ("text", "action"),
-    [
+def test_an_action_is_the_first_complete_pair(subtests):
+    for text, action in [
         ("<think>t</think><search> who? </search>", Action("search", "who?")),
         ("<answer> Paris </answer>", Action("answer", "Paris")),
         ("<answer></answer>", Action("answer", "")),
@@ -125,10 +124,9 @@ def roles(trajectory):
         ("<search>open", None),
         ("closed</answer>", None),
         ("", None),
-    ],
-)
-def test_an_action_is_the_first_complete_pair(text, action):
-    assert parse_action(text) == action
+    ]:
+        with subtests.test(text=text, action=action):
+            assert parse_action(text) == action
 
 
 # --- what a search shows ---
@@ -304,9 +302,8 @@ BADLY = ["<search>q</search>", "<answer>{}</answer>"]
 GOLD_PASSAGE, OTHER_PASSAGE = Passage("0", "x\nParis is a city", 1.0), Passage("1", "x\nnothing", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("turns", "said", "passage", "retrieval", "value"),
-    [
+def test_the_format_and_retrieval_rewards_of_the_follow_up_paper(subtests):
+    for turns, said, passage, retrieval, value in [
         (WELL, "Paris", OTHER_PASSAGE, 0.0, 1.0),
         (BADLY, "Paris", GOLD_PASSAGE, 0.0, 0.8),
         (WELL, "London", GOLD_PASSAGE, 0.1, 0.3),
@@ -314,14 +311,13 @@ GOLD_PASSAGE, OTHER_PASSAGE = Passage("0", "x\nParis is a city", 1.0), Passage("
         (WELL, "London", OTHER_PASSAGE, 0.1, 0.2),
         (BADLY, "London", GOLD_PASSAGE, 0.1, 0.1),
         (["no", "no"], "", OTHER_PASSAGE, 0.1, 0.0),  # without an answer there is no final format
-    ],
-)
-def test_the_format_and_retrieval_rewards_of_the_follow_up_paper(turns, said, passage, retrieval, value):
-    t, _ = play([turn.format(said) for turn in turns], "max_turns=1", passages=[passage])
-    overrides = ("preset=format", f"custom_reward_function.reward_kwargs.retrieval_score={retrieval}")
-    verdict = scored(t, ["Paris"], *overrides)
-    assert verdict.value == pytest.approx(value)
-    assert verdict.acc == float(said == "Paris")
+    ]:
+        with subtests.test(turns=turns, said=said, passage=passage, retrieval=retrieval, value=value):
+            t, _ = play([turn.format(said) for turn in turns], "max_turns=1", passages=[passage])
+            overrides = ("preset=format", f"custom_reward_function.reward_kwargs.retrieval_score={retrieval}")
+            verdict = scored(t, ["Paris"], *overrides)
+            assert verdict.value == pytest.approx(value)
+            assert verdict.acc == float(said == "Paris")
 
 
 def test_a_gold_answer_that_only_the_policy_wrote_was_not_retrieved():

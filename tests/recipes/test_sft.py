@@ -151,9 +151,8 @@ def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):
     assert (left[1].mask[1:] == whole[1].mask[-63:]).all() and not left[1].mask[0]
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
+def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path, subtests):
+    for row, says in [
         ({"text": "x"}, "has neither chats nor answers"),
         ({"prompt": "x", "response": " "}, "response must be text, and not empty"),
         ({"prompt": "", "response": "x"}, "has no prompt"),
@@ -161,13 +160,12 @@ def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):
             {"prompt_ids": [5], "response_ids": [6], "response_mask": [False], "prompt": tokenizer().decode([5])},
             "nothing of a row is trained on",
         ),
-    ],
-)
-def test_a_file_that_cannot_be_trained_on_is_refused(row, says, tmp_path):
-    with pytest.raises(InputError, match=says):
-        loaded(write_rows(tmp_path / "x.parquet", [row]))
-    with pytest.raises(InputError, match="does not exist"):
-        loaded(tmp_path / "none.parquet")
+    ]:
+        with subtests.test(row=row, says=says):
+            with pytest.raises(InputError, match=says):
+                loaded(write_rows(tmp_path / "x.parquet", [row]))
+            with pytest.raises(InputError, match="does not exist"):
+                loaded(tmp_path / "none.parquet")
 
 
 def test_pictures_are_not_left_out_unnoticed(tmp_path):
@@ -432,9 +430,8 @@ def test_fine_tuning_on_kept_answers_validates_on_the_way(files, scores, questio
 # --- keys ---
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
+def test_what_has_no_meaning_here_is_refused(subtests):
+    for override, says in [
         ("data.truncation=middle", "takes away what the answers stand on"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "weighs samples that a policy drew"),
         ("algorithm.adv_estimator=gae", "has a critic"),
@@ -446,9 +443,8 @@ def test_fine_tuning_on_kept_answers_validates_on_the_way(files, scores, questio
         ("trainer.critic_warmup=1", "there is no critic"),
         ("trainer.test_freq=5", "data.val_files names none"),
         ("trainer.val_only=True", "data.val_files names none"),
-    ],
-)
-def test_what_has_no_meaning_here_is_refused(override, says):
-    assert not examine("sft", []).problems
-    found = examine("sft", [override]).problems
-    assert any(line.lower().startswith(f"{override.lower()}: ") and says in line for line in found)
+    ]:
+        with subtests.test(override=override, says=says):
+            assert not examine("sft", []).problems
+            found = examine("sft", [override]).problems
+            assert any(line.lower().startswith(f"{override.lower()}: ") and says in line for line in found)

@@ -47,24 +47,23 @@ def test_a_stage_has_its_own_files_and_says_seeds_steps_and_precision(answers):
     assert cells["then DAPO"] == "not run" and "Answered on: 2 cores, a CPU, AVX2." in page
 
 
-@pytest.mark.parametrize("stage", overview.STAGES)
-def test_the_command_beside_a_row_is_one_that_can_be_typed(stage):
-    script, *words = overview.STAGES[stage][1].split()
-    assert (ROOT / script).is_file()
-    known = (ROOT / "recipes/real/common.sh").read_text(encoding="utf-8")
-    assert all("=" in word or word == "TASK" or re.search(rf"\b{word}\b.*\)", known) for word in words)
+def test_the_command_beside_a_row_is_one_that_can_be_typed(subtests):
+    for stage in overview.STAGES:
+        with subtests.test(stage=stage):
+            script, *words = overview.STAGES[stage][1].split()
+            assert (ROOT / script).is_file()
+            known = (ROOT / "recipes/real/common.sh").read_text(encoding="utf-8")
+            assert all("=" in word or word == "TASK" or re.search(rf"\b{word}\b.*\)", known) for word in words)
 
 
-@pytest.mark.parametrize(
-    ("task", "name", "stage"),
-    [
+def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(tmp_path, subtests):
+    for task, name, stage in [
         ("instructions", "real-seed1", "then GRPO"),
         ("instructions", "real-lr3e-5-seed1", "then GRPO, larger rate"),
         ("instructions", "sft-seed1", "fine-tuning, other seeds too"),
         ("search", "real-search-seed1", "then GRPO"),
-    ],
-)
-def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(task, name, stage, tmp_path):
-    assert f"{name[:-1]}$seed" in (ROOT / "results/record.sh").read_text(encoding="utf-8")
-    (tmp_path / f"{name}.jsonl").touch()
-    assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES[stage][0])] == [name]
+    ]:
+        with subtests.test(task=task, name=name, stage=stage):
+            assert f"{name[:-1]}$seed" in (ROOT / "results/record.sh").read_text(encoding="utf-8")
+            (tmp_path / f"{name}.jsonl").touch()
+            assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES[stage][0])] == [name]

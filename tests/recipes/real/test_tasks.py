@@ -47,18 +47,22 @@ def rows(path):
     return pq.read_table(path).to_pylist()
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_every_row_of_a_task_can_be_graded_and_the_files_repeat(task, data_dir, tmp_path):
-    first, again = (write_task(task, tmp_path / name) for name in ("one", "two"))
-    assert [one.sha256 for one in first] == [one.sha256 for one in again]
-    assert {"train", "test", "train_random", "train_shuffled"} <= {one.path.stem for one in first}
-    for written in first:
-        for line in rows(written.path)[:50]:
-            assert scorer_for(line["data_source"]).problem(line["reward_model"]["ground_truth"]) is None
-            if "response" in line:
-                assert (
-                    scorer_for(line["data_source"])(line["response"], line["reward_model"]["ground_truth"]).value == 1
-                )
+def test_every_row_of_a_task_can_be_graded_and_the_files_repeat(data_dir, tmp_path, subtests):
+    for task in TASKS:
+        with subtests.test(task=task):
+            first, again = (write_task(task, tmp_path / name) for name in ("one", "two"))
+            assert [one.sha256 for one in first] == [one.sha256 for one in again]
+            assert {"train", "test", "train_random", "train_shuffled"} <= {one.path.stem for one in first}
+            for written in first:
+                for line in rows(written.path)[:50]:
+                    assert scorer_for(line["data_source"]).problem(line["reward_model"]["ground_truth"]) is None
+                    if "response" in line:
+                        assert (
+                            scorer_for(line["data_source"])(
+                                line["response"], line["reward_model"]["ground_truth"]
+                            ).value
+                            == 1
+                        )
 
 
 def test_no_page_is_in_two_splits_and_long_passages_are_left_out(data_dir):
@@ -85,23 +89,21 @@ def test_held_out_operands_are_in_no_other_split():
     assert test <= set(splits["test"]) and not test & train
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
+def test_numbers_in_words(subtests):
+    for number, words in [
         (0, "zero"),
         (13, "thirteen"),
         (40, "forty"),
         (59, "fifty-nine"),
         (100, "one hundred"),
         (118, "one hundred and eighteen"),
-    ],
-)
-def test_numbers_in_words(number, words):
-    assert arithmetic.words_of(number) == words
-    scorer = scorer_for(arithmetic.DATA_SOURCE)
-    for answer in (str(number), words, f"{words.replace('-', ' ')}.".capitalize()):
-        assert scorer(answer, {"target": arithmetic.accepted(number)}).value == 1
-    assert scorer(str(number + 1), {"target": arithmetic.accepted(number)}).value == 0
+    ]:
+        with subtests.test(number=number, words=words):
+            assert arithmetic.words_of(number) == words
+            scorer = scorer_for(arithmetic.DATA_SOURCE)
+            for answer in (str(number), words, f"{words.replace('-', ' ')}.".capitalize()):
+                assert scorer(answer, {"target": arithmetic.accepted(number)}).value == 1
+            assert scorer(str(number + 1), {"target": arithmetic.accepted(number)}).value == 0
 
 
 def test_the_ground_truth_is_the_result_of_the_operation():
@@ -112,19 +114,22 @@ def test_the_ground_truth_is_the_result_of_the_operation():
         assert arithmetic.words_of(a) in line["prompt"][0]["content"]
 
 
-@pytest.mark.parametrize("task", ["passages", "search"])
-def test_missing_data_is_told_with_its_source(task, tmp_path, monkeypatch):
-    monkeypatch.delenv("DATA_DIR", raising=False)
-    with pytest.raises(InputError, match=r"DATA_DIR: is not set.*lost-in-the-middle"):
-        write_task(task, tmp_path)
-    monkeypatch.setenv("DATA_DIR", str(tmp_path))
-    with pytest.raises(InputError, match=r"DATA_DIR=.*has no nq_open_oracle"):
-        write_task(task, tmp_path / "out")
-    (tmp_path / "nq_open_oracle").mkdir()
-    (tmp_path / passages.NQ_FILE).write_bytes(b"half a file")
-    with pytest.raises(InputError, match="take it anew from"):
-        write_task(task, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_missing_data_is_told_with_its_source(tmp_path, monkeypatch, subtests):
+    for task in ["passages", "search"]:
+        with subtests.test(task=task):
+            folder = tmp_path / task
+            folder.mkdir()
+            monkeypatch.delenv("DATA_DIR", raising=False)
+            with pytest.raises(InputError, match=r"DATA_DIR: is not set.*lost-in-the-middle"):
+                write_task(task, folder)
+            monkeypatch.setenv("DATA_DIR", str(folder))
+            with pytest.raises(InputError, match=r"DATA_DIR=.*has no nq_open_oracle"):
+                write_task(task, folder / "out")
+            (folder / "nq_open_oracle").mkdir()
+            (folder / passages.NQ_FILE).write_bytes(b"half a file")
+            with pytest.raises(InputError, match="take it anew from"):
+                write_task(task, folder / "out")
+            assert not (folder / "out").exists()
 
 
 class Characters:
