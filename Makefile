@@ -67,7 +67,6 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.step
 	$(BIN)/python -m tests.benchmarks.decode
 	$(BIN)/python -m tests.benchmarks.head_memory
-	$(BIN)/python -m tests.benchmarks.backends
 	$(BIN)/python -m tests.scale.world --write
 	@echo "retrieval: DATA_DIR=... $(BIN)/python -m tests.benchmarks.retrieval (needs .[bench])"
 	@echo "beside TRL: $(BIN)/python -m tests.benchmarks.trl.compare --help"
