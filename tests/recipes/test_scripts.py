@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,86 +13,112 @@ import pytest
 import yaml
 
 from core.config import composition, examine
-from results.reporting.run_scripts import read_script
+from core.config.recipes import trainer_of
+from results.reporting.run_scripts import PRINT_WORDS, read_script
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((ROOT / "recipes").glob("*/run_*.sh"))
-TRAINING = [path for path in SCRIPTS if path.name != "run_retriever.sh"]
-REAL = [path for path in TRAINING if path.name == "run_smollm2_135m.sh"]  # on a CPU, in one process
-LARGE = [path for path in TRAINING if path.name != "run_lab.sh" and path not in REAL]
-
-
-def named(paths):
-    return pytest.mark.parametrize("path", paths, ids=[f"{path.parent.name}/{path.name}" for path in paths])
-
-
-def run(path, cwd, *arguments, **variables):
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # where there is no .venv
-        **{"DRY_RUN": "1", "HOME": str(cwd / "home"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(cwd / "tmp")},
-        **variables,
-    }
-    return subprocess.run(["bash", str(path), *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
-
-
-def files(folder):
-    skipped = (".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")
-    return {
-        (str(path), path.stat().st_mtime_ns)
-        for path in folder.rglob("*")
-        if path.is_file() and not set(path.parts) & set(skipped)
-    }
-
-
-@pytest.fixture
-def elsewhere(tmp_path):
-    """A current folder that is not the repository, with a home of its own."""
-    for name in ("home", "tmp"):
-        (tmp_path / name).mkdir()
-    return tmp_path
-
-
-@named(SCRIPTS)
-def test_a_script_parses_and_stops_at_its_first_error(path):
-    assert subprocess.run(["bash", "-n", str(path)], capture_output=True).returncode == 0
-    text = path.read_text()
-    assert text.startswith("#!/usr/bin/env bash\n") and os.access(path, os.X_OK)
-    assert "\nset -euo pipefail\n" in text and '"$@"' in text
-    assert path not in LARGE or text.endswith('"$@"\n')  # what is typed comes last
-
-
 OVER_RAY = "\n  trainer.backend=ray (default local)\n"
 
 
-@named(SCRIPTS)
-def test_a_dry_run_validates_anywhere_and_writes_nothing(path, elsewhere):
+def scripts() -> list[Path]:
+    return sorted((ROOT / "recipes").glob("*/run_*.sh"))
+
+
+def training() -> list[Path]:
+    return [path for path in scripts() if path.name != "run_retriever.sh"]
+
+
+def is_real(path: Path) -> bool:
+    return path.name == "run_smollm2_135m.sh"  # on a CPU, in one process
+
+
+def is_large(path: Path) -> bool:
+    return path.name not in ("run_lab.sh", "run_retriever.sh") and not is_real(path)
+
+
+def one_a_kind() -> list[Path]:
+    """Scripts of a kind start training by the same line, and each large one ends in "$@"."""
+    return list({(path.parent, is_large(path), is_real(path)): path for path in training()}.values())
+
+
+def named(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    """A current folder that is not the repository, with a home of its own."""
+    for name in ("home", "tmp", "work"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+@pytest.fixture
+def run(elsewhere, monkeypatch, capsys):
+    """Run a script up to its Python, and that in this process; return the exit status, stdout and stderr."""
+
+    def started(path: Path, *arguments: str) -> tuple[int, str, str]:
+        shell = ["bash", "-c", PRINT_WORDS, str(path), *arguments]
+        done = subprocess.run(shell, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        _, dash_m, module, *words = done.stdout.split("\0")[:-1]
+        assert dash_m == "-m"
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return end.value.code or 0, *capsys.readouterr()
+
+    return started
+
+
+def test_a_script_parses_and_stops_at_its_first_error(subtests):
+    for path in scripts():
+        with subtests.test(named(path)):
+            assert subprocess.run(["bash", "-n", str(path)], capture_output=True).returncode == 0
+            text = path.read_text()
+            assert text.startswith("#!/usr/bin/env bash\n") and os.access(path, os.X_OK)
+            assert "\nset -euo pipefail\n" in text and '"$@"' in text
+            assert not is_large(path) or text.endswith('"$@"\n')  # what is typed comes last
+
+
+def test_a_dry_run_validates_anywhere_and_writes_nothing(run, elsewhere, subtests):
     """Over Ray, but for the laptop's model; with no setting in vain; a large one fits on what it asks for."""
-    before = files(elsewhere), files(path.parent)
-    done = run(path, elsewhere)
-    assert done.returncode == 0, done.stderr
-    assert "checked at start:" in done.stdout
-    assert (files(elsewhere), files(path.parent)) == before
-    assert path not in TRAINING or (OVER_RAY in done.stdout) == (path not in REAL)
-    if path in LARGE:
-        assert "has no effect" not in done.stdout and "\n  The run fits on " in done.stdout
+    before = sorted(elsewhere.rglob("*"))
+    for path in training():
+        with subtests.test(named(path)):
+            status, out, error = run(path)
+            assert status == 0, error
+            assert "checked at start:" in out and (OVER_RAY in out) == (not is_real(path))
+            if is_large(path):
+                assert "has no effect" not in out and "\n  The run fits on " in out
+    assert sorted(elsewhere.rglob("*")) == before
 
 
-# Scripts of a kind start training by the same line, and each large one ends in "$@"
-ONE_A_KIND = list({(path.parent, path in LARGE, path in REAL): path for path in TRAINING}.values())
+def test_scripts_run_dry_as_they_are_typed(elsewhere, subtests):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where there is no .venv
+    for name in ("search_r1/run_retriever.sh", "dapo/run_qwen2.5_32b.sh", "grpo/run_lab.sh"):
+        with subtests.test(name):
+            environment = os.environ | {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+            line = ["bash", str(ROOT / "recipes" / name)]
+            done = subprocess.run(line, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0 and "checked at start:" in done.stdout, done.stderr
 
 
-@named(ONE_A_KIND)
-def test_arguments_are_forwarded_and_win(path, elsewhere):
-    done = run(path, elsewhere, "trainer.seed=77", "trainer.experiment_name=mine", "trainer.backend=local")
-    assert done.returncode == 0 and "trainer.seed=77" in done.stdout
-    assert "trainer.experiment_name=mine" in done.stdout and OVER_RAY not in done.stdout
-
-
-@named(ONE_A_KIND)
-def test_a_mistyped_argument_ends_a_script(path, elsewhere):
-    done = run(path, elsewhere, "trainer.seed=77", "data.nope=1")
-    assert done.returncode == 2 and done.stderr.startswith("data.nope=1: unknown key")
+def test_arguments_are_forwarded_and_win_and_a_mistyped_one_ends_a_script(run, subtests):
+    for path in one_a_kind():
+        with subtests.test(named(path)):
+            status, out, _ = run(path, "trainer.seed=77", "trainer.experiment_name=mine", "trainer.backend=local")
+            assert status == 0 and "trainer.seed=77" in out
+            assert "trainer.experiment_name=mine" in out and OVER_RAY not in out
+            status, _, error = run(path, "trainer.seed=77", "data.nope=1")
+            assert status == 2 and error.startswith("data.nope=1: unknown key")
 
 
 @functools.cache
@@ -104,9 +131,16 @@ MODEL = "actor_rollout_ref.model.path"
 NAME = "trainer.experiment_name"  # made of what distinguishes a run, see below
 
 
-@named(TRAINING)
-def test_a_typed_preset_wins_over_the_scripts_keys_and_typed_keys_over_both(path):
+@pytest.mark.parametrize("kind", [*("dapo", "grpo", "ppo", "search_r1", "sft")])
+def test_a_typed_preset_wins_over_the_scripts_keys_and_typed_keys_over_both(kind, subtests):
     """And of the script's keys it changes those that it names: paths, nodes and memory settings stay."""
+    for path in one_a_kind():
+        if path.parent.name == kind:
+            with subtests.test(named(path)):
+                check_presets(path)
+
+
+def check_presets(path: Path) -> None:
     script = read_script(path)
     recipe, own = script.recipe, script.arguments
     scripts = {text.partition("=")[0] for text in own} - {"preset", NAME}
@@ -117,7 +151,7 @@ def test_a_typed_preset_wins_over_the_scripts_keys_and_typed_keys_over_both(path
         assert {key: both[key] for key in presets} == {key: alone[key] for key in presets}
         kept = (scripts - presets) & plain.keys()
         assert {key: both[key] for key in kept} == {key: plain[key] for key in kept}
-        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset])
+        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset], trainer_of(recipe)[1])
         assert not typed.problems and typed.config.trainer.total_training_steps == 3000
 
 
@@ -129,20 +163,24 @@ def _leaves(tree, prefix=""):
             yield prefix + name, value
 
 
-SEVERAL = [path for path in LARGE if read_script(path).config.trainer.nnodes > 1]
+def test_a_script_of_several_nodes_names_its_cluster_and_survives_a_loss(run, subtests):
+    several = {path: read_script(path).config.trainer for path in training() if is_large(path)}
+    several = {path: trainer for path, trainer in several.items() if trainer.nnodes > 1}
+    assert several
+    for path, trainer in several.items():
+        with subtests.test(named(path)):
+            assert (trainer.max_restarts, trainer.save_freq, trainer.max_actor_ckpt_to_keep) == (3, 20, 2)
+            head = (path.parent / "train.sh").read_text().split("set -euo pipefail")[0]
+            assert "RAY_ADDRESS" in path.read_text() and "ray start --head" in head and "ray start --address=" in head
+            line = f"trainer.nnodes={trainer.nnodes}: needs a Ray cluster, and neither RAY_ADDRESS nor"
+            status, out, _ = run(path)
+            assert status == 0 and f"\n  cluster: {line}" in out
+            assert f"cluster: {line}" not in run(path, "trainer.nnodes=1")[1]
 
 
-@named(SEVERAL)
-def test_a_script_of_several_nodes_names_its_cluster_and_survives_a_loss(path, elsewhere, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    trainer = read_script(path).config.trainer
-    assert (trainer.max_restarts, trainer.save_freq, trainer.max_actor_ckpt_to_keep) == (3, 20, 2)
-    head = (path.parent / "train.sh").read_text().split("set -euo pipefail")[0]
-    assert "RAY_ADDRESS" in path.read_text() and "ray start --head" in head and "ray start --address=" in head
-    line = f"trainer.nnodes={trainer.nnodes}: needs a Ray cluster, and neither RAY_ADDRESS nor"
-    dry = run(path, elsewhere)
-    assert dry.returncode == 0 and f"\n  cluster: {line}" in dry.stdout
+def test_without_its_cluster_a_script_is_refused_before_it_starts(run, elsewhere, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "")
     files = [f"data.{kind}_files={ROOT / 'README.md'}" for kind in ("train", "val")]
-    refused = run(path, elsewhere, *files, DRY_RUN="")
-    assert refused.returncode == 2 and line in refused.stderr and not list(elsewhere.glob("outputs"))
-    assert f"cluster: {line}" not in run(path, elsewhere, "trainer.nnodes=1").stdout
+    status, _, error = run(ROOT / "recipes/dapo/run_qwen2.5_32b.sh", *files)
+    assert status == 2 and "needs a Ray cluster, and neither RAY_ADDRESS nor" in error
+    assert not list(elsewhere.glob("work/*"))
