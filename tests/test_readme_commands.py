@@ -7,6 +7,7 @@ says, or only show their help. ``make test-slow`` types the labs in fact.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -64,6 +65,7 @@ def readmes() -> list[Path]:
     return [ROOT / name for name in tracked.stdout.splitlines()]
 
 
+@functools.cache
 def blocks() -> list[Block]:
     found = []
     for path in readmes():
@@ -72,9 +74,6 @@ def blocks() -> list[Block]:
             commands = tuple(line for line in lines if line.strip() and not line.startswith("#"))
             found.append(Block(path, number, commands))
     return found
-
-
-BLOCKS = blocks()
 
 
 @dataclass(frozen=True)
@@ -146,28 +145,25 @@ def expected(command: str) -> tuple[int, str]:
 
 
 def test_there_are_blocks_and_every_exception_stands_for_a_command():
-    assert len(BLOCKS) >= 8 and sum(len(block.commands) for block in BLOCKS) >= 30
-    commands = [command for block in BLOCKS for command in block.commands]
+    assert len(blocks()) >= 8 and sum(len(block.commands) for block in blocks()) >= 30
+    commands = [command for block in blocks() for command in block.commands]
     for pattern in REFUSALS:
         assert any(re.search(pattern, command) for command in commands), pattern
 
 
-OF_RECIPES = [block for block in BLOCKS if block.path.is_relative_to(ROOT / "recipes")]  # dozens of dry runs
-
-
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(one, marks=pytest.mark.processes if one in OF_RECIPES else (), id=one.name) for one in BLOCKS],
-)
-def test_a_block_works_as_typed(with_runs, block):
+@pytest.mark.parametrize("of_recipes", [False, pytest.param(True, marks=pytest.mark.processes)])  # dozens of dry runs
+def test_blocks_work_as_typed(with_runs, of_recipes, subtests):
     folder, home = with_runs
-    typed = type_in(folder, home, block.commands)
-    assert len(typed) == len(block.commands), typed[-1].output if typed else "the shell ended"
-    for one in typed:
-        status, text = expected(one.command)
-        assert one.status == status and text in one.output, f"{one.command}\n{one.output}"
-        assert "Traceback" not in one.output and "No module named" not in one.output, one.output
+    for block in blocks():
+        if block.path.is_relative_to(ROOT / "recipes") == of_recipes:
+            with subtests.test(block.name):
+                typed = type_in(folder, home, block.commands)
+                assert len(typed) == len(block.commands), typed[-1].output if typed else "the shell ended"
+                for one in typed:
+                    status, text = expected(one.command)
+                    assert one.status == status and text in one.output, f"{one.command}\n{one.output}"
+                    assert "Traceback" not in one.output and "No module named" not in one.output, one.output
 
 
 def test_without_activation_python_is_not_the_environments(place):
@@ -179,7 +175,7 @@ def test_without_activation_python_is_not_the_environments(place):
 
 def commands_that_train() -> list[str]:
     """Those of the READMEs, of the table of references and of ``make lab``, without comments; some stand in several."""
-    typed = [command for block in BLOCKS for command in block.commands]
+    typed = [command for block in blocks() for command in block.commands]
     references = yaml.safe_load((ROOT / "results/references.yaml").read_text(encoding="utf-8"))["references"]
     typed += [reference["command"] for reference in references if "command" in reference]
     typed += [line.strip() for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()]
@@ -217,22 +213,16 @@ def test_commands_with_other_settings_have_other_folders_and_equal_ones_share_th
     assert [folders for folders in folders_of.values() if len(folders) > 1] == []
 
 
-LAB_BLOCKS = [block for block in BLOCKS if any(LABS.search(command) for command in block.commands)]
-
-
-@pytest.fixture(scope="module")
-def typed_into(tmp_path_factory):
-    """The copy into which the labs of all READMEs are typed, in their order: some use what earlier ones made."""
-    return copy_of_the_repository(tmp_path_factory.mktemp("labs") / "copy")
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(7200)  # of one block, on two cores that other work shares
-@pytest.mark.parametrize("block", LAB_BLOCKS, ids=lambda block: block.name)
-def test_the_labs_work_as_typed_in_this_order(place, typed_into, block):
-    for one in type_in(typed_into, place[1], block.commands, in_fact=True):
-        if LABS.search(one.command):
-            assert one.status == 0 and "Traceback" not in one.output, f"{one.command}\n{one.output}"
-    if block == LAB_BLOCKS[0]:  # make lab
-        assert block.commands[0].startswith("make lab")
-        assert (typed_into / "outputs/grpo/lab-30-steps/report.html").exists()
+@pytest.mark.timeout(7200)  # on two cores that other work shares
+def test_the_labs_work_as_typed_in_this_order(place, tmp_path, subtests):
+    """Into one copy: some use what earlier ones made."""
+    folder = copy_of_the_repository(tmp_path / "copy")
+    labs = [block for block in blocks() if any(LABS.search(command) for command in block.commands)]
+    assert labs[0].commands[0].startswith("make lab")
+    for block in labs:
+        with subtests.test(block.name):
+            for one in type_in(folder, place[1], block.commands, in_fact=True):
+                if LABS.search(one.command):
+                    assert one.status == 0 and "Traceback" not in one.output, f"{one.command}\n{one.output}"
+    assert (folder / "outputs/grpo/lab-30-steps/report.html").exists()

@@ -30,33 +30,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("path", LINES, ids=lambda path: path.stem)
-def test_a_published_line_validates(path, folder, monkeypatch, capsys):
-    monkeypatch.setenv("DRY_RUN", "1")
-    name = path.stem
-    with pytest.raises(SystemExit) as end:
-        prepare(RECIPES.get(name, "ppo"), arguments(path))
-    assert (end.value.code, capsys.readouterr().err) == (0, "")
-
-
-@pytest.mark.parametrize("path", LINES, ids=lambda path: path.stem)
-def test_a_published_line_validates_for_a_cluster(path, folder, monkeypatch, capsys):
-    monkeypatch.setenv("DRY_RUN", "1")
-    name, cluster = path.stem, ["trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm"]
-    if name == "dapo":  # its model has 28 heads, which 8 ranks cannot share: it is refused, there at the start as well
-        cluster.append("actor_rollout_ref.model.path=Qwen/Qwen2.5-32B")
-    with pytest.raises(SystemExit) as end:
-        prepare(RECIPES.get(name, "ppo"), [*arguments(path), *cluster])
-    assert (end.value.code, capsys.readouterr().err) == (0, "")
-=======
 def test_a_published_line_validates(folder, monkeypatch, capsys, subtests):
     for path in LINES:
         with subtests.test(path=path):
             monkeypatch.setenv("DRY_RUN", "1")
             name = path.stem
             with pytest.raises(SystemExit) as end:
-                prepare(RECIPES.get(name, "ppo"), arguments(path), HOOKS.get(name, ()))
+                prepare(RECIPES.get(name, "ppo"), arguments(path))
             assert (end.value.code, capsys.readouterr().err) == (0, "")
 
 
@@ -70,9 +50,8 @@ def test_a_published_line_validates_for_a_cluster(folder, monkeypatch, capsys, s
             ):  # its model has 28 heads, which 8 ranks cannot share: it is refused, there at the start as well
                 cluster.append("actor_rollout_ref.model.path=Qwen/Qwen2.5-32B")
             with pytest.raises(SystemExit) as end:
-                prepare(RECIPES.get(name, "ppo"), [*arguments(path), *cluster], HOOKS.get(name, ()))
+                prepare(RECIPES.get(name, "ppo"), [*arguments(path), *cluster])
             assert (end.value.code, capsys.readouterr().err) == (0, "")
->>>>>>> f4e20685 (Tests of recipes: inputs are subtests; the comparisons of two backends and beside TRL go)
 
 
 def test_the_entry_point_runs_it_dry(folder, subtests):

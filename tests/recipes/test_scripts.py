@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from core.config import composition, examine
-from core.config.recipes import trainer_of
 from results.reporting.run_scripts import PRINT_WORDS, read_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +150,7 @@ def check_presets(path: Path) -> None:
         assert {key: both[key] for key in presets} == {key: alone[key] for key in presets}
         kept = (scripts - presets) & plain.keys()
         assert {key: both[key] for key in kept} == {key: plain[key] for key in kept}
-        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset], trainer_of(recipe)[1])
+        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset])
         assert not typed.problems and typed.config.trainer.total_training_steps == 3000
 
 
