@@ -52,14 +52,6 @@ IMPORTED_ONLY_BY = {
     "vllm": ("core/engines/vllm*.py", "core/vision/vllm_*.py"),
 }
 
-MARKDOWN = [
-    path
-    for pattern in ("*.md", "core/**/*.md", "recipes/**/*.md", "tests/commands/*.md")
-    for path in sorted(ROOT.glob(pattern))
-]
-PYTHON = sorted(path for package in TOP_LEVEL for path in (ROOT / package).rglob("*.py"))
-
-
 # -- reading the code ----------------------------------------------------------------------------
 
 
@@ -72,7 +64,11 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(path): path for path in PYTHON}
+@cache
+def modules() -> dict[str, Path]:
+    """Return dotted name -> file of every module that is no test."""
+    found = (path for package in TOP_LEVEL for path in (ROOT / package).rglob("*.py"))
+    return {module_of(path): path for path in sorted(found)}
 
 
 @cache
@@ -100,8 +96,8 @@ def imported_names(path: Path, typing: bool = True) -> frozenset[str]:
 
 def imported_modules(path: Path, typing: bool = True) -> set[str]:
     """Return the modules of this repository that the file imports, without itself."""
-    found = {name if name in MODULES else name.rpartition(".")[0] for name in imported_names(path, typing)}
-    return (found & MODULES.keys()) - {module_of(path)}
+    found = {name if name in modules() else name.rpartition(".")[0] for name in imported_names(path, typing)}
+    return (found & modules().keys()) - {module_of(path)}
 
 
 def package_of(module: str) -> str:
@@ -114,7 +110,9 @@ def unit_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-KERNEL = [module for module in MODULES if package_of(module) == "core"]
+@cache
+def kernel() -> frozenset[str]:
+    return frozenset(module for module in modules() if package_of(module) == "core")
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
@@ -126,27 +124,25 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 # -- the directions of imports -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("package", TOP_LEVEL)
-def test_imports_between_packages_run_downwards(package):
+def test_imports_between_packages_run_downwards():
     upwards = [
-        f"{relative(path)} imports {module}"
-        for path in PYTHON
-        if package_of(module_of(path)) == package
+        f"{name} imports {module}"
+        for name, path in modules().items()
         for module in sorted(imported_modules(path))
-        if package_of(module) not in (package, *TOP_LEVEL[package])
+        if package_of(module) not in (package_of(name), *TOP_LEVEL[package_of(name)])
     ]
     assert not upwards
 
 
 def kernel_imports(module: str, typing: bool = True) -> set[str]:
-    return {one for one in imported_modules(MODULES[module], typing) if one in KERNEL}
+    return {one for one in imported_modules(modules()[module], typing) if one in kernel()}
 
 
 def test_imports_inside_the_kernel_run_downwards():
     layer_of = {unit: number for number, units in enumerate(LAYERS) for unit in units}
     upwards = [
         f"{module} imports {one}"
-        for module in KERNEL
+        for module in kernel()
         for one in sorted(kernel_imports(module))
         if layer_of[unit_of(one)] < layer_of[unit_of(module)]
     ]
@@ -154,18 +150,18 @@ def test_imports_inside_the_kernel_run_downwards():
 
 
 def test_every_part_of_the_kernel_has_a_layer():
-    assert {unit_of(module) for module in KERNEL} == {unit for units in LAYERS for unit in units}
+    assert {unit_of(module) for module in kernel()} == {unit for units in LAYERS for unit in units}
 
 
 def test_no_circle_of_packages_in_the_kernel():
     above = defaultdict(set)
-    for module in KERNEL:
+    for module in kernel():
         above[unit_of(module)] |= {unit_of(one) for one in kernel_imports(module)}
     assert not circle({unit: below - {unit} for unit, below in above.items()})
 
 
 def test_no_circle_of_files_in_the_kernel():
-    assert not circle({module: kernel_imports(module, typing=False) for module in KERNEL})
+    assert not circle({module: kernel_imports(module, typing=False) for module in kernel()})
 
 
 def circle(graph: dict[str, set[str]]) -> str:
@@ -180,7 +176,7 @@ def circle(graph: dict[str, set[str]]) -> str:
 def test_a_recipe_imports_no_other_recipe_except_the_lab():
     crossing = [
         f"{relative(path)} imports {module}"
-        for path in PYTHON
+        for path in modules().values()
         if (recipe := relative(path).split("/"))[0] == "recipes"
         for module in sorted(imported_modules(path))
         if module.startswith("recipes.") and module.split(".")[1] not in (recipe[1], "lab")
@@ -188,28 +184,25 @@ def test_a_recipe_imports_no_other_recipe_except_the_lab():
     assert not crossing
 
 
-@pytest.mark.parametrize("package", IMPORTED_ONLY_BY)
-def test_ray_and_vllm_are_imported_by_few_files(package):
-    importing = [relative(path) for path in PYTHON if package in map(package_of, imported_names(path))]
-    assert importing and all(any(fnmatch(name, one) for one in IMPORTED_ONLY_BY[package]) for name in importing), (
-        importing
-    )
+def test_ray_and_vllm_are_imported_by_few_files():
+    for package, allowed in IMPORTED_ONLY_BY.items():
+        importing = [relative(path) for path in modules().values() if package in map(package_of, imported_names(path))]
+        assert importing and all(any(fnmatch(name, one) for one in allowed) for name in importing), importing
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "from core.config import compose; compose('grpo', ['actor_rollout_ref.rollout.n=4'])",
-        "from reward_scores import SCORERS; SCORERS['openai/gsm8k']('#### 4', '4', {})",
-        "import core.rewards, results.reporting.run_report",
-        "from core import plan; plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])",
-    ],
-)
-def test_composing_scoring_and_reporting_load_no_heavy_package(program):
-    check = "import sys; print([n for n in ('torch', 'ray', 'vllm', 'transformers', 'wandb') if n in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\n{check}"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+def test_composing_scoring_and_reporting_load_no_heavy_package():
+    program = """
+import sys
+from core import plan
+from core.config import compose
+from reward_scores import SCORERS
+import core.rewards, results.reporting.run_report
+compose('grpo', ['actor_rollout_ref.rollout.n=4'])
+SCORERS['openai/gsm8k']('#### 4', '4', {})
+plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])
+print([n for n in ('torch', 'ray', 'vllm', 'transformers', 'wandb') if n in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
@@ -218,8 +211,8 @@ def test_composing_scoring_and_reporting_load_no_heavy_package(program):
 
 def test_no_two_classes_and_no_two_files_of_core_share_a_name():
     places = defaultdict(list)
-    for path in PYTHON:
-        if package_of(module_of(path)) == "core":
+    for path in map(modules().get, kernel()):
+        if path:
             classes = [node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
             # A section's file bears the section's name; each extension has an extension.py.
             shared = path.parent.name == "sections" or path.name in ("__init__.py", "extension.py", "keys.py")
@@ -244,9 +237,14 @@ def documentation(path: Path) -> str:
     return "\n".join([*filter(None, map(ast.get_docstring, nodes)), *re.findall(r"#.*", text)])
 
 
-# The cross-check keeps the packages that it compares with in an environment below its folder.
-TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if ".venv" not in path.parts)
-DOCUMENTED = [*MARKDOWN, *PYTHON, *TESTS, *sorted((ROOT / "recipes").rglob("*.sh"))]
+def documented() -> list[Path]:
+    # The cross-check keeps the packages that it compares with in an environment below its folder.
+    tests = sorted(path for path in (ROOT / "tests").rglob("*.py") if ".venv" not in path.parts)
+    patterns = ("*.md", "core/**/*.md", "recipes/**/*.md", "tests/commands/*.md", "recipes/**/*.sh")
+    texts = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return [*texts, *modules().values(), *tests]
+
+
 STARTS = "|".join([*TOP_LEVEL, "tests"])
 
 
@@ -254,7 +252,7 @@ STARTS = "|".join([*TOP_LEVEL, "tests"])
 def test_what_documents_name_exists():
     """Paths and commands of this repository that documents and comments name; ``*`` and ``<recipe>`` stand for any."""
     missing = []
-    for path in DOCUMENTED:
+    for path in documented():
         text = documentation(path)
         for name in re.findall(rf"(?<![\w./-])((?:{STARTS})/[\w./*<>-]*[\w*/>])", text):
             pattern = re.sub(r"<[^>]*>", "*", name).rstrip("/")
@@ -273,7 +271,7 @@ def test_no_document_outside_of_the_repository_is_cited():
     invariants = re.compile(r"\bI(?:[1-9]|1[0-5])\b")
     cited = [
         f"{relative(path)}: {found}"
-        for path in DOCUMENTED
+        for path in documented()
         if path != Path(__file__)
         for found in [*filter(documentation(path).__contains__, names), *invariants.findall(documentation(path))]
     ]
