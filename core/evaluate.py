@@ -134,16 +134,15 @@ def generate(call: GenerateCall) -> bool:
         check_examples(loop, prompts)
         manifest = _manifest(call, prompts)
         lines = _begun(out, manifest)
-        order = [(prompt.ordinal, sample) for prompt in prompts for sample in range(manifest["samples"])]
-        missing = [(prompt, sample) for prompt in prompts for sample in range(manifest["samples"])]
-        missing = [(prompt, sample) for prompt, sample in missing if (prompt.ordinal, sample) not in lines]
+        order = {(prompt.ordinal, sample): prompt for prompt in prompts for sample in range(manifest["samples"])}
+        missing = [(prompt, key[1]) for key, prompt in order.items() if key not in lines]
         if missing:
             out.parent.mkdir(parents=True, exist_ok=True)
             files.write_manifest(out, manifest)
             write_atomic(out, "".join(map(json_line, lines.values())))  # no half a line of a killed command
             run = owned.enter_context(answering(config, call.trainer, tokenizer, loop, prompts))
             asyncio.run(_answer(run, missing, out, lines))
-        if list(lines) != order:
+        if list(lines) != list(order):
             write_atomic(out, "".join(json_line(lines[key]) for key in order))
         return bool(missing)
 
@@ -364,11 +363,10 @@ def generate_command(arguments: Sequence[str]) -> None:
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
     rollout, questions = call.config.actor_rollout_ref.rollout, call.config.data.val_files
     chosen, absent = rollout.val_kwargs, [path for path in questions if not Path(path).expanduser().is_file()]
-    sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
     there = f"{', '.join(questions)}" + (f" (not there yet: {', '.join(absent)})" if absent else "")
-    by = f"{call.path} ({rollout.name} in {rollout.dtype}, {sampling})"
+    how = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
     would = "dry run: it would write " if is_dry_run() else ""
-    print(f"{would}{chosen.n} a question, answers to {there} by {by}, into {call.out}", flush=True)
+    print(f"{would}{chosen.n} a question, {how}: answers to {there} by {call.path}, into {call.out}", flush=True)
     if not is_dry_run():
         worked = generate(call)
         print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))

@@ -56,10 +56,8 @@ class CustomFunction:
             raise InputError(f"{KEY}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
         signature = inspect.signature(self.function)
         given = signature.parameters
-        if any(one.kind is one.VAR_KEYWORD for one in given.values()):
-            arguments = known
-        else:
-            arguments = tuple(name for name in known if name in given)
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in given.values())
+        arguments = tuple(name for name in known if takes_all or name in given)
         try:
             if known[1] not in arguments:
                 raise TypeError(f"it has no argument {known[1]}")

@@ -1,9 +1,8 @@
 """Where answers are graded: in this process, or in graders, processes that can be killed at a deadline.
 
 A grader is a process in a session of its own, which reads and writes lines of JSON. Its parent counts the time: a
-grader that misses a deadline is killed with everything it started, and the next job starts another. No pickle is read
-on either side. Libraries for this (``concurrent.futures``, pebble) kill a process, but not those that it has started,
-and they unpickle what it sends.
+grader that misses a deadline is killed with everything it started, and the next job starts another. Libraries for this
+(``concurrent.futures``, pebble) kill a process, but not those that it has started, and unpickle what it sends.
 
 ``python -m core.rewards.graders`` is such a process (:func:`main`); :class:`Grader` alone starts it.
 """
@@ -61,21 +60,17 @@ class InProcess:
         except (Exception, SystemExit) as error:  # sys.exit in a scorer must not end the run, which would look finished
             return crash(error)
 
-    async def run_together(self, jobs: Sequence[Job]) -> list[Score | Failure]:
-        return [await self.run(job) for job in jobs]
-
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
 
 
 class GraderPool:
-    """Grades jobs in ``num_workers`` graders (None: one a core, at most 4).
+    """Grades jobs in ``num_workers`` graders (None: one a core, at most 4), which start with the first jobs.
 
     A job that takes longer than ``timeout_s`` gets status timeout; one whose grader dies, or whose scorer raises, gets
     crash. A grader may map ``memory_limit_mb`` MiB (None: no limit). An asynchronous function runs in the grader's own
-    event loop, one job at a time. A batched function is called with the jobs of :meth:`run_together`; ``timeout_s`` is
-    then the time of that call. No process is started before the first job.
+    event loop, one job at a time.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class GraderPool:
             "custom": scorers.custom and scorers.custom.settings,
             "preload": [],
         }
-        self.graders = [Grader(self.settings) for _ in range(num_workers or min(4, cores()))]
+        self.graders = [Grader(self.settings) for _ in range(num_workers or min(4, os.cpu_count() or 1))]
         self._idle: queue.LifoQueue[Grader] = queue.LifoQueue()
         for grader in reversed(self.graders):  # the first one is taken first: as few start as are needed
             self._idle.put(grader)
@@ -108,7 +103,7 @@ class GraderPool:
         return (await self.run_together([job]))[0]
 
     async def run_together(self, jobs: Sequence[Job]) -> list[Score | Failure]:
-        """Return the results of jobs that one grader gets at once, in the time of one.
+        """Return the results of jobs that a function of lists gets in one call, in the time of one.
 
         Raises WorkersLost where no grader starts: that is never the fault of an answer.
         """
@@ -234,18 +229,13 @@ class Grader:
 
 def to_json(value: Any) -> str:
     """Write what goes to a grader. Raises TypeError or ValueError that names what is not JSON."""
-
-    def as_dict(value: Any) -> dict[str, Any]:
-        if isinstance(value, Mapping):
-            return dict(value)
-        raise TypeError(f"{type(value).__name__} is not JSON: {value!r:.100}")
-
-    return json.dumps(value, default=as_dict)
+    return json.dumps(value, default=_as_dict)
 
 
-def cores() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _as_dict(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON: {value!r:.100}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:

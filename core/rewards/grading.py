@@ -1,7 +1,4 @@
-"""What is graded, by which scorer, and what its result is: a score, or the reason why there is none.
-
-Where it is graded, in this process or in one that can be killed, is :mod:`core.rewards.graders`' choice.
-"""
+"""What is graded, by which scorer, and what its result is: a score, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -57,12 +54,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class ModelScore:
-    """The number of a reward model or a judge, or why there is none."""
+    """The number of a reward model or a judge, or why there is none (``error``)."""
 
     value: float = math.nan
     cut: bool = False  # the answer was longer than reward_model.max_length
     error: str = ""
-    timed_out: bool = False  # the error is that there was no reply in time
+    timed_out: bool = False  # there was no reply in time
     notes: Mapping[str, float] = field(default_factory=dict)  # of a judge: further parts of the score
 
     @property
@@ -120,12 +117,12 @@ def crash(error: BaseException) -> Failure:
 
 def as_results(result: Any, count: int) -> list[Score | Failure]:
     """Read what a function of lists returned. Raises ScoreError unless it is one result an answer."""
-    listed = hasattr(result, "__len__") and not isinstance(result, Mapping | str) and getattr(result, "shape", 1) != ()
-    if not listed or len(result) != count:
-        had = f"{len(result)} results" if listed else f"{_shown(result)} and no list"
-        raise ScoreError(f"a batched reward function must return one result an answer: got {had} for {count} answers")
+    results = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(results, list | tuple) or len(results) != count:
+        has = f"{len(results)} results" if isinstance(results, list | tuple) else f"{result!r:.100}"
+        raise ScoreError(f"a batched reward function must return one result an answer: got {has} for {count} answers")
     found: list[Score | Failure] = []
-    for one in result:
+    for one in results:
         try:
             found.append(as_score(one))
         except ScoreError as error:  # it costs its own answer only
@@ -169,8 +166,9 @@ def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
 def _number(value: Any, name: Any = "score") -> float:
     number = _finite(value)
     if number is None:
-        shown = f"{_shown(value)} as its {str(name)!r}"
-        raise ScoreError(f"the reward function returned {shown}; {RETURN}, finite and at most {LARGEST:g}")
+        shown = "None (is a return missing?)" if value is None else f"a {type(value).__name__} ({value!r:.100})"
+        rule = f"{RETURN}, finite and at most {LARGEST:g}"
+        raise ScoreError(f"the reward function returned {shown} as its {str(name)!r}; {rule}")
     return number
 
 
@@ -182,13 +180,3 @@ def _finite(value: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several, an int beyond any float
         return None
     return number if number is not None and abs(number) <= LARGEST else None
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "None (is a return missing?)"
-    try:
-        text = f"{value!r:.100}"
-    except Exception:  # an int of more than 4,300 digits; a repr of the user's own
-        text = "without a repr"
-    return text if isinstance(value, float | int) else f"a {type(value).__name__} ({text})"

@@ -1,13 +1,9 @@
 """A judge: a generative model behind a URL that grades answers (``reward_model.judge``), in place of a classifier.
 
-A reply of an OpenAI-compatible server holds a number; anything doubtful is no number, the answer has then no score, and
-``reward_model.on_error`` decides what becomes of it.
-
 * A policy that is trained on a judge's numbers learns to address the judge. Its text is therefore enclosed in tags with
   a mark that is a hash of the text, so that no text holds its own closing tag, and the first lines tell the judge that
   nothing between tags is an instruction. Answers that hold such tags or a number in the judge's form are counted.
-* A server that is away, busy, slow or broken is sent a request again for ``give_up_s``
-  (:mod:`reward_scores.http_client`). What another attempt cannot change (other 4xx) fails at once.
+* Anything doubtful in a reply is no number: the answer has no score, and ``reward_model.on_error`` decides.
 * Replies are kept on disk by the content of their request, as they came, nonsense included: at temperature 0 another
   try would give the same. A run that is repeated or resumed sends no request twice, and needs no server for those.
 """
@@ -98,23 +94,21 @@ class Judge:
 
         Where no server can be reached but replies are kept, a run may be a repetition and begins.
         """
-        where = f"{KEY}.url={self.config.url}"
+        config, where = self.config, f"{KEY}.url={self.config.url}"
         try:
-            listed = self.http.loop.submit(self.http.send_once("GET", f"{self.url}/models", longest_s=PROBE_S)).result()
-            models = [str(model["id"]) for model in listed.json()["data"]]
-        except RequestFailed as failure:
-            if failure.kind == "connect" and not len(self.cache):
+            reply = self.http.loop.submit(self.http.send_once("GET", f"{self.url}/models", longest_s=PROBE_S)).result()
+            models = [str(model["id"]) for model in reply.json()["data"]]
+        except (RequestFailed, KeyError, TypeError) as failure:
+            if getattr(failure, "kind", "") == "connect" and not len(self.cache):
                 rule = f"cannot be reached ({failure}); start the server, or name one that runs"
                 raise InputError(f"{where}: {rule}") from failure
-            if failure.status in (401, 403):
-                fix = f"the environment variable {self.config.api_key_env} ({KEY}.api_key_env) must hold its key"
+            if getattr(failure, "status", 0) in (401, 403):
+                fix = f"the environment variable {config.api_key_env} ({KEY}.api_key_env) must hold its key"
                 raise InputError(f"{where}: refuses access ({failure}); {fix}") from failure
             log.warning("%s: lists no models (%s), so that %s.model is unchecked", where, failure, KEY)
-        except (KeyError, TypeError):  # some servers list nothing
-            log.warning("%s: lists no models, so that %s.model is unchecked", where, KEY)
-        else:
-            if models and self.config.model not in models:
-                raise InputError(f"{KEY}.model={self.config.model}: {where} has {', '.join(models)}; name one of these")
+            return
+        if models and config.model not in models:
+            raise InputError(f"{KEY}.model={config.model}: {where} has {', '.join(models)}; name one of these")
 
     def usage(self, prefix: str) -> dict[str, float]:
         """Return what the judge did since the last call: requests, kept replies, retries, tokens, failures by kind."""
@@ -137,22 +131,21 @@ class Judge:
 
     async def _grade(self, answer: Answer) -> ModelScore:
         texts = shown_texts(answer)
-        notes = {"judge_addressed": float(self._addresses_judge(texts["response"]))}
         try:
             reply = await self._reply(self._body(texts))
             value = self.read(reply)
         except (RequestFailed, NoNumber) as failure:
-            kind = "nonsense" if isinstance(failure, NoNumber) else _kind(failure)
-            self._counts[f"failures_{kind}"] += 1
+            kind = getattr(failure, "kind", "nonsense")
+            self._counts[f"failures_{'status' if kind == 'reply' else kind}"] += 1
             self._failed_in_row += 1
             if self._failed_in_row >= self.config.max_failures:
-                raise JudgeLost(
-                    f"{KEY}.url={self.config.url}: {self._failed_in_row} answers in a row had no number, the last one "
-                    f"because of: {failure}. The run ends, and the same command goes on from its last checkpoint"
-                ) from failure
+                rule = f"{self._failed_in_row} answers in a row had no number, the last one because of: {failure}"
+                fix = "The run ends, and the same command goes on from its last checkpoint"
+                raise JudgeLost(f"{KEY}.url={self.config.url}: {rule}. {fix}") from failure
             return ModelScore(error=f"{failure!s:.300}", timed_out=kind == "timeout")
         self._failed_in_row = 0
-        return ModelScore(value, notes={**notes, "judge_tokens": float(reply.tokens)})
+        notes = {"judge_addressed": self._addresses_judge(texts["response"]), "judge_tokens": reply.tokens}
+        return ModelScore(value, notes={name: float(number) for name, number in notes.items()})
 
     def read(self, reply: Reply) -> float:
         """Return the number of a reply. Raises NoNumber."""
@@ -182,15 +175,8 @@ class Judge:
 
     def _body(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """Return the request. It is all that decides a reply, and so the key under which that is kept."""
-        config = self.config
-        body = {
-            "model": config.model,
-            "messages": [{"role": "user", "content": fill(self.template, texts)}],
-            "temperature": config.temperature,
-            "seed": config.seed,
-            "max_tokens": config.max_tokens,
-            **config.extra,
-        }
+        body = {name: getattr(self.config, name) for name in ("model", "temperature", "seed", "max_tokens")}
+        body |= {"messages": [{"role": "user", "content": fill(self.template, texts)}], **self.config.extra}
         return {name: value for name, value in body.items() if value is not None}
 
     async def _reply(self, body: Mapping[str, Any]) -> Reply:
@@ -282,7 +268,3 @@ def _read_completion(reply: HttpReply) -> Reply:
         return Reply(choice["message"].get("content") or "", choice.get("finish_reason") or "", tokens)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}") from error
-
-
-def _kind(failure: RequestFailed) -> str:
-    return "status" if failure.kind == "reply" else failure.kind

@@ -39,7 +39,6 @@ class RewardError(RuntimeError):
 class RewardLayer:
     """Scores trajectories as the sections ``reward_model`` and ``custom_reward_function`` of the configuration say.
 
-    ``reward_model.reward_kwargs`` maps a scorer's name to its options: ``{"gsm8k": {"method": "flexible"}}``.
     Raises InputError, with all problems, for a configuration that cannot work.
     """
 
@@ -97,8 +96,8 @@ class RewardLayer:
         """Score answers to a prompt; a function of lists gets them in one call, in this order.
 
         For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
-        ``reward_model.weight`` times the model's number is added where that is not 0. A failing scorer raises
-        RewardError only with ``on_error=raise``.
+        ``reward_model.weight`` times the model's number is added. A failing scorer raises RewardError only with
+        ``on_error=raise``.
         """
         jobs = [self.job(prompt, trajectory) for trajectory in trajectories]
         by_model = self.config.enable and prompt.style == MODEL_STYLE
@@ -133,15 +132,10 @@ class RewardLayer:
 
     async def _ask_model(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[ModelScore]:
         """Return the numbers of the judge or the reward model."""
-        answers = [
-            Answer(
-                prompt.messages,
-                one.response_text,
-                (*one.prompt_ids.tolist(), *one.response_ids.tolist()),
-                prompt.ground_truth,
-            )
-            for one in trajectories
-        ]
+        answers = []
+        for one in trajectories:
+            ids = (*one.prompt_ids.tolist(), *one.response_ids.tolist())
+            answers.append(Answer(prompt.messages, one.response_text, ids, prompt.ground_truth))
         if self.judge is not None:
             return await asyncio.gather(*map(self.judge.run, answers))
         if self._reward_model is None:
@@ -167,7 +161,7 @@ class RewardLayer:
             return result
         if self.config.on_error == "raise":
             way_out = "reward_model.on_error=zero or =mask goes on without it"
-            raise RewardError(f"{described(result, job, uid)}\n{result.detail}{way_out}")
+            raise RewardError(described(result, job, uid) + way_out)
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
     def usage(self, prefix: str) -> dict[str, float]:
@@ -192,24 +186,19 @@ class Failures:
         self._noted = False
 
     def count(self, result: Score | Failure, job: Job, uid: str) -> None:
-        self.answers += 1
-        self.all_answers += 1
-        if isinstance(result, Failure):
-            self.failed += 1
-            self.all_failed += 1
-            if not self.first:
-                self.first = f"{described(result, job, uid)}\n{result.detail}"
-                if self.on_error in COUNTS:  # otherwise the run ends with it
-                    text = "%s(reward_model.on_error=%s: %s. Shown once; reward/failed_rate has the share of each step)"
-                    log.warning(text, self.first, self.on_error, COUNTS[self.on_error])
-        elif result.notes and not self._noted:
+        failed = isinstance(result, Failure)
+        self.answers, self.failed = self.answers + 1, self.failed + failed
+        self.all_answers, self.all_failed = self.all_answers + 1, self.all_failed + failed
+        if failed and not self.first:
+            self.first = described(result, job, uid)
+            if self.on_error in COUNTS:  # otherwise the run ends with it
+                text = "%s(reward_model.on_error=%s: %s. Shown once; reward/failed_rate has the share of each step)"
+                log.warning(text, self.first, self.on_error, COUNTS[self.on_error])
+        if not failed and result.notes and not self._noted:
             self._noted = True
-            log.warning(
-                "the scorer of data_source=%r returns parts that are no finite numbers (%s): they are kept as texts "
-                "beside the answers and have no metric. Shown once",
-                job.data_source,
-                ", ".join(f"{name}={text!r:.60}" for name, text in result.notes.items()),
-            )
+            notes = ", ".join(f"{name}={text!r:.60}" for name, text in result.notes.items())
+            text = "the scorer of data_source=%r returns parts that are no finite numbers (%s): they are kept as texts "
+            log.warning(text + "beside the answers and have no metric. Shown once", job.data_source, notes)
 
     def rate(self, name: str) -> dict[str, float]:
         """Return the share of failures since the last call, dropped groups included; nothing without answers."""
@@ -220,26 +209,23 @@ class Failures:
     def stop_if_all(self, least: int = 1) -> None:
         """Raise RewardError where at least ``least`` answers were scored so far and every one failed."""
         if self.all_failed == self.all_answers >= least:
-            raise RewardError(
-                f"the scorer failed on each of the {self.all_answers} answers so far, so that nothing can be learnt or "
-                f"measured; the first one:\n{self.first}"
-            )
+            rule = f"the scorer failed on each of the {self.all_answers} answers so far"
+            raise RewardError(f"{rule}, so that nothing can be learnt or measured; the first one:\n{self.first}")
 
 
 def described(result: Failure, job: Job, uid: str) -> str:
-    """Return which answer failed, in one line."""
+    """Return which answer failed, in one line, and why."""
     return (
         f"scoring failed ({result.status.value}) on uid={uid!r}, data_source={job.data_source!r}, "
-        f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}"
+        f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{result.detail}"
     )
 
 
 def rollout_facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:
     """Return ``extra_info["rollout"]``: how the response came about.
 
-    ``opened_tag`` is the tag that the prompt's end opened, such as ``<think>``: the response begins inside it.
-    ``user_scores`` are what a simulated user gave the policy's turns. ``segments`` is the role-tagged text: a scorer's
-    ``response`` is the policy's part of it only.
+    ``opened_tag`` is the tag that the prompt's end opened, such as ``<think>``. ``segments`` is the role-tagged text: a
+    scorer's ``response`` is the policy's part of it only.
     """
     return {
         "num_turns": trajectory.turns,
@@ -272,8 +258,7 @@ def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
 
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     """Return ``reward_model.reward_kwargs``, with where and within which limits the scorers run programs."""
-    kwargs = reward.reward_kwargs or {}
-    options = {name: dict(one or {}) for name, one in kwargs.items()}
+    options = {name: dict(one or {}) for name, one in (reward.reward_kwargs or {}).items()}
     sandbox, fusion = reward.sandbox.model_dump(), reward.sandbox_fusion.model_dump()
     if reward.reward_manager != "naive":  # naive has no deadline for an answer
         sandbox["total_timeout_s"] = fusion["total_timeout_s"] = TESTS_SHARE * reward.timeout_s

@@ -1,7 +1,5 @@
 """A reward model: a classifier that gives an answer one number (verl's ``reward_model.enable``).
 
-How it is called, and what becomes of its numbers, is the layer's.
-
 A *token* classifier (one label) is read at the last token, as verl does; a *sequence* classifier (one label) as
 transformers pools it. Answers are passed in batches of similar length, right-padded under a mask, so that neither the
 batch nor its order changes a number beyond rounding.

@@ -27,24 +27,7 @@ Row = Prompt | Example
 Known = dict[str, tuple[str, Score]]  # data source -> an answer that was graded
 
 MODEL_STYLE = "model"
-NO_MODEL = (
-    "reward_model.enable=False",
-    "a reward_model.style of 'model' requires a reward model",
-    "set it to True and name reward_model.model.path or reward_model.judge.url, or give the rows style 'rule' and a "
-    "ground truth",
-)
-IDLE_MODEL = (
-    "reward_model.enable=True",
-    "the model would score nothing",
-    "give rows the reward_model.style 'model', or set reward_model.weight to what the model counts beside the rules",
-)
-NO_REFERENCE = (
-    "reward_model.ground_truth",
-    "reward_model.judge.template shows a reference, and there is none",
-    "fill it, or take {reference} out of the template",
-)
 GOLD_REMARK = ("a gold answer is graded in a special way", "look whether it is the answer that was meant")
-NOT_JSON = "its graders receive ground_truth and extra_info as JSON"
 
 
 def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
@@ -74,23 +57,24 @@ def check_scorers(layer: RewardLayer, rows: Iterable[Row]) -> Known:
     """
     problems, first = check_rows(layer, rows)
     known: Known = {}
-    by_scorer: dict[str, list[Row]] = {}
-    for row in first.values():
-        by_scorer.setdefault(layer.scorers.scorer(row.data_source).name, []).append(row)
+    examples: dict[str, tuple[str, Score] | None] = {}  # of a scorer, by its name
     try:
-        for same in by_scorer.values():
-            scorer = layer.scorers.scorer(same[0].data_source)
-            graded = _check_examples(problems, scorer, layer, same[0])
-            known |= {row.data_source: graded for row in same if graded}
+        for row in first.values():
+            scorer = layer.scorers.scorer(row.data_source)
+            if scorer.name not in examples:
+                examples[scorer.name] = _check_examples(problems, scorer, layer, row)
+            known[row.data_source] = examples[scorer.name]
         problems.raise_if_any()
-        if layer.scorers.custom is not None:
-            for row in first.values():
-                known[row.data_source] = _try(problems, layer, row)
-            problems.raise_if_any()
+        for row in first.values() if layer.scorers.custom else ():
+            known[row.data_source] = _try(problems, layer, row)
+        problems.raise_if_any()
     except WorkersLost as error:
         fix = "its traceback is above; correct the function's module, or raise reward_model.memory_limit_mb"
         raise InputError(f"reward_model.reward_manager: {error}; {fix}") from error
-    _show_isolation(layer, by_scorer)
+    for name in {"prime_code", "unit_tests"} & set(examples):
+        options = layer.scorers.reward_kwargs[name]
+        if not options.get("sandbox_fusion", {}).get("url"):  # what holds the programs of answers on this machine
+            print(SandboxOptions(**options["sandbox"]).isolation().line, flush=True)
     return known
 
 
@@ -99,19 +83,14 @@ def check_rows(layer: RewardLayer, rows: Iterable[Row]) -> tuple[Problems, dict[
 
     The graders learn which libraries the scorers call.
     """
-    reward, scorers = layer.config, layer.scorers
-    problems, remarks = Problems(shown=3), Problems(shown=3)  # rows named for one kind of problem; others are counted
+    scorers, problems, remarks = layer.scorers, Problems(shown=3), Problems(shown=3)  # rows named for a kind of problem
     first: dict[str, Row] = {}
-    compares = layer.judge is not None and layer.judge.reads_reference
     for_model = 0
     for row in rows:
         where = where_of(row)
         if row.style == MODEL_STYLE:
             for_model += 1
-            if not reward.enable:
-                problems.add(*NO_MODEL, where)
-            elif compares and row.ground_truth is None:
-                problems.add(*NO_REFERENCE, where)
+            _check_for_model(problems, layer, row)
             continue
         try:
             scorer, libraries = scorers.scorer(row.data_source), scorers.libraries(row.data_source)
@@ -122,7 +101,8 @@ def check_rows(layer: RewardLayer, rows: Iterable[Row]) -> tuple[Problems, dict[
             try:
                 to_json([row.ground_truth, row.extra_info])
             except (TypeError, ValueError) as error:
-                problems.add(scorer.name, NOT_JSON, "convert what is not", where, str(error))
+                rule = "its graders receive ground_truth and extra_info as JSON"
+                problems.add(scorer.name, rule, "convert what is not", where, str(error))
         layer.pool.preload(libraries)
         first.setdefault(row.data_source, row)
         options = scorers.options(scorer)
@@ -133,9 +113,21 @@ def check_rows(layer: RewardLayer, rows: Iterable[Row]) -> tuple[Problems, dict[
             remarks.add("reward_model.ground_truth", *GOLD_REMARK, where, remark)
     for line in remarks.lines():
         log.warning(line)
-    if reward.enable and not for_model and not reward.weight:
-        problems.add(*IDLE_MODEL)
+    if layer.config.enable and not for_model and not layer.config.weight:
+        fix = "give rows the reward_model.style 'model', or set reward_model.weight to what it counts beside the rules"
+        problems.add("reward_model.enable=True", "the model would score nothing", fix)
     return problems, first
+
+
+def _check_for_model(problems: Problems, layer: RewardLayer, row: Row) -> None:
+    """Check a row that a reward model or a judge is to score."""
+    if not layer.config.enable:
+        fix = "set it to True and name reward_model.model.path or reward_model.judge.url, or give the rows style 'rule'"
+        rule = "a reward_model.style of 'model' requires a reward model"
+        problems.add("reward_model.enable=False", rule, fix, where_of(row))
+    elif layer.judge is not None and layer.judge.reads_reference and row.ground_truth is None:
+        rule, fix = "judge.template shows a reference, and there is none", "fill it, or change the template"
+        problems.add("reward_model.ground_truth", rule, fix, where_of(row))
 
 
 def written(text: str) -> Trajectory:
@@ -203,15 +195,6 @@ def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
     return (gold, usual, json.dumps({"answer": gold}), "")
 
 
-def _show_isolation(layer: RewardLayer, scorers: Iterable[str]) -> None:
-    """Print what holds the programs of answers on this machine, where there are any."""
-    for name in {"prime_code", "unit_tests"} & set(scorers):
-        options = layer.scorers.reward_kwargs[name]
-        if not options.get("sandbox_fusion", {}).get("url"):
-            print(SandboxOptions(**options["sandbox"]).isolation().line, flush=True)
-            return
-
-
 def check_hooks(
     rows: Sequence[Example],
     known: Known,
@@ -222,8 +205,8 @@ def check_hooks(
     """Call both training hooks with a group of one example answer for each data source of ``rows``.
 
     A hook that cannot work with what a scorer returns (a filter on a part that is not there) then ends the run at its
-    start. ``known`` has the answers, which :func:`check_scorers` had graded. A row for a reward model has that model's
-    parts. Raises what the hooks raise.
+    start. ``known`` has answers that were graded; a row for a reward model has that model's parts. Raises what the
+    hooks raise.
     """
     for row in {row.data_source: row for row in reversed(rows)}.values():  # the first row of each source
         answer, score = known.get(row.data_source) or ("", Score(0.0))

@@ -89,7 +89,7 @@ def test_failures_are_masked_counted_and_stop_at_a_bound(folder):
     bound = "trainer.health.scorer_errors"
     with serve(reply) as server:
         run = scripted()(config(folder, "bad", server.url, f"{bound}.action=stop"), answer).init_workers()
-        told = f"{bound}.bound=0.1"
+        told = f"the scorer failed on .*{bound}.bound=0.1"
         with pytest.raises(UnhealthyRun, match=told):
             run.fit()
     line = lines(folder, "bad")[-1]
