@@ -83,17 +83,16 @@ class RolloutEngine(Protocol):
         ``prompt_ids`` and ``media`` in flight together share one prefill (vLLM: but for what follows the last whole
         block). Cancelling the awaiting task aborts the request and frees its place."""
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by those of this process, for the requests that start afterwards, and set
-        ``policy_version``. Raises ValueError where a name is unknown, missing or of another shape, and
-        RuntimeError where requests are in flight. It is an update of one bucket."""
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
+        """Replace all weights by those of this process: an update of one bucket."""
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
         """Join the group of ``size`` processes in which rank 0 broadcasts weights, as ``first_rank`` and following."""
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
-        """Begin to replace all weights by these, which come in buckets. Until :meth:`end_update` the engine holds some
-        of both and must not sample. Raises as :meth:`update_weights` does, and changes nothing then."""
+        """Begin to replace all weights by these, which come in buckets; until :meth:`end_update` the engine holds some
+        of both and must not sample. Raises ValueError where a name is unknown, missing or of another shape, and
+        RuntimeError where requests are in flight, and changes nothing then."""
 
     def load(self, bucket: Bucket) -> None:
         """Copy the weights of a bucket."""
@@ -107,12 +106,11 @@ class RolloutEngine(Protocol):
         engine's own weights: compared with the learner's after every update."""
 
     def sleep(self) -> None:
-        """Give the device's memory to the learner until the next update, which wakes the engine; between
-        them it refuses requests. An engine that was not made for it does nothing. Raises RuntimeError where requests
-        are in flight."""
+        """Give the device's memory to the learner until the next update, where the engine was made for it; between them
+        it refuses requests. Raises RuntimeError where requests are in flight."""
 
     def close(self) -> None:
-        """Frees what the engine holds. Requests in flight are cancelled."""
+        """Cancel what is in flight and free what the engine holds."""
 
 
 class NoEngine:

@@ -237,10 +237,10 @@ class HFEngine(InProcessEngine):
     """Satisfies :class:`core.engines.RolloutEngine` for causal language models of transformers that attend to all
     former tokens.
 
-    ``model`` is copied, unless ``adopt`` hands it over. ``dtype`` (of the weights) and ``device`` default to the
-    model's. At most ``max_batch_rows`` samples decode at once, their keys and values fill at most ``cache_gib``
-    GiB, and a prefill sends about ``max_prefill_tokens`` through the model at once; what does not fit waits in
-    the order of arrival. Raises InputError for a model that it cannot run.
+    ``model`` is copied, unless ``adopt`` hands it over. ``dtype`` of the weights is the model's by default. At most
+    ``max_batch_rows`` samples decode at once, their keys and values fill at most ``cache_gib`` GiB, and a prefill sends
+    about ``max_prefill_tokens`` through the model at once; what does not fit waits in the order of arrival. Raises
+    InputError for a model that it cannot run.
     """
 
     def __init__(
@@ -248,14 +248,13 @@ class HFEngine(InProcessEngine):
         model: nn.Module,
         tokenizer: Any,
         *,
-        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         max_batch_rows: int = 1024,
         max_prefill_tokens: int = 8192,
         cache_gib: float = 4.0,
         adopt: bool = False,
     ):
-        model = _prepared(model if adopt else copy.deepcopy(model), device, dtype)
+        model = _prepared(model if adopt else copy.deepcopy(model), dtype)
         super().__init__(tokenizer, model, model.device)
         limits = {"max_rows": max_batch_rows, "max_prefill_tokens": max_prefill_tokens, "cache_gib": cache_gib}
         self.batch = DecodeBatch(model, self.unknown, **limits)
@@ -312,12 +311,10 @@ class HFEngine(InProcessEngine):
         self.model = self.batch.model = None
 
 
-def _prepared(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
+def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Prepare for inference: eval mode, no gradients, our attention. Raises InputError for a model without it, and for
     one that was loaded with eager attention, which it may need (soft-capped scores, sinks)."""
     model = model.eval().requires_grad_(False)
-    if device is not None:
-        model = model.to(device)
     if dtype is not None:
         for parameter in model.parameters():  # not the buffers: rotary frequencies lose their precision in bf16
             parameter.data = parameter.data.to(dtype)

@@ -79,14 +79,12 @@ class Engine:
     """The parts of :class:`core.engines.RolloutEngine` that do not depend on what computes.
 
     ``model`` is transformers' model, or its skeleton on the meta device: what names and shapes an update must have.
-    ``max_length`` bounds prompt and response together where the engine has less room than the model has positions;
-    ``length_key`` names the bound. An engine that ``sleeps`` frees the device's memory until the next update.
+    ``max_length`` bounds prompt and response together where the engine has less room than the model has positions. An
+    engine that ``sleeps`` frees the device's memory until the next update.
 
     A subclass has ``_copy`` (the weights of a bucket), ``_finish`` (makes new weights those of all requests and returns
     a proof for each device), ``_in_flight`` (counts requests), ``_cancel_all``, ``_free``, and ``_sleep`` if it sleeps.
     """
-
-    length_key = "the model's max_position_embeddings"
 
     def __init__(self, tokenizer: Any, model: nn.Module, device: torch.device, max_length: int = sys.maxsize):
         self.tokenizer, self.model, self.device = tokenizer, model, device
@@ -113,8 +111,8 @@ class Engine:
             )
         if len(prompt) + budget > self.max_length:
             raise ValueError(
-                f"prompt of {len(prompt)} tokens + max_tokens={budget} is beyond {self.length_key}="
-                f"{self.max_length}: lower data.max_prompt_length or data.max_response_length"
+                f"prompt of {len(prompt)} tokens + max_tokens={budget} is beyond the {self.max_length} of the model's "
+                "max_position_embeddings or rollout.max_model_len: lower data.max_prompt_length or max_response_length"
             )
 
     def _row(self, request: SampleRequest) -> Row:

@@ -24,8 +24,6 @@ from core.data.vocabulary import REPLACEMENT, end_ids
 from core.engines import SamplingParams
 from core.types import Stop
 
-MAX_CELLS = 1 << 25  # rows are drawn in chunks of at most this many logits: bounds the memory of the sort and the sum
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
@@ -75,9 +73,6 @@ class RowSettings:
         columns = zip((heat, top_k, top_p, greedy), formats, strict=True)
         return cls(*(torch.tensor(values, dtype=dtype, device=device).expand(rows) for values, dtype in columns))
 
-    def rows(self, part: slice) -> RowSettings:
-        return RowSettings(self.temperature_N[part], self.top_k_N[part], self.top_p_N[part], self.greedy_N[part])
-
 
 def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the next token of every row and its log-prob under the distribution that it was drawn from.
@@ -90,19 +85,12 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
         uniform_N  [N] float64 in [0, 1)
         returns    [N] int64, [N] float32
     """
-    step = max(1, MAX_CELLS // logits_NV.shape[1])
-    drawn = []
-    for start in range(0, len(logits_NV), step):
-        part = slice(start, start + step)
-        chosen = settings.rows(part)
-        processed_NV = processed_logits(logits_NV[part], chosen)
-        prob_NV = processed_NV.softmax(-1)
-        token_N = _inverse(prob_NV, uniform_N[part])
-        if chosen.greedy_N.any():
-            token_N = torch.where(chosen.greedy_N, processed_NV.argmax(-1), token_N)
-        drawn.append((token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()))
-    token_N, logprob_N = (torch.cat(values) for values in zip(*drawn, strict=True))
-    return token_N, logprob_N
+    logits_NV = processed_logits(logits_NV, settings)
+    prob_NV = logits_NV.softmax(-1)
+    token_N = _inverse(prob_NV, uniform_N)
+    if settings.greedy_N.any():
+        token_N = torch.where(settings.greedy_N, logits_NV.argmax(-1), token_N)
+    return token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()
 
 
 def processed_logits(logits_NV: Tensor, settings: RowSettings) -> Tensor:

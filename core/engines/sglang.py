@@ -80,8 +80,6 @@ class SGLangEngine(Engine):
         max_rows: int,
         sleeps: bool = False,
     ):
-        if max_length < positions(skeleton):
-            self.length_key = "actor_rollout_ref.rollout.max_model_len"
         super().__init__(tokenizer, skeleton, device, max_length)
         self.server, self.sleeps = server, sleeps
         # Added to the logits before the log-probs are taken

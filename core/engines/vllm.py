@@ -91,10 +91,7 @@ class VLLMEngine(InProcessEngine):
             options["additional_config"] = {**options.get("additional_config", {}), UNKNOWN: unknown.tolist()}
         with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
-        longest = self.llm.model_config.max_model_len
-        if longest < positions(skeleton):
-            self.length_key = "vLLM's max_model_len"
-        super().__init__(tokenizer, skeleton, torch.device(DEVICE), longest)
+        super().__init__(tokenizer, skeleton, torch.device(DEVICE), self.llm.model_config.max_model_len)
         self.sleeps = bool(options.get("enable_sleep_mode"))
         self._rows: dict[str, Row] = {}
         self._names = map(str, count())

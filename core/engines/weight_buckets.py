@@ -117,23 +117,24 @@ def weight_names(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def held_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Return the weights of this process in one bucket. Names that share a weight in ``model`` are one weight.
-
-    Raises ValueError where two names of one weight come with different values.
-    """
+    """Return the weights of this process in one bucket. Names that share a weight in ``model`` and have the same values
+    are one weight."""
     by_name = dict(named_tensors)
-    weights, values, problems = [], [], []
-    for names in [*weight_names(model), *((name,) for name in by_name.keys() - model.state_dict().keys())]:
-        given = tuple(name for name in names if name in by_name)
-        if not given:
-            continue
-        first, *others = (by_name[name] for name in given)
-        if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in others):
-            problems.append(f"{' = '.join(names)}: one weight in the engine, but given with different values")
-        weights.append(Weight(given, tuple(first.shape), first.dtype))
-        values.append(first)
-    _refuse(problems)
+    together = {name: names for names in weight_names(model) for name in names}
+    weights, values = [], []
+    while by_name:
+        name, value = next(iter(by_name.items()))
+        same = [other for other in together.get(name, ()) if other in by_name and _equal(by_name[other], value)]
+        names = tuple(same) or (name,)
+        for other in names:
+            del by_name[other]
+        weights.append(Weight(names, tuple(value.shape), value.dtype))
+        values.append(value)
     return Bucket(tuple(weights), tensors=tuple(values))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and (one.data_ptr() == other.data_ptr() or one.equal(other))
 
 
 def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
@@ -141,22 +142,18 @@ def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
 
     Raises ValueError with all that is wrong.
     """
-    own = model.state_dict(keep_vars=True)
-    expected = {name: weight for weight in weights for name in weight.names}
-    problems = [f"{name}: unknown" for name in expected if name not in own]
-    for name, weight in expected.items():
-        if name in own and weight.shape != tuple(own[name].shape):
-            problems.append(f"{name}: shape {weight.shape}, the engine's is {tuple(own[name].shape)}")
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    given = {name: weight for weight in weights for name in weight.names}
+    problems = [f"{name}: unknown" for name in given if name not in shapes]
+    for name, weight in given.items():
+        if name in shapes and weight.shape != shapes[name]:
+            problems.append(f"{name}: shape {weight.shape}, the engine's is {shapes[name]}")
     for names in weight_names(model):
-        senders = {expected[name].names for name in names if name in expected}
+        senders = {given[name].names for name in names if name in given}
         if not senders:
             problems.append(f"{' = '.join(names)}: missing")
         elif len(senders) > 1:
             problems.append(f"{' = '.join(names)}: one weight in the engine, but several of the learner")
-    _refuse(problems)
-
-
-def _refuse(problems: list[str]) -> None:
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ValueError(f"update_weights: {len(problems)} weights do not fit, none was changed: {shown}")

@@ -11,8 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from core.engines import SamplingParams, sampling
-from core.engines.sampling import RowSettings, StopStrings, draw, eos_ids, uniforms
-from tests.tiny import tiny_model, tiny_tokenizer
+from core.engines.sampling import RowSettings, StopStrings, draw, uniforms
 
 
 def settings(*params: SamplingParams, vocab_size: int) -> RowSettings:
@@ -38,14 +37,10 @@ def test_uniforms_are_uniform_and_unrelated_between_seeds_and_positions():
         one = one[:, : other.shape[1]]
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.02
     assert len(np.unique(table)) == table.size
+    assert columns([2**64 - 1], [0]) != columns([2**63], [0])
 
 
-def test_uniforms_take_seeds_of_64_bits():
-    a, b = columns([2**64 - 1, 2**63], [0, 0])
-    assert a != b and columns([2**64 - 1], [0])[0] == a
-
-
-@pytest.mark.parametrize("vocab_size", [1, 2, 3, 5, 64, 100, 1000, 4099])
+@pytest.mark.parametrize("vocab_size", [1, 2, 5, 64, 1000, 4099])
 def test_the_token_is_the_inverse_of_the_distribution_function(vocab_size):
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(400, vocab_size, generator=generator) * 3
@@ -78,20 +73,6 @@ def test_rare_tokens_of_a_large_vocabulary_are_reachable():
     token, _ = draw(logits.expand(2000, -1), plain(2000, 150_001), uniform)
     expected = 1 + ((uniform - 0.5) * 300_000).floor()
     assert (token - expected).abs().max() <= 1
-
-
-def test_rows_in_chunks_are_drawn_like_rows_at_once(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(50, 40, generator=generator)
-    uniform = torch.rand(50, dtype=torch.float64, generator=generator)
-    params = [
-        SamplingParams(1, temperature=(i % 4) / 2, top_k=-1 if i % 3 else 5, top_p=1 if i % 5 else 0.4)
-        for i in range(50)
-    ]
-    whole = draw(logits, settings(*params, vocab_size=40), uniform)
-    monkeypatch.setattr(sampling, "MAX_CELLS", 40 * 7)
-    parts = draw(logits, settings(*params, vocab_size=40), uniform)
-    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
 
 
 def test_truncation_leaves_the_rows_that_do_not_ask_for_it_alone():
@@ -176,11 +157,3 @@ def test_stop_strings_match_where_decoding_everything_would():
         assert ends_at(tokenizer, ids, stop) == by_definition
         found += by_definition is not None
     assert 50 < found < 290
-
-
-def test_end_of_sequence_ids_come_from_tokenizer_and_generation_config():
-    model = tiny_model()
-    model.generation_config.eos_token_id = [5, 6]
-    assert eos_ids(tiny_tokenizer(), model) == {1, 5, 6}
-    model.generation_config.eos_token_id = None
-    assert eos_ids(tiny_tokenizer(), model) == {1}

@@ -85,16 +85,14 @@ def test_another_process_reads_the_same_memory():
 def test_any_change_of_the_bytes_changes_the_checksum():
     chance, size = random.Random(0), SUMMED * 4 * 3 + 16 * 7
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    before = checksum(data)
+    before, words = checksum(data), data.view(torch.int32)
     assert checksum(data.clone()) == before
-    for _ in range(300):
-        place = chance.randrange(size)
+    for _ in range(100):
         changed = data.clone()
-        changed[place] ^= 1 << chance.randrange(8)
+        changed[chance.randrange(size)] ^= 1 << chance.randrange(8)
         assert checksum(changed) != before
-    words = data.view(torch.int32)
-    for block in (1, 2, 4, 64, SUMMED):  # numbers or rows that changed their places
-        for _ in range(40):
+    for block in (1, 2, 64, SUMMED):  # numbers or rows that changed their places
+        for _ in range(20):
             first, second = (chance.randrange(len(words) // block) * block for _ in range(2))
             swapped = words.clone()
             swapped[first : first + block] = words[second : second + block]
