@@ -121,6 +121,11 @@ class Run:
             own = checkpoint.folder.parent == self.store.root
             if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
                 self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
+        if batch_size > len(stream):
+            rows = f"data.train_files has {len(stream)}"
+            log.warning("data.train_batch_size=%d: %s prompts, so that a step repeats some", batch_size, rows)
+        if trainer.save_freq == 0 and not trainer.val_only:
+            log.warning("trainer.save_freq=0: no checkpoint is written, and no weights are kept (-1 keeps the last)")
         print(f"writes to {self.run_dir}", flush=True)
         return checkpoint
 
@@ -252,7 +257,8 @@ class Run:
         metrics.add({"timing_s/other": time_parts(metrics.values)[REST]})
         self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
-        if self.is_due(self.config.trainer.save_freq, self.step, state):
+        frequency = self.config.trainer.save_freq
+        if self.is_due(frequency, self.step, state) or (frequency < 0 and self._is_last(self.step, state)):
             try:
                 self.save()
             except WriteFailed as error:

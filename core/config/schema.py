@@ -24,6 +24,7 @@ from core.config.section import (
     Name,
     NonNegative,
     OffOrCount,
+    OffOrSize,
     Open,
     Positive,
     PositiveShare,
@@ -367,8 +368,10 @@ class TrainerConfig(Section):
     val_before_train: bool = bookkeeping(True, "validate the starting model too", "needs_engine & .val_only=False")
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
-    save_freq: OffOrCount = bookkeeping(-1, "steps between checkpoints, one follows the last; -1: never")
-    max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "newest checkpoints kept; null: all", ".save_freq!=-1")
+    save_freq: OffOrSize = bookkeeping(
+        -1, "steps between checkpoints, one follows the last; -1: that one alone; 0: none, no weights are kept"
+    )
+    max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "newest checkpoints kept; null: all", ".save_freq!=0")
     resume_mode: Literal["auto", "disable", "resume_path"] = bookkeeping(
         "auto", "its newest checkpoint, step 0, or resume_from_path"
     )

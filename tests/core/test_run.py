@@ -70,6 +70,19 @@ def test_a_last_write_that_fails_is_an_error_and_the_run_can_go_on(tmp_path, mon
     assert again.run.saved_step == 4
 
 
+@pytest.mark.parametrize(("frequency", "kept"), [(-1, [3]), (0, []), (2, [2, 3])])
+def test_the_last_step_is_saved_unless_saving_is_off(tmp_path, caplog, frequency, kept):
+    run = start(tmp_path, "trainer.total_training_steps=3", f"trainer.save_freq={frequency}")
+    run.fit()
+    assert sorted(int(one.name.split("_")[-1]) for one in run.run.run_dir.glob("global_step_*")) == kept
+    assert ("no weights are kept" in caplog.text) == (frequency == 0)
+
+
+def test_a_batch_that_is_larger_than_the_data_is_a_warning(tmp_path, caplog):
+    start(tmp_path, "trainer.total_training_steps=1", "data.train_batch_size=4096")
+    assert "data.train_batch_size=4096" in caplog.text
+
+
 def test_a_stop_whose_save_fails_is_no_success(tmp_path, monkeypatch):
     full_at(monkeypatch, 2)
     run = start(tmp_path, "trainer.total_training_steps=9", "trainer.save_freq=-1")

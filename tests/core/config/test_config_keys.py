@@ -104,7 +104,7 @@ def test_ray_init_takes_the_arguments_of_the_table():
         (f"{ROLLOUT}.gpu_memory_utilization=80", "must be above 0 and at most 1"),
         ("trainer.logger=[console,nowhere]", "must be one of console, jsonl, tensorboard, wandb"),
         ("trainer.device=tpu", "must be one of cpu, cuda, or null"),
-        ("trainer.save_freq=0", "must be -1 (off) or at least 1"),
+        ("trainer.save_freq=-2", "must be -1 (off) or at least 0"),
         ("trainer.experiment_name=1e-6", "must be text"),
         ("data.train_files=", "must be at least one path"),
         ("data.train_files=[]", "must be at least one path"),
