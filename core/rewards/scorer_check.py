@@ -195,6 +195,21 @@ def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
     return (gold, usual, json.dumps({"answer": gold}), "")
 
 
+def _check_text(tokenizer: Any, answer: str, ids: Sequence[int]) -> None:
+    """Warn where a scorer would not read what the policy wrote: text for scorers is decoded without special tokens."""
+    read = tokenizer.decode(ids, skip_special_tokens=True)
+    lost = [token for token in tokenizer.all_special_tokens if answer.count(token) > read.count(token)]
+    if lost:
+        log.warning(
+            "the scorer's own example %r holds %s, special tokens of this tokenizer, which are not in the text that a "
+            "scorer reads: an answer is scored as %r. To keep them set special to false for them in tokenizer.json and "
+            "tokenizer_config.json of actor_rollout_ref.model.path",
+            answer,
+            ", ".join(map(repr, lost)),
+            read,
+        )
+
+
 def check_hooks(
     rows: Sequence[Example],
     known: Known,
@@ -213,6 +228,7 @@ def check_hooks(
         if row.style == MODEL_STYLE:
             answer, score = "", Score(0.0, ModelScore(0.0).parts)
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
+        _check_text(tokenizer, answer, ids)
         length = len(ids)
         trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
         shaped = shape_reward(score.keeping_raw(), trajectory)

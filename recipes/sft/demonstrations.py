@@ -180,6 +180,17 @@ class DemonstrationFiles:
         for (path, table), numbers in zip(tables.items(), chosen, strict=True):
             self.measured[path] = list(self._fitting(path, table, numbers, problems))
         problems.raise_if_any()
+        shown = [one for path in tables for one in self.measured[path]]
+        if shown and not any(self._is_ended(one) for one in shown):
+            ends = ", ".join(repr(self.writer.tokenizer.decode([one])) for one in sorted(self.writer.ends))
+            log.warning(
+                f"{', '.join(tables)}: no turn that is trained on ends with a token that ends an answer ({ends}), so "
+                "the model would not learn to stop: let the chat template write it behind an assistant's message"
+            )
+
+    def _is_ended(self, one: Demonstration) -> bool:
+        last = np.flatnonzero(one.mask & ~np.r_[one.mask[1:], False])  # the last token of each stretch
+        return bool(np.isin(one.ids[last], sorted(self.writer.ends)).any())
 
     def prompt(self, path: str, index: int, ordinal: int) -> Demonstration:
         """Return a file's ``index``-th demonstration that can be drawn."""

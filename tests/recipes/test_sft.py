@@ -28,6 +28,7 @@ from recipes.sft.demonstrations import (
 )
 from recipes.sft.sft_trainer import SFTTrainer
 from tests.recipes.sft_data import (
+    TEMPLATE,
     chats,
     configured,
     learner_gradients,
@@ -117,6 +118,15 @@ def loaded(path: Path, *overrides: str) -> list[Demonstration]:
     found = DemonstrationFiles(config.data, tokenizer(), {EOS})
     found.load([str(path)])
     return found.measured[str(path)]
+
+
+@pytest.mark.parametrize(("template", "warns"), [(TEMPLATE, False), (TEMPLATE.replace(" + '<eos>'", ""), True)])
+def test_turns_without_an_end_are_told_before_training(template, warns, tmp_path, caplog):
+    with_template = tokenizer()
+    with_template.chat_template = template
+    path = write_rows(tmp_path / "x.parquet", [{"messages": chat} for chat in chats(3)])
+    DemonstrationFiles(compose("sft", ()).data, with_template, {EOS}).load([str(path)])
+    assert ("would not learn to stop" in caplog.text) == warns
 
 
 def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):

@@ -21,6 +21,7 @@ from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.grading import ScoreError, as_score
 from core.rewards.layer import RewardError, RewardLayer
+from core.rewards.scorer_check import check_hooks
 from core.tracking.metrics import status_rates
 from core.tracking.samples import generation_rows
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
@@ -449,3 +450,14 @@ def test_a_start_says_which_isolation_holds(make_layer, monkeypatch, capsys):
     assert "isolation: none; programs run with this user's rights" in capsys.readouterr().out
     make_layer().check([prompt()])  # nothing there runs programs
     assert capsys.readouterr().out == ""
+
+
+def test_a_special_token_that_a_scorer_looks_for_is_told(caplog):
+    """Text for scorers has no special tokens: an answer's mark that is one would be scored as missing."""
+    tokenizer, row = tiny_tokenizer(), SimpleNamespace(style="rule", data_source="s", where="x", ground_truth="1")
+    known = {"s": (f"a{tokenizer.eos_token}b", Score(1.0))}
+    hooks = (lambda score, _: score), (lambda _: True)
+    check_hooks([row], {"s": ("ab", Score(1.0))}, tokenizer, *hooks)
+    assert "special" not in caplog.text
+    check_hooks([row], known, tokenizer, *hooks)
+    assert repr(tokenizer.eos_token) in caplog.text and "special to false" in caplog.text
