@@ -31,9 +31,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from core.config import convert, defaults, paths, recipes, rules, verl_names
 from core.config.problem import Problem, brief, show
-from core.config.recorded import validated, without_others
+from core.config.recorded import own_tree, validated
 from core.config.schema import Config
-from core.config.secret_keys import login_in, without_hidden, without_login
+from core.config.secret_keys import without_login
 from core.config.verl_names import CommandLine, nearest, unknown_key
 from core.errors import InputError
 
@@ -449,7 +449,7 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     """
     schema = recipes.schema_of(recipe)
     layers = read(overrides, recipe)
-    layers.typed.values[:0] = literal(without_hidden(without_others(base or {}, schema))).items()
+    layers.typed.values[:0] = literal(own_tree(base or {}, schema)).items()
     found = tree(layers)
     _others(layers, overrides)
     refused = list(layers.problems)
@@ -485,12 +485,15 @@ def _logins(config: Config) -> Iterator[Problem]:
     """Yield the URLs that hold a login: a URL is a name, which is recorded, printed and compared."""
     reported, keys = set(), convert.all_keys(type(config))  # other keys follow one that names a model
     for key, value in convert.flat(config).items():
-        section = key.rpartition(".")[0]
+        own = next((name for name in _neighbours(key) if name in keys), None)
+        fix = f"put the key into an environment variable, and its name into {own} (api_key_env)"
+        other = "leave it out and export the login (AWS_ACCESS_KEY_ID), or copy the file and give its path"
         for text in _items(value):
-            if isinstance(text, str) and text not in reported and (login := login_in(text)) is not None:
+            if isinstance(text, str) and text not in reported and without_login(text) != text:
                 reported.add(text)
-                own = f"{section}.api_key_env" if f"{section}.api_key_env" in keys else f"{section}.client"
-                fix = f"put the key into an environment variable, and its name into {own} (api_key_env)"
-                if own not in keys:
-                    fix = "leave it out and export the login (AWS_ACCESS_KEY_ID), or copy the file and give its path"
-                yield Problem(key, without_login(text), f"holds a login ({login}), and is recorded", fix)
+                yield Problem(key, without_login(text), "holds a login, and is recorded", fix if own else other)
+
+
+def _neighbours(key: str) -> tuple[str, str]:
+    section = key.rpartition(".")[0]
+    return f"{section}.api_key_env", f"{section}.client"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -180,24 +179,11 @@ def with_template_text(config: Config) -> Config:
 
 
 def template_problems(config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with templates that prompts would be made of. Whether a file exists is not asked here."""
+    """Yield what is wrong with a template that prompts would be made of. Whether a file exists is not asked here."""
     value = config.actor_rollout_ref.model.custom_chat_template
-    if value is not None and not names_template_file(value) and (rule := _broken(value)):
-        yield Problem(TEMPLATE, value, rule, TEMPLATE_FIX)
-    argument = config.data.apply_chat_template_kwargs.get("chat_template")  # a text, or one of the tokenizer's names
-    if isinstance(argument, str) and names_template_file(argument):
-        rule = "is a path, and every prompt would be this text"
-        yield Problem("data.apply_chat_template_kwargs.chat_template", argument, rule, f"use {TEMPLATE}={argument}")
-
-
-def _broken(text: str) -> str | None:
-    """Return the rule that a template's text breaks, or None."""
-    if "{{" not in text and "{%" not in text:
-        return "has no variable: every prompt would be this text"
-    if not re.search(r"\bmessages\b", text):
-        return "does not read messages: every prompt would be the same"
-    try:
-        json.loads(text)
-    except ValueError:
-        return None
-    return "is JSON and no template, which stands under its chat_template"
+    if value is None or names_template_file(value):
+        return
+    if "{{" not in value and "{%" not in value:
+        yield Problem(TEMPLATE, value, "has no variable: every prompt would be this text", TEMPLATE_FIX)
+    elif not re.search(r"\bmessages\b", value):
+        yield Problem(TEMPLATE, value, "does not read messages: every prompt would be the same", TEMPLATE_FIX)

@@ -78,92 +78,76 @@ def schemas() -> list[type[Config]]:
 
 
 @functools.cache
-def own_defaults() -> dict[str, Any]:
+def _of_recipes() -> dict[str, Any]:
     """Return flat key -> default, of every recipe's own keys."""
-    own, core = [convert.as_json(schema()) for schema in schemas()[1:]], convert.all_keys(Config)
-    return {key: value for values in own for key, value in values.items() if key not in core}
+    own = [convert.as_json(schema()) for schema in schemas()[1:]]
+    return {key: value for values in own for key, value in values.items() if key not in convert.all_keys(Config)}
 
 
-def leaves(key: str, value: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield flat keys and values of a section, down to the known keys."""
-    if key not in known and isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from leaves(f"{key}.{name}", item, known)
-    else:
-        yield key, json.loads(json.dumps(value, default=str))
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield flat keys and values (as JSON has them) of a configuration, nested or flat, down to the known keys."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in _of_recipes() and not convert.known(key):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, json.loads(json.dumps(value, default=str))
 
 
 def schema_for(values: Mapping[str, Any]) -> type[Config]:
     """Return the schema that lacks fewest of the sections, then of the keys, of a nested or flat configuration."""
-    sections, others = {key.partition(".")[0] for key in values}, own_defaults()
-    found = {name: leaf for key, value in values.items() for name, leaf in leaves(key, value, others)}
-    names = {name for name, leaf in found.items() if name in others and leaf != others[name]}
+    sections, usual = {key.partition(".")[0] for key in values}, _of_recipes()
+    set_keys = {key for key, value in _leaves(values) if key in usual and value != usual[key]}
     return min(
-        schemas(), key=lambda one: (len(sections - hints(one).keys()), len(names - convert.all_keys(one).keys()))
+        schemas(), key=lambda one: (len(sections - hints(one).keys()), len(set_keys - convert.all_keys(one).keys()))
     )
 
 
-def without_others(values: Mapping[str, Any], schema: type[Config], prefix: str = "") -> dict[str, Any]:
-    """Return nested values without other recipes' keys that the schema lacks, where these have their defaults."""
-    kept, others = {}, own_defaults()
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if convert.known(key, schema):
-            kept[name] = value
-        elif key in others:
-            if value != others[key]:
-                kept[name] = value
-        elif not isinstance(value, Mapping) or not value:
-            kept[name] = value
-        elif inner := without_others(value, schema, f"{key}."):
-            kept[name] = inner
-    return kept
+def own_tree(values: Mapping[str, Any], schema: type[Config]) -> dict[str, Any]:
+    """Return a recorded configuration as a tree of what the schema has.
+
+    Left out are keys that are gone since it was written, secrets, which it does not hold, and keys of other recipes
+    where these have their defaults: every recipe had them once.
+    """
+    tree: dict[str, Any] = {}
+    gone, usual = verl_names.table()["gone"], _of_recipes()
+    for key, value in _leaves(without_hidden(values)):
+        others_default = not convert.known(key, schema) and key in usual and usual[key] == value
+        *parents, name = parts = key.split(".")
+        is_gone = any(".".join(parts[:depth]) in gone for depth in range(1, len(parts) + 1))
+        if not is_gone and not others_default:
+            functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = value
+    return tree
 
 
 def from_yaml(text: str) -> Config:
-    """Return the configuration that ``convert.to_yaml`` wrote, in the schema that lacks fewest of its sections.
+    """Return the configuration that ``convert.to_yaml`` wrote, in the schema that fits it best.
 
-    Secrets, which it does not hold, are left out, and so are keys that are gone since it was written.
-
-    Raises:
-        InputError: a key or a value is not the schema's.
+    Raises InputError: a key or a value is not the schema's.
     """
     problems: list[Any] = []
     try:
-        tree = _without_gone(without_hidden(convert.read_yaml(text)))
+        values = convert.read_yaml(text)
+        if not isinstance(values, Mapping):
+            raise ValueError("holds no keys")
+        schema = schema_for(values)
+        config = validated(schema, own_tree(values, schema), problems)
     except (ValueError, RecursionError) as error:  # a list that holds itself has no end
         raise InputError(f"config.yaml: {error}") from error
-    schema = schema_for(tree)
-    config = validated(schema, without_others(tree, schema), problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config
 
 
-def _without_gone(tree: Any, prefix: str = "") -> Any:
-    """Return a recorded tree without the keys that this version of the code has no more."""
-    if not isinstance(tree, dict):
-        return tree
-    kept = {name: value for name, value in tree.items() if f"{prefix}{name}" not in verl_names.table()["gone"]}
-    return {name: _without_gone(value, f"{prefix}{name}.") for name, value in kept.items()}
-
-
 def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "") -> dict[str, Any]:
     """Return flat key -> value (as JSON has it) of a configuration that any version wrote, nested or flat.
 
-    A key that ``values`` lacks has its default, which may follow from others. A key that the schema lacks is left out
-    where it has the default of the recipe that has it, as are Search-R1's keys, which every recipe had once. So two
-    versions' records of the same settings are equal.
+    A key that ``values`` lacks has its default, which may follow from others. So two versions' records of the same
+    settings are equal.
     """
     problems: list[Problem] = []
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *parents, name = key.split(".")
-        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = value
-    complete = convert.as_json(resolve(validated(schema, without_others(tree, schema), problems), recipe))
-    for problem in problems:
-        complete |= dict(leaves(problem.key, problem.value, own_defaults()))
-    return complete
+    complete = convert.as_json(resolve(validated(schema, own_tree(values, schema), problems), recipe))
+    return complete | dict(_leaves({problem.key: problem.value for problem in problems}))
 
 
 def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:

@@ -247,19 +247,6 @@ def bounds_and_baselines_of_losses(c: View) -> Broken:
         yield f"{ACTOR}.clip_ratio_c", rule, "the published runs have clip_ratio_c=10000"
 
 
-def a_coefficient_stands_alone(c: View) -> Broken:
-    """Report defaults that a line of verl up to 0.3 relied on: it gives the coefficient, and had no switch."""
-    if not c.gives("algorithm.kl_ctrl.kl_coef") or not c.kl.kl_coef or c.gives("algorithm.use_kl_in_reward"):
-        return
-    if not c.needs_ref:
-        rule = "takes no KL off the reward: use_kl_in_reward is off, and was on in verl up to 0.3"
-        fix = "set algorithm.use_kl_in_reward=True, or False to say that this is meant"
-        yield "algorithm.kl_ctrl.kl_coef", rule, fix
-    if not c.gives(f"{ACTOR}.entropy_coeff"):
-        rule = "was 0.001 by default in verl up to 0.3, whose lines give kl_ctrl.kl_coef without use_kl_in_reward"
-        yield f"{ACTOR}.entropy_coeff", rule, f"set {ACTOR}.entropy_coeff=0.001, or 0 to say that this is meant"
-
-
 def profiles_of_no_step(c: View) -> Broken:
     if c.profiler.tool and not c.profiler.steps:
         rule = f"names no step, so global_profiler.tool={c.profiler.tool} profiles nothing"
@@ -272,6 +259,4 @@ PROBLEMS = (
     *(covariance_bounds_leave_room, answers_are_compared, the_kl_controller, no_pass_for_old_log_probs),
     *(what_fits_together, the_estimator, staleness_and_resuming, ray_and_profiles),
 )
-WARNINGS = (
-    *(the_kl_is_penalised_twice, bounds_and_baselines_of_losses, a_coefficient_stands_alone, profiles_of_no_step),
-)
+WARNINGS = (the_kl_is_penalised_twice, bounds_and_baselines_of_losses, profiles_of_no_step)

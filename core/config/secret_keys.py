@@ -56,25 +56,18 @@ def command_line(words: Sequence[str]) -> str:
     return shlex.join(shown)
 
 
-def login_in(url: str) -> str | None:
-    """Return what of a URL is a login, in words; None where it holds none.
+def without_login(text: str) -> str:
+    """Return a text with ``***`` in place of the login of each URL in it.
 
     A user's name alone is one in http URLs, where it is mostly a token; ``sftp://jane@host`` holds none.
     """
-    parts = URL.match(url)
-    user = parts and parts[2]
-    if user and (":" in user or parts[1].lower() in ("http", "https")):
-        return "a user and a password" if ":" in user else "a user or token"
-    names = re.findall(r"[?&]([^=&]+)=", (parts and parts[4]) or "")
-    return next((f"the parameter {name}" for name in names if name.lower() in IN_URLS or is_secret(name)), None)
-
-
-def without_login(text: str) -> str:
-    """Return a text with ``***`` in place of the login of each URL in it."""
 
     def hide(match: re.Match[str]) -> str:
-        if login_in(match[0]) is None:
-            return match[0]
-        return f"{match[1]}://{match[2] and f'{HIDDEN}@' or ''}{match[3]}{match[4] and f'?{HIDDEN}' or ''}"
+        scheme, user, rest, query = match.groups(default="")
+        if user and (":" in user or scheme.lower() in ("http", "https")):
+            user = f"{HIDDEN}@"
+        if any(name.lower() in IN_URLS or is_secret(name) for name in re.findall(r"[?&]([^=&]+)=", query)):
+            query = f"?{HIDDEN}"
+        return f"{scheme}://{user}{rest}{query}"
 
     return URL.sub(hide, text) if "://" in text else text

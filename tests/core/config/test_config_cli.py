@@ -42,7 +42,6 @@ def test_a_start_returns_the_configuration_and_says_what_has_no_effect(data, cap
         [
             *data,
             "algorithm.kl_ctrl.kl_coef=0.01",
-            "actor_rollout_ref.actor.entropy_coeff=0",
             f"{ACTOR}.use_kl_loss=True",
         ],
     )
@@ -191,18 +190,9 @@ def test_a_file_of_a_chat_template_is_read(data, here, capsys):
         ("Answer the question.", "has no variable: every prompt would be this text"),
         ("", "has no variable"),
         ("{{ bos_token }}Answer:", "does not read messages: every prompt would be the same"),
-        ('{"chat_template": "{{ messages[0].content }}"}', "is JSON and no template"),
     ],
 )
 def test_a_template_that_ignores_the_chat_is_refused(data, here, capsys, text, rule):
     (here / "chat.jinja").write_text(text)
     out = ends(2, "ppo", [*data, f"{TEMPLATE}=chat.jinja"], capsys=capsys)
     assert rule in out.err and out.err.startswith(f"{TEMPLATE}=") and len(out.err.splitlines()) == 1
-
-
-def test_a_path_as_an_argument_of_the_template_is_refused(data, capsys):
-    key = "data.apply_chat_template_kwargs.chat_template"
-    out = ends(2, "ppo", [*data, f"{key}=./chat.jinja"], capsys=capsys)
-    assert (
-        out.err == f"{key}=./chat.jinja: is a path, and every prompt would be this text; use {TEMPLATE}=./chat.jinja\n"
-    )

@@ -10,7 +10,7 @@ import pytest
 from core.checkpoint.provenance import Provenance, check_resume
 from core.config import convert, examine, from_yaml, recipes, to_yaml
 from core.config.problem import show
-from core.config.secret_keys import HIDDEN, command_line, hidden, is_secret, login_in, without_hidden
+from core.config.secret_keys import HIDDEN, command_line, hidden, is_secret, without_hidden
 from core.tracking.tracker import Tracker
 from tests.core.synthetic import configured
 
@@ -50,24 +50,23 @@ def test_no_key_of_a_schema_is_hidden(recipe):
 
 
 @pytest.mark.parametrize(
-    ("url", "login", "shown"),
+    ("url", "shown"),
     [
-        ("http://jane:pw@host:80/run_code", "a user and a password", "http://***@host:80/run_code"),
-        ("https://sometoken@host/x", "a user or token", "https://***@host/x"),
-        ("s3://KEY:SECRET@bucket/x.parquet", "a user and a password", "s3://***@bucket/x.parquet"),
-        ("https://h/x?n=1&X-Amz-Signature=ab", "the parameter X-Amz-Signature", "https://h/x?***"),
-        ("https://h/x?n=1&sig=ab", "the parameter sig", "https://h/x?***"),
-        ("http://h/x?n=1", None, "http://h/x?n=1"),
-        ("http://h:80/a@b", None, "http://h:80/a@b"),
-        ("http://[h", None, "http://[h"),
-        ("sftp://jane@host/x", None, "sftp://jane@host/x"),
-        ("abfs://container@account.dfs.core.windows.net/x", None, "abfs://container@account.dfs.core.windows.net/x"),
-        ("hf://datasets/org/name@main/x", None, "hf://datasets/org/name@main/x"),
-        ("org/name", None, "org/name"),
+        ("http://jane:pw@host:80/run_code", "http://***@host:80/run_code"),
+        ("https://sometoken@host/x", "https://***@host/x"),
+        ("s3://KEY:SECRET@bucket/x.parquet", "s3://***@bucket/x.parquet"),
+        ("https://h/x?n=1&X-Amz-Signature=ab", "https://h/x?***"),
+        ("https://h/x?n=1&sig=ab", "https://h/x?***"),
+        ("http://h/x?n=1", "http://h/x?n=1"),
+        ("http://h:80/a@b", "http://h:80/a@b"),
+        ("http://[h", "http://[h"),
+        ("sftp://jane@host/x", "sftp://jane@host/x"),
+        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
+        ("hf://datasets/org/name@main/x", "hf://datasets/org/name@main/x"),
+        ("org/name", "org/name"),
     ],
 )
-def test_logins_in_urls(url, login, shown):
-    assert login_in(url) == login
+def test_logins_in_urls(url, shown):
     assert hidden(url) == hidden(hidden(url)) == shown
 
 
@@ -159,7 +158,7 @@ def test_another_secret_is_the_same_run(tmp_path):
     assert check_resume(tmp_path, one, other) == []
     another = provenance(convert.as_json(examine("grpo", [f"{key}={{mine:{{token:x,method:y}}}}"]).config))
     (change,) = check_resume(tmp_path, one, another, allow=True)
-    assert change.refused and "first-one" not in str(change) and "***" in str(change)
+    assert change.refused and "first-one" not in str(change)
 
 
 def test_what_was_hidden_is_left_out_where_a_configuration_is_read_again():
