@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from core import answers as files
 from core.command_line import is_dry_run
-from core.config import Config, convert, examine, recipes, recorded
+from core.config import Config, code_keys, convert, examine, recipes
 from core.config.paths import is_local
 from core.config.problem import show
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
@@ -108,7 +108,7 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
     if composed.problems:
         raise InputError(composed.problems)
     if run is not None:
-        recorded.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
+        code_keys.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
     return GenerateCall(recipe, trainer or recipes.TRAINER, composed.config, out, checkpoint)
@@ -345,7 +345,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     if problems:
         raise InputError(problems)
     unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
-    recorded.refuse_code(str(files.manifest_path(source)), composed.config, recipe, overrides, unread)
+    code_keys.refuse_code(str(files.manifest_path(source)), composed.config, recipe, overrides, unread)
     return composed.config
 
 

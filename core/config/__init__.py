@@ -12,8 +12,7 @@ from typing import Any
 
 _MODULES = {
     **dict.fromkeys(("Composed", "compose", "examine"), "composition"),
-    **dict.fromkeys(("diff", "from_yaml"), "recorded"),
-    **{"Config": "schema", "to_yaml": "convert"},
+    **{"Config": "schema", "diff": "recorded", "to_yaml": "convert"},
 }
 __all__ = [*_MODULES]
 

@@ -131,7 +131,7 @@ FILES = "files"  # it names what lies elsewhere: the content counts, whose hash 
 EXECUTION = "execution"  # where, how fast and how long: no other objective, but rounding and timing may differ
 BOOKKEEPING = "bookkeeping"  # what is recorded, watched and kept: no number of the run depends on it
 
-# Which values of a key name code that runs; only a command line may give them (recorded.py)
+# Which values of a key name code that runs; only a command line may give them (code_keys.py)
 CODE = "code"  # any text: a module, a file of code, a name in it, or a file that names classes
 CONSENT = "consent"  # true lets code run, in a mapping anywhere under a name of that kind
 ARGUMENTS = "arguments"  # of a library that imports what some of them name: any text or true

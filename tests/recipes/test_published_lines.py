@@ -88,7 +88,7 @@ def test_kl_without_a_switch_is_said_to_do_nothing(folder, monkeypatch, capsys):
     monkeypatch.setenv("DRY_RUN", "1")
     with pytest.raises(SystemExit):
         prepare("ppo", arguments(COMMANDS / "ppo.args"))
-    assert "algorithm.kl_ctrl.kl_coef=0.001: algorithm.use_kl_in_reward is off" in capsys.readouterr().out
+    assert "algorithm.kl_ctrl.kl_coef=0.001: needs algorithm.use_kl_in_reward" in capsys.readouterr().out
 
 
 def test_the_published_length_and_evaluation_are_warned_about(folder, monkeypatch, capsys):
@@ -99,5 +99,5 @@ def test_the_published_length_and_evaluation_are_warned_about(folder, monkeypatc
         with pytest.raises(SystemExit):
             prepare("dapo", [*arguments(COMMANDS / "dapo.args"), *extra])
         printed = capsys.readouterr().out
-        assert ("trainer.total_epochs=1: ends after one pass" in printed) == warned
-        assert ("val_kwargs.n=1: samples one answer a question" in printed) == warned
+        assert ("trainer.total_epochs=1: is DAPO's length only" in printed) == warned
+        assert ("val_kwargs.n=1: is avg@32 only" in printed) == warned

@@ -443,13 +443,13 @@ def test_fine_tuning_on_kept_answers_validates_on_the_way(files, scores, questio
 def test_what_has_no_meaning_here_is_refused(subtests):
     for override, says in [
         ("data.truncation=middle", "takes away what the answers stand on"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "weighs samples that a policy drew"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "weighs samples by their advantages"),
         ("algorithm.adv_estimator=gae", "has a critic"),
-        ("actor_rollout_ref.actor.use_kl_loss=True", "does not have"),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "there is none"),
         ("algorithm.use_kl_in_reward=True", "demonstrations have no reward"),
         ("actor_rollout_ref.rollout.n=2", "one demonstration"),
         ("actor_rollout_ref.rollout.temperature=0.7", "the likelihood is that of the model itself"),
-        ("trainer.max_staleness=1", "draws none"),
+        ("trainer.max_staleness=1", "none are drawn"),
         ("trainer.critic_warmup=1", "there is no critic"),
         ("trainer.test_freq=5", "data.val_files names none"),
         ("trainer.val_only=True", "data.val_files names none"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import compose, convert, examine, recipes, recorded
+from core.config import code_keys, compose, convert, examine, recipes, recorded
 from core.config.schema import Config
 from core.errors import InputError
 
@@ -12,7 +12,7 @@ KEYS = {key: schema for schema in recorded.schemas() for key in convert.all_keys
 
 
 def test_the_keys_that_can_name_code():
-    kinds = {key: recorded.kind_of(key, schema) for key, schema in KEYS.items()}
+    kinds = {key: code_keys.kind_of(key, schema) for key, schema in KEYS.items()}
     plugins = {"algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.logger"}
     plugins |= {"actor_rollout_ref.rollout.agent_loop"}
     assert {key for key, kind in kinds.items() if kind == "plugin"} == plugins
@@ -51,28 +51,28 @@ CODE = {
 def test_an_artefact_that_names_code_is_refused(key):
     config = examine("grpo", (), {key: CODE[key]}).config
     with pytest.raises(InputError) as refused:
-        recorded.refuse_code("ARTEFACT", config, "grpo")
+        code_keys.refuse_code("ARTEFACT", config, "grpo")
     line = str(refused.value)
     assert line.startswith("ARTEFACT: its settings name code that would run here: ") and key in line
     append = line.rpartition("If you trust that code, append ")[2]
     import shlex
 
-    recorded.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
+    code_keys.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
     with pytest.raises(InputError):
-        recorded.refuse_code("ARTEFACT", config, "grpo", ["trainer.seed=3"])
+        code_keys.refuse_code("ARTEFACT", config, "grpo", ["trainer.seed=3"])
 
 
 def test_the_command_line_names_the_value_and_not_the_key_alone():
     config = examine("grpo", (), {"custom_reward_function.path": "evil.py"}).config
     with pytest.raises(InputError):
-        recorded.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
+        code_keys.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
 
 
 def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
     """An interpolation would be resolved after the check of what was given, and could read the environment."""
     monkeypatch.setenv("SECRET", "token")
     hidden = {"trainer.project_name": "evil.py:f", "algorithm.adv_estimator": "${trainer.project_name}"}
-    assert "evil.py:f" not in str(recorded.code_in(examine("grpo", (), hidden).config))
+    assert "evil.py:f" not in str(code_keys.code_in(examine("grpo", (), hidden).config))
     told = {"trainer.project_name": "${oc.env:SECRET}", "data.prompt_key": "a\\${oc.env:SECRET}"}
     config = examine("grpo", (), told).config
     assert (config.trainer.project_name, config.data.prompt_key) == tuple(told.values())
@@ -89,14 +89,14 @@ def test_what_is_no_code_passes():
         "reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}},
         "trainer.logger": ["console", "wandb"],
     }
-    recorded.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
+    code_keys.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
 
 
 def test_the_repositorys_own_presets_are_no_foreign_code():
     for recipe in recipes.names():
         for path in (recipes.folder(recipe) / "preset").glob("*.yaml"):
             config = examine(recipe, [f"preset={path.stem}"]).config
-            recorded.refuse_code("ARTEFACT", config, recipe)
+            code_keys.refuse_code("ARTEFACT", config, recipe)
 
 
 def test_a_recipes_name_is_no_path():

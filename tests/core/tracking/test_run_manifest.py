@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.config import compose, from_yaml
+from core.config import compose, to_yaml
 from core.tracking import run_manifest
 from core.tracking.tracker import Tracker
 from tests.core.synthetic import configured, make_run
@@ -73,7 +73,7 @@ def test_a_real_configuration_is_kept_whole_and_its_changes_are_those_that_were_
     config = compose("grpo", [*overrides, f"+{inside}.hf.cache_gib=2"])
     tracker = Tracker(tmp_path / "grpo" / "run", config)
     tracker.close("finished")
-    assert from_yaml((tracker.run_dir / "config.yaml").read_text()) == config
+    assert (tracker.run_dir / "config.yaml").read_text() == to_yaml(config)
     before, now = (run_manifest.changed_keys(each, "grpo") for each in (plain, config))
     assert {key: pair[1] for key, pair in now.items() if before.get(key) != pair} == {
         "data.train_files": ["a.parquet"],
