@@ -40,12 +40,11 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.config import WeightTransferConfig
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from core.engines.vllm_receiver import BACKEND, UNKNOWN, UnknownIds, WeightProof
+from core.engines.vllm_receiver import UNKNOWN, BucketReceiver, UnknownIds
 
 DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
 CPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM's own default is a share of the machine's memory
@@ -55,8 +54,7 @@ FIXED = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
     "disable_log_stats": True,
     "load_format": "dummy",  # weights come by an update
-    "worker_extension_cls": f"{WeightProof.__module__}.{WeightProof.__qualname__}",
-    "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    "worker_extension_cls": f"{BucketReceiver.__module__}.{BucketReceiver.__qualname__}",
     "seed": 0,
 }
 UNKNOWN_IDS = f"{UnknownIds.__module__}:{UnknownIds.__qualname__}"
@@ -153,30 +151,28 @@ class VLLMEngine(InProcessEngine):
             del self._rows[name]
         self.llm.abort_request(names)
 
-    def _call(self, method: str, **arguments: Any) -> list[Any]:
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each of vLLM's processes, and return what they return."""
         with self._whole():
-            return self.llm.collective_rpc(method, kwargs=arguments)
+            return self.llm.collective_rpc(method, args=arguments)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
         """Begin vLLM's own reloading, which packs and shards (:mod:`core.engines.vllm_receiver`)."""
         super().begin_update(weights)
         if self.asleep:
             self.llm.wake_up(["weights"])
-        self._call("start_weight_update")
+        self._call("begin_buckets")
 
     def load(self, bucket: Bucket) -> None:
         """Send a bucket to vLLM's processes, which open it."""
-        self._call("update_weights", update_info={"bucket": bucket})
+        self._call("load_bucket", bucket)
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
         """Join the group that weights are broadcast in; each of vLLM's processes is a rank, from ``first_rank`` on."""
-        info = {"address": address, "first_rank": first_rank, "size": size, "timeout_s": timeout_s}
-        self._call("init_weight_transfer_engine", init_info=info)
+        self._call("join_weights_group", address, first_rank, size, timeout_s)
 
     def _finish(self) -> list[Proof]:
-        self._call("finish_weight_update")
-        proofs = self._call("weight_proof")
+        proofs = self._call("end_buckets")
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
         if not self.llm.reset_prefix_cache():

@@ -1,32 +1,51 @@
 """What runs inside each of vLLM's processes: the receiving end of a weight update, and the mask of unknown ids.
 
-vLLM imports this file in its processes because :class:`WeightProof` is their extension; importing it registers the
-back end "buckets" of vLLM's own weight-transfer interface.
+vLLM imports this file in its processes because :class:`BucketReceiver` extends its workers there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as RunnerLogitsProcessor
 
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, weights_checksum
 
-if TYPE_CHECKING:
-    from torch import nn
-
-BACKEND = "buckets"
 UNKNOWN = "unknown_ids"  # of vLLM's additional_config
+
+
+class BucketReceiver:
+    """What vLLM's workers can do beside their own methods: load buckets as vLLM loads a checkpoint, layer by layer,
+    into the tensors that its kernels read."""
+
+    def join_weights_group(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
+        """Join the group in which weights are broadcast, in which ``first_rank`` is this engine's first process."""
+        GROUP.join(address, first_rank + self.rank, size, self.device, timeout_s)
+
+    def begin_buckets(self) -> None:
+        """Begin to reload."""
+        self.received: list[Checksum | None] = []
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.get_model())
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Load a bucket. A tied weight goes under each of its names: a head that vLLM packed for itself would stay
+        stale without its own."""
+        values, received = bucket.open(self.device)  # vLLM keeps them until a layer is complete
+        self.received.append(received)
+        pairs = zip(bucket.weights, values, strict=True)
+        with set_current_vllm_config(self.vllm_config):
+            self.get_model().load_weights([(name, value) for weight, value in pairs for name in weight.names])
+
+    def end_buckets(self) -> Proof:
+        """End the reload; return what this process received, and the checksum of what its kernels read."""
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.get_model(), self.vllm_config.model_config)
+        return Proof(tuple(self.received), weights_checksum(self.get_model().named_parameters()))
 
 
 class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
@@ -47,68 +66,3 @@ class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
         return logits.index_fill_(1, self.ids, -torch.inf)
-
-
-@dataclass
-class Join(WeightTransferInitInfo):
-    """The group in which weights are broadcast: where it meets, this engine's first rank in it, and its size."""
-
-    address: tuple[str, int]
-    first_rank: int
-    size: int
-    timeout_s: float
-
-
-@dataclass
-class Arrival(WeightTransferUpdateInfo):
-    """One bucket."""
-
-    bucket: Bucket
-
-
-class BucketReceiver(WeightTransferEngine[Join, Arrival]):
-    """Loads buckets as vLLM loads a checkpoint: layer by layer, into the tensors that its kernels read."""
-
-    init_info_cls = Join
-    update_info_cls = Arrival
-    model: nn.Module
-
-    def init_transfer_engine(self, init_info: Join) -> None:
-        rank = init_info.first_rank + self.parallel_config.rank
-        GROUP.join(init_info.address, rank, init_info.size, self.device, init_info.timeout_s)
-
-    def start_weight_update(self) -> None:
-        self.received: list[Checksum | None] = []
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: Arrival) -> None:
-        """Load a bucket. A tied weight goes under each of its names: a head that vLLM packed for itself would stay
-        stale without its own."""
-        bucket = update_info.bucket
-        values, received = bucket.open(self.device)  # vLLM keeps them until a layer is complete
-        self.received.append(received)
-        pairs = zip(bucket.weights, values, strict=True)
-        self.model.load_weights([(name, value) for weight, value in pairs for name in weight.names])
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        """Has nothing to free."""
-
-
-class WeightProof:
-    """What vLLM's workers can do beside their own methods."""
-
-    weight_transfer_engine: BucketReceiver
-
-    def weight_proof(self) -> Proof:
-        """Return what this process received, and the checksum of what its kernels read."""
-        receiver = self.weight_transfer_engine
-        return Proof(tuple(receiver.received), weights_checksum(receiver.model.named_parameters()))
-
-
-WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)

@@ -163,10 +163,8 @@ def test_any_stale_weight_is_noticed(workers, monkeypatch):
     for number, left_out in enumerate([*names, tied, tied[1:]]):
         train(workers, number)
 
-        def without(method, kwargs=None, left_out=left_out):
-            if method == "update_weights":
-                kwargs = {"update_info": {"bucket": leaving_out(kwargs["update_info"]["bucket"], left_out)}}
-            return send(method, kwargs=kwargs)
+        def without(method, args=(), left_out=left_out):
+            return send(method, args=[leaving_out(args[0], left_out)] if method == "load_bucket" else args)
 
         with monkeypatch.context() as patch:
             patch.setattr(workers.engine.llm, "collective_rpc", without)
@@ -207,7 +205,7 @@ def test_the_process_stays_as_it_was(workers):
     torch.set_num_threads(threads)
 
 
-UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "weight_proof"]
+UPDATE = ["begin_buckets", "load_bucket", "end_buckets"]
 
 
 def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
