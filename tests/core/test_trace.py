@@ -130,23 +130,15 @@ def test_a_token_that_is_no_text_alone_is_its_bytes():
 
 
 def test_the_work_is_that_of_the_recorded_groups_whatever_the_batch(tmp_path, monkeypatch):
-    """Counted, not timed: rows that are copied, tokens that are decoded, bytes that are written."""
-    counted = {}
-    rows = TrainBatch.rows
-    monkeypatch.setattr(
-        TrainBatch, "rows", lambda self, index: counted.setdefault("rows", []).append(index) or rows(self, index)
-    )
-    sizes = []
-    for count in (8, 64):
-        config = traced_config(tmp_path / "a" / str(count), groups=2)
-        recorder = TraceRecorder(config, ByteTokenizer(), 4)
-        for step in (1, 2):
-            record(config, step, made_groups(step, 0, count=count, length=50), recorder=recorder)
-        copied = [index for index in counted.pop("rows") if isinstance(index, list)]
-        assert max(map(len, copied)) <= 4 * 4  # worst, mismatch and two regular ones, of 4 answers
-        assert recorder.tokenizer.decoded == len(recorder.texts) <= 259  # each token once in the run
-        sizes.append(sum(path.stat().st_size for path in trace_files(tmp_path / "a" / str(count))))
-    assert sizes[1] < 1.5 * sizes[0]
+    """Counted, not timed: rows that are copied, tokens that are decoded."""
+    copied, rows = [], TrainBatch.rows
+    monkeypatch.setattr(TrainBatch, "rows", lambda self, index: copied.append(index) or rows(self, index))
+    config = traced_config(tmp_path / "a" / "run", groups=2)
+    recorder = TraceRecorder(config, ByteTokenizer(), 4)
+    for step in (1, 2):
+        record(config, step, made_groups(step, 0, count=64, length=50), recorder=recorder)
+    assert max(len(index) for index in copied if isinstance(index, list)) <= 4 * 4  # worst, mismatch, two regular ones
+    assert recorder.tokenizer.decoded == len(recorder.texts) <= 259  # each token once in the run
 
 
 # --- kills and resuming ---

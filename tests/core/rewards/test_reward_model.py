@@ -44,16 +44,13 @@ def direct(folder, kind, ids):
 
 
 @pytest.mark.parametrize(
-    ("kind", "arch", "config"),
+    ("kind", "arch", "config", "packing"),
     [
-        ("token", "qwen2", {}),
-        ("token", "llama", {}),
-        ("sequence", "qwen2", {}),
-        ("sequence", "llama", {"pad_token_id": None}),
-        ("sequence", "bert", {}),
+        ("token", "qwen2", {}, {}),
+        ("sequence", "llama", {"pad_token_id": None}, {}),
+        ("sequence", "bert", {}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}),
     ],
 )
-@pytest.mark.parametrize("packing", [{}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}])
 def test_batches_give_what_each_answer_gives_alone(tmp_path, kind, arch, config, packing):
     model = RewardModel(settings(write_classifier(tmp_path, kind, arch, **config), **packing))
     for reads_ids in (False, True):
@@ -185,14 +182,6 @@ def test_the_model_sees_the_policys_words_and_all_tokens():
     assert seen == [Answer(({"role": "user", "content": "?"},), "let me look 72", (7, 8, 0, 1, 2), "72")]
 
 
-def test_an_asynchronous_judge_is_awaited():
-    async def judge(found):
-        await asyncio.sleep(0)
-        return [ModelScore(0.5)] * len(found)
-
-    assert grade(layer(judge), ("model", "a"))[0].value == 0.5
-
-
 @pytest.mark.parametrize("judge", [Lengths(), lambda found: [ModelScore(math.inf)] * len(found)], ids=["error", "inf"])
 def test_no_number_is_a_status_and_on_error_decides(judge):
     for style, weight in (("model", 0.0), ("rule", 1.0)):
@@ -203,8 +192,8 @@ def test_no_number_is_a_status_and_on_error_decides(judge):
             grade(layer(judge, weight=weight, on_error="raise"), (style, "bad"))
 
 
-def test_a_failure_of_the_judge_itself_is_no_score():
-    def judge(found):
+def test_a_failure_of_the_model_itself_ends_the_step():
+    async def judge(found):
         raise ConnectionError("lost")
 
     with pytest.raises(ConnectionError, match="lost"):
@@ -224,9 +213,6 @@ def test_styles_are_checked_against_the_configuration():
     with pytest.raises(InputError, match="the model would score nothing; .*reward_model.weight"):
         layer().check([row("rule")])
     layer().check([Example("file", 0, "unheard/of", "?", None, {}, "model")])  # no scorer is asked for
-
-
-# --- the configuration ---
 
 
 # --- whole runs ---

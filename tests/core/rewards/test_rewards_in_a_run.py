@@ -1,9 +1,9 @@
-"""A reward function of lists in whole runs: one call a step, whole groups in order, whatever the timing."""
+"""Scoring in whole runs: a function of lists gets the answers to a prompt, and runs without any score stop."""
 
 from __future__ import annotations
 
 import json
-import random
+from pathlib import Path
 
 import pytest
 
@@ -12,64 +12,35 @@ from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.scripted_run import configured, prepare, scripted
 
 NO_BUFFER = "reward_model.overlong_buffer.enable=False"
-SEEN = """
-import json, pathlib
-def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
-    with open({path!r}, "a") as file:
+LISTS = """
+import json
+def compute_score(solution_strs, extra_infos):
+    with open(__file__ + ".calls", "a") as file:
         file.write(json.dumps([e["index"] for e in extra_infos]) + "\\n")
-    # the answers of a question are compared: the largest has 1
-    best = {{}}
-    for text, e in zip(solution_strs, extra_infos):
-        best[e["index"]] = max(best.get(e["index"], ""), text)
-    found = [float(text == best[e["index"]] != "0") for text, e in zip(solution_strs, extra_infos)]
-    return found[{cut}:]
+    return [float(text == max(solution_strs) != "0") for text in solution_strs]  # the answers are compared
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("batch"))
+    return prepare(tmp_path_factory.mktemp("scored"))
 
 
-@pytest.fixture
-def trained(folder, tmp_path):
-    def train(*overrides, timing=0, recipe="grpo", base=None, cut=0, start=2, **settings):
-        seen = tmp_path / f"seen-{timing}.jsonl"
-        source = tmp_path / f"lists_{timing}.py"  # its own name: Python takes a cached file of equal size and second
-        source.write_text(SEEN.format(path=str(seen), cut=cut))
-        rng = random.Random(timing)
-        batch = [f"custom_reward_function.path={source}", "reward_model.reward_manager=batch"]
-        batch += ["reward_model.num_workers=2", "trainer.resume_mode=disable"]
-        config = configured(folder, f"run-{timing}", *batch, *overrides, recipe=recipe, **settings)
-        made = scripted(base) if base else scripted()
-        run = made(config, lambda request, _: str(request.seed % 5), lambda *_: rng.random() * 50).init_workers()
-        seen.unlink()  # calls at start
-        run.fit()
-        calls = [json.loads(line) for line in seen.read_text().splitlines()]
-        lines = (run.run.run_dir / "metrics.jsonl").read_text().splitlines()
-        index_of = [run.stream.prompt(ordinal).extra_info["index"] for ordinal in range(100)]
-        return run, calls, [json.loads(line) for line in lines], index_of
-
-    return train
-
-
-def test_the_answers_to_a_prompt_are_one_call_in_training_and_validation(trained):
-    settings = ["trainer.val_before_train=True", "data.val_max_samples=3"]
-    settings += [f"actor_rollout_ref.rollout.val_kwargs.{one}" for one in ("n=2", "do_sample=True", "temperature=1.0")]
-    _, calls, lines, index_of = trained(*settings, steps=2)
-    assert len(calls) == 3 + 8 and all(len(call) == 2 == 1 + len(call) - len(set(call)) for call in calls)
-    assert sorted(call[0] for call in calls[3:7]) == sorted(index_of[:4])
-    assert lines[-1]["critic/score/max"] == 1.0  # one of two different answers
-
-
-def test_a_greedy_answer_of_a_baseline_has_a_call_of_its_own(trained):
-    _, calls, _, index_of = trained("algorithm.adv_estimator=remax", steps=1)
-    assert sorted(map(len, calls)) == [1] * 4 + [2] * 4 and {call[0] for call in calls} == set(index_of[:4])
-
-
-def test_too_few_results_never_train(trained):
-    with pytest.raises(Exception, match="one result an answer: got . results for . answers"):
-        trained(cut=1, steps=1)
+def test_the_answers_to_a_prompt_are_one_call_in_training_and_validation_and_a_greedy_one_its_own(folder, write):
+    path = write(LISTS)
+    keys = [f"custom_reward_function.path={path}", "reward_model.reward_manager=batch", "reward_model.num_workers=1"]
+    keys += ["trainer.val_before_train=True", "data.val_max_samples=3", "algorithm.adv_estimator=remax"]
+    keys += [f"actor_rollout_ref.rollout.val_kwargs.{one}" for one in ("n=2", "do_sample=True", "temperature=1.0")]
+    run = scripted()(configured(folder, "lists", *keys, steps=1), lambda request, _: str(request.seed % 5))
+    run.init_workers()
+    seen = Path(path + ".calls")
+    seen.unlink()  # calls at start
+    run.fit()
+    calls = [json.loads(line) for line in seen.read_text().splitlines()]
+    index_of = [run.stream.prompt(ordinal).extra_info["index"] for ordinal in range(4)]
+    validation, training = calls[:3], calls[3:]
+    assert sorted(map(len, validation)) == [2, 2, 2] and sorted(map(len, training)) == [1] * 4 + [2] * 4
+    assert all(len(set(call)) == 1 for call in calls) and {call[0] for call in training} == set(index_of)
 
 
 def test_a_run_whose_every_answer_fails_stops_before_its_first_update(folder, caplog):
