@@ -22,10 +22,9 @@ class CustomFunction:
     """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
 
     It is called by argument name, as verl does, with those of the four that it takes; it must take ``solution_str``.
-    ``path`` is a Python file or a module's name. Where the module has ``EXAMPLES`` or ``check_ground_truth``, they are
-    used like a scorer's own. A ``batched`` one takes lists, ``compute_score(data_sources, solution_strs, ground_truths,
-    extra_infos, **reward_kwargs)``, and returns a list. ``settings`` are the arguments that make it anew in another
-    process. Raises InputError.
+    ``path`` is a Python file or a module's name, whose ``EXAMPLES`` and ``check_ground_truth`` are used like a
+    scorer's. A ``batched`` one takes lists, with the names of :data:`LISTS`, and returns a list. ``settings`` are the
+    arguments that make it anew in another process. Raises InputError.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class ModelScore:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the parts of a score: the number, and whether the model did not see the end of the answer."""
+        """The parts of a score: the number, and whether the model did not see the end of the answer."""
         return {"model": self.value, "model_cut": float(self.cut), **self.notes}
 
 

@@ -176,14 +176,13 @@ class RewardLayer:
 
 
 class Failures:
-    """Counts answers and those without a score; warns of the first of these and of the first part that is no number."""
+    """Counts answers and those without a score; warns of the first of these."""
 
     def __init__(self, on_error: str):
         self.on_error = on_error
         self.answers = self.failed = 0  # since the last rate
         self.all_answers = self.all_failed = 0
         self.first = ""  # the report of the first failure
-        self._noted = False
 
     def count(self, result: Score | Failure, job: Job, uid: str) -> None:
         failed = isinstance(result, Failure)
@@ -194,11 +193,6 @@ class Failures:
             if self.on_error in COUNTS:  # otherwise the run ends with it
                 text = "%s(reward_model.on_error=%s: %s. Shown once; reward/failed_rate has the share of each step)"
                 log.warning(text, self.first, self.on_error, COUNTS[self.on_error])
-        if not failed and result.notes and not self._noted:
-            self._noted = True
-            notes = ", ".join(f"{name}={text!r:.60}" for name, text in result.notes.items())
-            text = "the scorer of data_source=%r returns parts that are no finite numbers (%s): they are kept as texts "
-            log.warning(text + "beside the answers and have no metric. Shown once", job.data_source, notes)
 
     def rate(self, name: str) -> dict[str, float]:
         """Return the share of failures since the last call, dropped groups included; nothing without answers."""
