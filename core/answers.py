@@ -65,19 +65,8 @@ def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
 
 
 def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
-    """Return the answers of a file. A half-written last line, of a process that was killed in writing it, is left out.
-
-    Raises InputError for damage before that, and for an answer that is there twice.
-    """
-    rows, damaged = intact_rows(path)
-    whole = path.read_bytes().count(b"\n")
-    if damaged and (len(damaged) > 1 or not damaged[0].startswith(f"line {whole}:")):
-        fix = "only the last line may be incomplete: restore the file, or delete that line and generate again"
-        raise InputError(f"{path}: damaged in {damaged[0]}; {fix}")
-    lines = {(row["ordinal"], row["sample"]): row for row in rows}
-    if len(lines) < len(rows):
-        raise InputError(f"{path}: holds an answer twice; delete one of the two")
-    return lines
+    """Return the answers of a file, without lines that are damaged: of a process that was killed in writing, say."""
+    return {(row["ordinal"], row["sample"]): row for row in intact_rows(path)[0]}
 
 
 def manifest_path(path: Path) -> Path:

@@ -139,7 +139,7 @@ def generate(call: GenerateCall) -> bool:
         if missing:
             out.parent.mkdir(parents=True, exist_ok=True)
             files.write_manifest(out, manifest)
-            write_atomic(out, "".join(map(json_line, lines.values())))  # no half a line of a killed command
+            write_atomic(out, "".join(map(json_line, lines.values())))  # without damaged lines
             run = owned.enter_context(answering(config, call.trainer, tokenizer, loop, prompts))
             asyncio.run(_answer(run, missing, out, lines))
         if list(lines) != list(order):

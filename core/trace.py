@@ -1,14 +1,9 @@
 """The recorder of tokens (``trainer.trace``): what a few groups of some steps were, token by token, as they trained.
 
-A recorded step is ``<run>/trace/step_<n>.npz``: one zip archive of ``meta.json`` and of flat arrays. It appears as a
-whole or not at all. Reading it is :mod:`results.reporting.trace_reader`'s work, which needs neither torch nor a
-tokenizer: the texts of the tokens are recorded too. Everything is taken from where training reads it, the batch's
-tensors, and beside it from the trajectories, so that a fault between the two can be seen.
-
-Which groups: some whose questions recur (the lowest hashes of their names, so that other steps and other runs record
-the same questions where they can), the one of the lowest mean score, the one of the largest difference between engine
-and learner, and the first one that ``keep_group`` dropped. ``perf/trace_cpu_s`` of a recorded step is what it costs:
-CPU seconds in the driver, and those of the busiest rank.
+A recorded step is ``<run>/trace/step_<n>.npz``: one zip archive of ``meta.json`` and of flat arrays, which
+:mod:`results.reporting.trace_reader` reads without torch or a tokenizer: the texts of the tokens are recorded too.
+Everything is taken from where training reads it, the batch's tensors, and beside it from the trajectories, so that a
+fault between the two can be seen. ``perf/trace_cpu_s`` is what it costs: CPU seconds of driver and busiest rank.
 """
 
 from __future__ import annotations
@@ -113,14 +108,16 @@ class TraceRecorder:
         batch: TrainBatch,
         gap: tuple[float, int] | None,
     ) -> list[Chosen]:
-        """Return the groups to record, the worst first. A group is recorded once, with its first reason."""
+        """Return the groups to record, each once, with its first reason.
+
+        They are the one of the lowest mean score, the one of the largest difference between engine and learner, some
+        whose questions recur (by hash, so that other steps and runs record the same where they can), and the first one
+        that ``keep_group`` dropped.
+        """
         indices = range(len(groups))
         reasons = {min(indices, key=lambda i: sum(s.value for s in groups[i].scores) / len(groups[i])): "worst"}
         if gap is not None and gap[0] > 0:
-            strangest = int(batch.group[gap[1]])
-        else:  # the answer that the engine itself found least likely
-            strangest = min(indices, key=lambda i: min(map(_mean_log_prob, groups[i].trajectories)))
-        reasons.setdefault(strangest, "mismatch")
+            reasons.setdefault(int(batch.group[gap[1]]), "mismatch")
         by_hash = sorted(indices, key=lambda i: hashlib.sha256(groups[i].prompt.uid.encode()).hexdigest())
         for index in by_hash[: self.options.groups]:
             reasons.setdefault(index, "question")
@@ -267,8 +264,3 @@ def _clip_bounds(config: Config) -> list[float]:
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
     return [1 - low, 1 + high]
-
-
-def _mean_log_prob(trajectory: Trajectory) -> float:
-    """Return the mean log-prob that the engine gave what it wrote."""
-    return float(trajectory.logprobs.sum() / max(1, trajectory.response_mask.sum()))

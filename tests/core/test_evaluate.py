@@ -318,16 +318,12 @@ def test_answers_of_other_settings_or_of_another_model_do_not_go_into_the_file(f
     assert evaluate.main([*arguments, str(copied.parent / "moved")]) == 0
 
 
-def test_damage_before_the_last_line_is_refused(files, copied, capsys):
+def test_a_damaged_line_has_no_score_and_is_made_anew(files, copied, capsys):
     lines = cut(copied, 52)
     copied.write_text("".join([*lines[:5], lines[5][:40] + "\n", *lines[6:]]))
-    assert "damaged in line 6: " in refused(["score", str(copied)], capsys)
-    assert generate(files, copied) == 2
-    assert "only the last line may be incomplete" in capsys.readouterr().err
-    copied.write_text("".join([*lines[:5], lines[4], *lines[6:]]))
-    assert "holds an answer twice" in refused(["score", str(copied)], capsys)
-    copied.write_text("".join([*lines[:50], lines[50][:40] + "\n"]))  # the last line, with its end
-    assert len(read_lines(copied)) == 50
+    assert "holds 51 of 52 answers" in refused(["score", str(copied)], capsys)
+    assert generate(files, copied) == 0
+    assert len(read_lines(copied)) == 52 and copied.read_text().startswith("".join(lines[:5]))
 
 
 def test_models_that_cannot_be_evaluated(files, tmp_path, capsys):
