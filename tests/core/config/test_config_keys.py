@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import io
+import sys
 
 import pytest
 
-from core.config import compose, convert, examine, registry
+from core.command_line import prepare
+from core.config import Config, compose, convert, examine, paths, registry
 from core.errors import InputError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -16,29 +19,25 @@ def lines(*overrides, recipe="ppo"):
     return examine(recipe, overrides).problems
 
 
-@pytest.mark.parametrize(
-    "override, nearest",
-    [
-        ("data.train_batchsize=4", "data.train_batch_size"),
-        ("+data.train_bach_size=4", "data.train_batch_size"),
-        ("++data.val_file=x", "data.val_files"),
-        ("actor.optim.lr=1e-6", f"{ACTOR}.optim.lr"),
-        ("rollout.n=8", f"{ROLLOUT}.n"),
-        ("train_batch_size=8", "data.train_batch_size"),
-        (f"{ROLLOUT}.temprature=1", f"{ROLLOUT}.temperature"),
-        ("actor_rollout_ref.rolout.n=4", f"{ROLLOUT}.n"),
-        ("data={train_batch: 8}", "data.train_batch_size"),
-        (f"{ACTOR}.policy_loss.clip_cov_ration=0.0002", f"{ACTOR}.policy_loss.clip_cov_ratio"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest_of_its_section(override, nearest):
-    (line,) = lines(override)
-    assert line.endswith(f": unknown key; the nearest known key is {nearest}")
+def test_an_unknown_key_names_the_nearest_of_its_section():
+    for override, nearest in {
+        "data.train_batchsize=4": "data.train_batch_size",
+        "+data.train_bach_size=4": "data.train_batch_size",
+        "++data.val_file=x": "data.val_files",
+        "actor.optim.lr=1e-6": f"{ACTOR}.optim.lr",
+        "rollout.n=8": f"{ROLLOUT}.n",
+        "train_batch_size=8": "data.train_batch_size",
+        f"{ROLLOUT}.temprature=1": f"{ROLLOUT}.temperature",
+        "actor_rollout_ref.rolout.n=4": f"{ROLLOUT}.n",
+        "data={train_batch: 8}": "data.train_batch_size",
+        f"{ACTOR}.policy_loss.clip_cov_ration=0.0002": f"{ACTOR}.policy_loss.clip_cov_ratio",
+    }.items():
+        (line,) = lines(override)
+        assert line.endswith(f": unknown key; the nearest known key is {nearest}")
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
+def test_no_key_of_another_section_is_named():
+    for override in (
         *("zzz=1", "timeout=3", "seed=1", "actor.enable=True", f"{ACTOR}.enable=True", "trainer.gradient_noise=1"),
         *("reward_model.sandbox.batch=3", "critic.lr=1e-5", "algorithm.clip_ratio=0.1", "trainer.train_batch_size=8"),
         *(
@@ -47,12 +46,10 @@ def test_an_unknown_key_names_the_nearest_of_its_section(override, nearest):
             "num_generations=8",
             "nobody.entropy_checkpointing=1",
         ),
-    ],
-)
-def test_no_key_of_another_section_is_named(override):
-    (line,) = lines(override, recipe="grpo")
-    assert not [key for key in convert.all_keys() if "." in key and key in line.partition(": ")[2]], line
-    assert "--help WORD" in line and "\n" not in line
+    ):
+        (line,) = lines(override, recipe="grpo")
+        assert not [key for key in convert.all_keys() if "." in key and key in line.partition(": ")[2]], line
+        assert "--help WORD" in line and "\n" not in line
 
 
 def test_ray_init_takes_the_arguments_of_the_table():
@@ -64,127 +61,141 @@ def test_ray_init_takes_the_arguments_of_the_table():
     assert not lines(*(f"ray_kwargs.ray_init.{name}=1" for name in registry.RAY_INIT))
 
 
-@pytest.mark.parametrize(
-    "override, rule",
-    [
-        ("data.train_batch_size=many", "must be a whole number; the default is 1024"),
-        ("data.train_batch_size=1.5", "must be a whole number"),
-        ("data.train_batch_size=True", "must be a whole number"),
-        ("data.train_batch_size=null", "must be a whole number"),
-        ("data.train_batch_size=0", "must be at least 1"),
-        ("data.gen_batch_size=-1", "must be at least 1, or null"),
-        ("data.shuffle=1", "must be True or False"),
-        ("data.shuffle=yes", "must be True or False"),
-        (f"{ACTOR}.optim.lr=fast", "must be a number"),
-        (f"{ACTOR}.optim.lr=nan", "must be a number"),
-        (f"{ACTOR}.optim.lr=inf", "must be a number"),
-        (f"{ACTOR}.optim.lr=-1", "must be at least 0"),
-        (f"{ACTOR}.optim.betas=[0.9]", "must be two numbers in [0, 1)"),
-        (f"{ACTOR}.clip_ratio=1.5", "must be at least 0 and below 1"),
-        (f"{ACTOR}.clip_ratio_c=1", "must be above 1"),
-        (f"{ACTOR}.entropy_coeff=[1]", "must be a number"),
-        (
-            f"{ACTOR}.loss_agg_mode=mean",
-            "one of token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm",
-        ),
-        (f"{ACTOR}.policy_loss.clip_cov_ratio=0", "must be above 0 and at most 1"),
-        (f"{ACTOR}.policy_loss.ppo_kl_coef=-1", "must be at least 0"),
-        (f"{ACTOR}.kl_loss_type=k4", "must be one of kl, k1, abs"),
-        (f"{ACTOR}.strategy=megatron", "must be one of fsdp, fsdp2"),
-        (f"{ACTOR}.policy_loss.loss_mode=unknown", "or your own as package.module:function or path/file.py:function"),
-        (f"{ACTOR}.policy_loss.loss_mode='a b:c'", "must be one of vanilla"),
-        (f"{ACTOR}.optim.lr_scheduler_type=wsd", "must be one of constant, cosine"),
-        ("algorithm.adv_estimator=ppo", "must be one of gae, grpo"),
-        ("algorithm.kl_penalty=0.001", "must be one of kl, k1"),
-        ("algorithm.gamma=1.1", "must be between 0 and 1"),
-        (f"{ROLLOUT}.name=tgi", "must be one of hf, vllm"),
-        (f"{ROLLOUT}.top_k=0", "must be -1 (off) or at least 1"),
-        (f"{ROLLOUT}.top_p=0", "must be above 0 and at most 1"),
-        (f"{ROLLOUT}.val_kwargs.n=0", "must be at least 1"),
-        (f"{ROLLOUT}.gpu_memory_utilization=80", "must be above 0 and at most 1"),
-        ("trainer.logger=[console,nowhere]", "must be one of console, jsonl, tensorboard, wandb"),
-        ("trainer.device=tpu", "must be one of cpu, cuda, or null"),
-        ("trainer.save_freq=-2", "must be -1 (off) or at least 0"),
-        ("trainer.experiment_name=1e-6", "must be text"),
-        ("data.train_files=", "must be at least one path"),
-        ("data.train_files=[]", "must be at least one path"),
-        ("data.apply_chat_template_kwargs=3", "must be a mapping"),
-        ("data.apply_chat_template_kwargs=[1,2]", "must be a mapping, as in {name: value}; the default is {}"),
-        ("critic.model.override_config=[1,2]", "must be a mapping, as in {name: value}, or null; the default is null"),
-        ("reward_model.on_error=ignore", "must be one of zero, mask, raise"),
-        ("data=5", "is a section"),
-        ("trainer.health.nonfinite.bound=-1", "must be at least 0, or null"),
-    ],
-)
-def test_a_value_that_does_not_fit(override, rule):
-    (line,) = lines(override)
-    assert rule in line and line.startswith(override.split("=")[0])
-    assert "\n" not in line
+def test_a_value_that_does_not_fit():
+    for override, rule in {
+        "data.train_batch_size=many": "must be a whole number; the default is 1024",
+        "data.train_batch_size=1.5": "must be a whole number",
+        "data.train_batch_size=True": "must be a whole number",
+        "data.train_batch_size=null": "must be a whole number",
+        "data.train_batch_size=0": "must be at least 1",
+        "data.gen_batch_size=-1": "must be at least 1, or null",
+        "data.shuffle=1": "must be True or False",
+        "data.shuffle=yes": "must be True or False",
+        f"{ACTOR}.optim.lr=fast": "must be a number",
+        f"{ACTOR}.optim.lr=nan": "must be a number",
+        f"{ACTOR}.optim.lr=inf": "must be a number",
+        f"{ACTOR}.optim.lr=-1": "must be at least 0",
+        f"{ACTOR}.optim.betas=[0.9]": "must be two numbers in [0, 1)",
+        f"{ACTOR}.clip_ratio=1.5": "must be at least 0 and below 1",
+        f"{ACTOR}.clip_ratio_c=1": "must be above 1",
+        f"{ACTOR}.entropy_coeff=[1]": "must be a number",
+        f"{ACTOR}.loss_agg_mode=mean": "one of token-mean, seq-mean-token-sum, seq-mean-token-mean",
+        f"{ACTOR}.policy_loss.clip_cov_ratio=0": "must be above 0 and at most 1",
+        f"{ACTOR}.kl_loss_type=k4": "must be one of kl, k1, abs",
+        f"{ACTOR}.strategy=megatron": "must be one of fsdp, fsdp2",
+        f"{ACTOR}.policy_loss.loss_mode=unknown": "or your own as package.module:function or path/file.py:function",
+        f"{ACTOR}.policy_loss.loss_mode='a b:c'": "must be one of vanilla",
+        "algorithm.adv_estimator=ppo": "must be one of gae, grpo",
+        "algorithm.kl_penalty=0.001": "must be one of kl, k1",
+        "algorithm.gamma=1.1": "must be between 0 and 1",
+        f"{ROLLOUT}.name=tgi": "must be one of hf, vllm",
+        f"{ROLLOUT}.top_k=0": "must be -1 (off) or at least 1",
+        f"{ROLLOUT}.val_kwargs.n=0": "must be at least 1",
+        "trainer.logger=[console,nowhere]": "must be one of console, jsonl, tensorboard, wandb",
+        "trainer.logger={a: 1}": "must be one of console",
+        "trainer.device=tpu": "must be one of cpu, cuda, or null",
+        "trainer.experiment_name=1e-6": "must be text",
+        "trainer.seed=" + "9" * 400: "must be a whole number below 2**63",
+        "trainer.seed=1e300": "must be a whole number below 2**63",
+        f"{ACTOR}.optim.lr=" + "9" * 400: "must be a number",
+        "data.train_files=[]": "must be at least one path",
+        "data.apply_chat_template_kwargs=[1,2]": "must be a mapping, as in {name: value}; the default is {}",
+        "critic.model.override_config=[1,2]": "must be a mapping, as in {name: value}, or null; the default is null",
+        "data=5": "is a section",
+        "trainer={}": "is a section",
+        "trainer.health.nonfinite.bound=-1": "must be at least 0, or null",
+    }.items():
+        (line,) = lines(override)
+        assert rule in line and line.startswith(override.split("=")[0]) and "\n" not in line, line
 
 
-@pytest.mark.parametrize(
-    "override, said",
-    [
-        ("nonsense", "is no override; write key=value"),
-        ("--epochs=3", "is no override"),
-        ("data.train_files=[~/a, ~/b]", "quote text"),
-        ("trainer.seed=1,2", "is a sweep"),
-        ("trainer.seed=range(1,4)", "is a sweep"),
-        ("group/sub=x", "no config group of this name"),
-        ("trainer@x=y", "no config group of this name"),
-        ("trainer.rollout_data_dir=${oc.env:NOT_SET_ANYWHERE}", "cannot be resolved"),
-        ("trainer.rollout_data_dir=${trainer.nope}", "cannot be resolved"),
-        ("trainer.rollout_data_dir=x/${trainer.experiment_name}", "names a key that is null"),
-        ("trainer.rollout_data_dir=???", "has no default; give it a value"),
-    ],
-)
-def test_what_cannot_be_read(override, said):
-    (line,) = lines(override)
-    assert said in line and "\n" not in line
+def test_what_cannot_be_read_is_one_line():
+    """Each once ended in a traceback, or was dropped."""
+    for override, said in {
+        "nonsense": "is no override; write key=value",
+        "--epochs=3": "is no override",
+        "": "'': is no override; write key=value",
+        "trainer.cpu_threads[0]=1": "names joined by single dots; write key=value; the nearest known key is trainer.c",
+        "retriever.local..z=1": "does not begin with a key",
+        "trainer.seed.=1": "the nearest known key is trainer.seed",
+        ".trainer.seed=1": "the nearest known key is trainer.seed",
+        "trainer.seed =1": "the nearest known key is trainer.seed",
+        "ü=1": "does not begin with a key",
+        "=1": "does not begin with a key",
+        "++=1": "does not begin with a key",
+        "~trainer.seed": "takes a key away",
+        "data.train_files=[~/a, ~/b]": "quote text",
+        "trainer.seed=1,2": "is a sweep",
+        "preset=choice(lab,x)": "is a sweep",
+        "data.val_files=[choice(a,b)]": "is a sweep",
+        "group/sub=x": "no config group of this name",
+        "trainer@x=y": "no config group of this name",
+        "trainer.seed=" + "9" * 5000: "cannot be read (Exceeds the limit",
+        "trainer.seed=" + "[" * 3000: "cannot be read (",
+        "trainer.nope='a\nb'": "trainer.nope=a\\nb: unknown key",
+        "reward_model.reward_kwargs=${..}": "cannot be read (",
+        "reward_model.reward_kwargs={a: '${'}": "cannot be read (",
+        "reward_model.reward_kwargs={null: 1}": "cannot be read (",
+        "reward_model.reward_kwargs={a: ${reward_model.reward_kwargs}}": "cannot be resolved (",
+        "trainer.seed=${trainer.seed}": "cannot be resolved (",
+        "trainer.rollout_data_dir=${oc.env:NOT_SET_ANYWHERE}": "cannot be resolved",
+        "trainer.rollout_data_dir=x/${trainer.experiment_name}": "names a key that is null",
+        "trainer.project_name=${foo:1}": "cannot be resolved (Unsupported interpolation type foo)",
+        "data.val_files=[???]": "has no default; give it a value",
+        "data.val_files=[x${critic.model.path}]": "names a key that is null",
+    }.items():
+        (line,) = lines(override)
+        assert said in line and "\n" not in line and len(line) < 1000, line
+        assert {line, "data.shuffle=7: must be True or False; the default is true"} < {
+            *lines("data.nope=1", override, "data.shuffle=7")
+        }
+    for path in ("~no_such_user/x", "x" * 300):
+        assert "does not exist (looked for " in str(paths.missing(compose("ppo", [f"data.val_files={path}"]))[-1])
+
+
+def test_what_looks_odd_and_has_a_meaning_is_kept():
+    texts = [r"trainer.project_name=\${x}", "reward_model.reward_kwargs.a.0=1"]
+    config = compose("grpo", [*texts, "trainer.experiment_name=~a=b, c's"])
+    assert config.trainer.project_name == "${x}" and config.reward_model.reward_kwargs == {"a": {"0": 1}}
+    assert config.trainer.experiment_name == "~a=b, c's"
+    assert config.actor_rollout_ref.model.path == Config().actor_rollout_ref.model.path
+
+
+def test_a_threshold_that_is_no_number_is_refused():
+    section = "algorithm.rollout_correction.rollout_rs"
+    (line,) = lines(f"{section}=token", f"{section}_threshold='nan'")
+    assert "its thresholds do not fit it" in line
 
 
 def test_a_custom_function_is_a_name_too():
-    config = compose(
-        "ppo", ["algorithm.adv_estimator=my.module:advantage", f"{ACTOR}.policy_loss.loss_mode=a/b.py:loss"]
-    )
-    assert config.algorithm.adv_estimator == "my.module:advantage"
-    assert config.critic.enable is False
+    own = ["algorithm.adv_estimator=my.module:advantage", f"{ACTOR}.policy_loss.loss_mode=a/b.py:loss"]
+    config = compose("ppo", own)
+    assert config.algorithm.adv_estimator == "my.module:advantage" and config.critic.enable is False
 
 
 def test_all_problems_come_together():
+    typed = ["data.nope=1", "trainer.seed=x", "algorithm.gruop_size=3", "a b", "preset=zzz", f"{ROLLOUT}.n=1"]
     with pytest.raises(InputError) as error:
-        compose(
-            "grpo",
-            [
-                "data.nope=1",
-                "trainer.seed=x",
-                "algorithm.gruop_size=3",
-                "a b",
-                "preset=zzz",
-                f"{ROLLOUT}.n=1",
-                "data.train_batch_size=100",
-                "trainer.rollout_data_dir=${nope}",
-            ],
-        )
+        compose("grpo", [*typed, "data.train_batch_size=100", "trainer.rollout_data_dir=${nope}"])
     found = error.value.problems
     assert len(found) == 8 and str(error.value) == "\n".join(found)
-    for key in (
-        "data.nope",
-        "trainer.seed",
-        "algorithm.gruop_size",
-        "a b",
-        "preset",
-        f"{ROLLOUT}.n=1",
-        "data.train_batch_size",
-    ):
-        assert any(line.startswith(key) for line in found), key
+    begins = [text.partition("=")[0] for text in [*typed, "data.train_batch_size", "trainer.rollout_data_dir"]]
+    assert all(any(line.startswith(key) for line in found) for key in begins)
 
 
 def test_a_refused_value_does_not_cause_other_problems():
     # The default of 1024 that takes its place is no multiple of 48; nobody wrote 1024.
     (line,) = lines("data.train_batch_size=x", f"{ACTOR}.ppo_mini_batch_size=48")
     assert line.startswith("data.train_batch_size=x")
+    assert len(lines("data.nope=1", "data.nope=1")) == 1  # said once
 
 
-def test_the_same_problem_is_said_once():
-    assert len(lines("data.nope=1", "data.nope=1")) == 1
+def test_a_dry_run_prints_characters_that_the_terminal_lacks(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DRY_RUN", "1")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with pytest.raises(SystemExit) as end:
+        prepare("ppo", ["trainer.project_name=日本"])
+    sys.stdout.flush()
+    assert end.value.code == 0 and rb"trainer.project_name=\u65e5\u672c" in written.getvalue()
