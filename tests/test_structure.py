@@ -196,7 +196,7 @@ import sys
 from core import plan
 from core.config import compose
 from reward_scores import SCORERS
-import core.rewards, results.reporting.run_report
+import core.data.prompts, core.rewards, results.reporting.run_report
 compose('grpo', ['actor_rollout_ref.rollout.n=4'])
 SCORERS['openai/gsm8k']('#### 4', '4', {})
 plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])

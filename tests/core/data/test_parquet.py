@@ -1,7 +1,4 @@
 import hashlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +8,6 @@ import pytest
 
 from core.data.parquet import ExampleFile, Problems, sha256_of
 from core.errors import InputError
-from core.tracking.run_manifest import ROOT
 from tests.row_files import plain_row, rows_file, write_parquet
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -51,20 +47,6 @@ def test_batches_and_choices_give_the_same_rows(tmp_path, monkeypatch):
     assert all_rows == [file.example(number) for number in range(25)]
     chosen = np.array([0, 3, 4, 11, 24])
     assert list(file.examples(Problems(), chosen)) == [all_rows[number] for number in chosen]
-
-
-def test_choosing_rows_imports_no_pandas(tmp_path):
-    # It would add a second to the start of every run: pyarrow imports it wherever pa.array converts something.
-    rows_file(tmp_path / "a.parquet", 25)
-    read = (
-        "import sys, numpy as np\n"
-        "from core.data.parquet import ExampleFile, Problems\n"
-        "rows = list(ExampleFile('a.parquet').examples(Problems(), np.array([3, 24], np.int32)))\n"
-        "print([row.number for row in rows], 'pandas' in sys.modules)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", read], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.split("\n")[0] == "[3, 24] False", done.stderr
 
 
 REWARD = {"style": "rule", "ground_truth": "1"}
