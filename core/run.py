@@ -213,7 +213,7 @@ class Run:
         )
         tracker = Tracker(folder, self.config, resume_step, self.run_dir.parent.name, facts)
         if not only_validates:
-            tracker.progress(self.total_steps)
+            tracker.set_total(self.total_steps)
         return tracker
 
     def _close(self, status: str) -> None:

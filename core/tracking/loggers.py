@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,19 +119,8 @@ FAILED = {  # metric -> its label, shown where it is not 0
 }
 
 
-def headline(values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield label and text of the few numbers that a person follows, where the step has them."""
-    graded = values.get(f"{SCORE}/min", 0) < 0 or values.get(f"{SCORE}/max", 1) > 1
-    for label, names, form in HEADLINE:
-        value = next((values[name] for name in names if name in values), None)
-        if label == "acc" and graded and value == values.get(f"{SCORE}/mean"):
-            continue  # the reward again, of a function that gives scores
-        if value is not None:
-            yield label, f"{value:{form}}"
-
-
 class ConsoleLogger:
-    """One line a step, above the progress bar where there is one."""
+    """One line a step, above a progress bar where there is one."""
 
     def __init__(self, run: LoggedRun) -> None:
         self.run = run
@@ -143,7 +132,15 @@ class ConsoleLogger:
         sys.stdout.flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        shown = [f"{label} {text}" for label, text in headline(values)]
+        shown = []
+        graded = values.get(f"{SCORE}/min", 0) < 0 or values.get(f"{SCORE}/max", 1) > 1
+        for label, names, form in HEADLINE:
+            value = next((values[name] for name in names if name in values), None)
+            again = (
+                label == "acc" and graded and value == values.get(f"{SCORE}/mean")
+            )  # of a function that gives scores
+            if value is not None and not again:
+                shown.append(f"{label} {value:{form}}")
         shown += [f"{words} {values[name]:.1%}" for name, words in FAILED.items() if values.get(name)]
         for name in [name for name in values if name.startswith("val-core/") and "/acc/mean@" in name]:
             source, _, count = name.removeprefix("val-core/").partition("/acc/mean@")

@@ -114,17 +114,6 @@ def session(resumed_from: int | None, changes: Mapping[str, list[Any]]) -> dict[
 # --- configuration ---
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists and empty mappings are leaves."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
     """Return ``key -> [default, value]`` for every key that is not what the schema's defaults give."""
     before, now = convert.as_json(resolve(type(config)(), recipe)), convert.as_json(config)

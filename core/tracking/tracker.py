@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from core.config import Config, to_yaml
 from core.errors import WriteFailed, unwritten, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
-from core.tracking.loggers import LoggedRun, Loggers, headline
+from core.tracking.loggers import LoggedRun, Loggers
 from core.tracking.run_manifest import RunFacts
 from core.tracking.samples import Row, by_source, spread_out
 from core.tracking.validation import ValRecord
@@ -68,7 +67,6 @@ class Tracker:
     ) -> None:
         self.run_dir, self.config = Path(run_dir), config
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
-        self._bar: Any = None
         with writing(self.run_dir, "the run folder"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
@@ -104,17 +102,10 @@ class Tracker:
         """Add a fact about the run to its manifest, which is written when the run ends."""
         self.manifest[name] = value
 
-    def progress(self, total: int) -> None:
-        """Show a bar on a terminal (step, reward, length, time left) and ``step/total`` on the console.
-
-        ``total`` also goes into the manifest, from which a report knows that a run ended early.
-        """
+    def set_total(self, total: int) -> None:
+        """Record how many steps the run has: the console shows it, and a report knows that a run ended early."""
         self.manifest["total_steps"] = self._run.total = total
         self._keep_manifest()
-        if sys.stderr.isatty():  # a log has the console's line for each step
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, initial=max(0, self._last_step), unit="step", dynamic_ncols=True)
 
     def log(self, metrics: StepMetrics) -> None:
         """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps do not rise."""
@@ -124,10 +115,6 @@ class Tracker:
         self._unwritten.append({"step": metrics.step, **metrics.values})
         self._append_metrics("waits for the next step")
         self._loggers.log(metrics.step, metrics.values)
-        if self._bar is not None:
-            shown = dict(headline(metrics.values))
-            self._bar.set_postfix({k: shown[k] for k in ("reward", "length") if k in shown}, refresh=False)
-            self._bar.update(metrics.step - self._bar.n)
 
     def _append_metrics(self, lost: str) -> None:
         path = self.run_dir / METRICS
@@ -168,8 +155,6 @@ class Tracker:
             raise ValueError(f"status {status!r}: must be one of {', '.join(ENDINGS)}")
         if self.manifest["status"] == "running":
             self._end(status)
-            if self._bar is not None:
-                self._bar.close()
             self._loggers.close(status == "failed")
 
     def _end(self, status: str) -> None:

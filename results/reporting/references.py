@@ -18,12 +18,12 @@ import yaml
 from core.config.convert import read_yaml
 from core.config.problem import show
 from core.errors import InputError
-from core.tracking.run_manifest import flatten
 from core.tracking.validation import Estimate, wilson
 from results.reporting.accuracies import macro_average
 from results.reporting.comparison import seed_interval
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
+from results.reporting.run_reader import flatten
 from results.reporting.summaries import Summary, group_name, grouped_summaries
 
 Row = Mapping[str, Any]

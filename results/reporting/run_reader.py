@@ -27,7 +27,7 @@ from core.config.section import BOOKKEEPING
 from core.errors import InputError
 from core.files import local_path
 from core.tracking import run_manifest
-from core.tracking.run_manifest import ROOT, flatten
+from core.tracking.run_manifest import ROOT
 from core.tracking.tracker import PICTURES, intact_rows, read_jsonl
 from core.tracking.validation import Estimate, ValRecord
 from results.reporting.comparison import accuracy_by_question
@@ -37,6 +37,17 @@ ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+
 ANY_PATH = re.compile(r"(?<![\w/.])(?<!<path>)~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
 THUMBNAIL = "data:image/"  # how a picture of a question begins; a page loads nothing from elsewhere
 NOT_RECORDED = "not recorded"
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists and empty mappings are leaves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 class NotARun(InputError):

@@ -102,7 +102,7 @@ def make_run(
     config = config or configured()
     seed = config.trainer.seed
     tracker = Tracker(folder, config)
-    tracker.progress(steps)
+    tracker.set_total(steps)
     for step in range(steps + 1):
         metrics = step_metrics(step, seed, rate=rate, critic=critic) if step else StepMetrics(0)
         if step % test_every == 0:

@@ -157,7 +157,7 @@ def test_several_sets_have_a_line_each_and_their_mean(results):
     folder = results.parent / "outputs/grpo/sets"
     config = configured({"trainer.reference": "sets"})
     tracker = Tracker(folder, config)
-    tracker.progress(5)
+    tracker.set_total(5)
     rows = [*records(5, 1, 20, source="a"), *records(5, 1, 80, source="b")]
     metrics = StepMetrics(5)
     metrics.add(validation_metrics(rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ def with_trainer(**changes) -> Config:
 
 def test_the_console_shows_one_line_a_step(tmp_path, capsys):
     tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
-    tracker.progress(20)
+    tracker.set_total(20)
     metrics = step_metrics(3, 1)
     metrics.add({"val-core/lab/hops/acc/mean@1": 0.5, "val-aux/lab/hops/acc/mean@1/ci_low": 0.4})
     tracker.log(metrics)
@@ -58,18 +57,6 @@ def test_the_console_says_what_failed_and_calls_no_score_an_accuracy(tmp_path, c
     tracker.close("finished")
     line = capsys.readouterr().out
     assert all(one in line for one in shown) and not any(one in line for one in hidden), line
-
-
-def test_a_terminal_gets_a_bar(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
-    tracker.progress(4)
-    for step in range(1, 5):
-        tracker.log(step_metrics(step, 1))
-    tracker.close("finished")
-    shown = capsys.readouterr()
-    assert "4/4" in shown.err and "reward=0." in shown.err and "length=" in shown.err
-    assert "step 4/4 | reward" in shown.out
 
 
 def test_tensorboard_forgets_what_follows_the_checkpoint(tmp_path):

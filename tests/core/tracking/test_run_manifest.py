@@ -46,7 +46,7 @@ def test_the_manifest_has_where_numbers_come_from(tmp_path, monkeypatch):
     data.write_bytes(b"rows")
     config = configured({"trainer.seed": 7, "trainer.experiment_name": "x", "data.train_files": (str(data),)})
     tracker = Tracker(tmp_path / "grpo" / "lab_s7", config)
-    tracker.progress(20)
+    tracker.set_total(20)
     tracker.close("finished")
     text = (tmp_path / "grpo" / "lab_s7" / "manifest.json").read_text()
     manifest = json.loads(text)
