@@ -12,14 +12,17 @@ import pytest
 from core.checkpoint.run_state import DriverState
 from core.command_line import train
 from core.config import convert, examine
-from core.config.schema import HealthBound, HealthConfig
+from core.config.schema import HealthConfig
 from core.tracking.health import CHECKS, SCORE, SKIPPED, TEXTS, Health, UnhealthyRun
 from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run
 from results.reporting.summaries import summarise
 from tests.core.scripted_run import configured, prepare, scripted
 
-QUIET = HealthConfig(**{name: HealthBound() for name in CHECKS})
+
+def bounded(window: int = 10, **bounds: float | None) -> HealthConfig:
+    """A configuration in which these checks alone are on."""
+    return HealthConfig(reward_window=window, **{name: {"bound": bounds.get(name)} for name in CHECKS})
 
 
 @pytest.fixture(scope="module")
@@ -173,15 +176,15 @@ def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
 )
 def test_a_bound_is_crossed_beyond_it(name, values, crossed):
     health = Health(last_healthy_step=6)
-    found = health.check(7, values, QUIET.replace(**{name: HealthBound(bound=0.1)}))
+    found = health.check(7, values, bounded(**{name: 0.1}))
     assert [one.check for one in found] == ([name] if crossed else [])
     assert health.last_healthy_step == (6 if crossed else 7)
-    assert Health().check(7, values, QUIET) == []
+    assert Health().check(7, values, bounded()) == []
 
 
 @pytest.mark.parametrize("bound", [None, 1e-4])
 def test_in_float32_a_difference_is_a_fault_of_the_program_whatever_is_corrected(bound):
-    config, values = QUIET.replace(logp_diff=HealthBound(bound=bound)), {"rollout_corr/logp_diff_mean": 2e-4}
+    config, values = bounded(logp_diff=bound), {"rollout_corr/logp_diff_mean": 2e-4}
     (fault,) = Health().check(1, values, config, 1e-4)
     assert "fault of the program" in fault.text
     otherwise = Health().check(1, values, config)
@@ -205,7 +208,7 @@ TRENDS = {
 @pytest.mark.parametrize("name", TRENDS)
 def test_a_trend_is_measured_over_steps_that_a_checkpoint_keeps(name):
     metric, values, expected, bound, window = TRENDS[name]
-    config = QUIET.replace(**{name: HealthBound(bound=bound)}, reward_window=window)
+    config = bounded(window, **{name: bound})
     health, steps = Health(), []
     for step, value in enumerate(values, start=1):
         if health.check(step, {metric: value}, config):
@@ -215,7 +218,7 @@ def test_a_trend_is_measured_over_steps_that_a_checkpoint_keeps(name):
 
 
 def test_answers_of_nothing_have_no_length_to_fall_from():
-    health, config = Health(), QUIET.replace(shortening=HealthBound(bound=0.5))
+    health, config = Health(), bounded(shortening=0.5)
     assert not any(health.check(step, {"response_length/mean": 0.0}, config) for step in range(1, 6))
 
 
