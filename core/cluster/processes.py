@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,18 @@ def code_of_here() -> tuple[str, str]:
         for path in sorted((package.parent / name).rglob("*.py")):
             digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
     return str(package), digest.hexdigest()
+
+
+class Facts(NamedTuple):
+    """What a process reports of itself: its code (see :func:`code_of_here`), torch's threads, its GPUs, its machine,
+    and whether that has the file that it was asked for."""
+
+    core: str
+    digest: str
+    threads: int
+    gpus: list[int | str]
+    machine: str
+    sees: bool
 
 
 class Process:
@@ -88,12 +100,9 @@ class Process:
             timeout=timedelta(seconds=config.trainer.phase_timeout_s),
         )
 
-    def code(self) -> tuple[str, str]:
-        return code_of_here()
-
-    def thread_count(self) -> int:
-        """Return the number of torch's threads here."""
-        return self.threads
+    def facts(self, own_gpus: Callable[[], list[int | str]], path: str) -> Facts:
+        """Return what the driver has to know of this process, before a model loads."""
+        return Facts(*code_of_here(), self.threads, own_gpus(), os.uname().nodename, os.path.exists(path))
 
     def stacks(self) -> str:
         """Return the Python stack of every other thread."""
@@ -119,14 +128,6 @@ class LearnerProcess(Process):
         super().__init__(cores, parts)
         self.learner: LearnerRank | None = None
         self.packer: Packer | None = None
-
-    def gpus(self, own_gpus: Callable[[], list[int | str]]) -> list[int | str]:
-        """Return the GPUs of this rank, for the engine beside it."""
-        return own_gpus()
-
-    def missing(self, path: str) -> str | None:
-        """Return this machine's name where it does not have the file."""
-        return None if os.path.exists(path) else os.uname().nodename
 
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device, **learner: Any) -> None:
         """Join the other ranks and make this rank's learner."""

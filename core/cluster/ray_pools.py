@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.checkpoint.store import LOCK
-from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, RewardModelProcess, code_of_here
+from core.cluster.processes import FOLDER, EngineProcess, Facts, LearnerProcess, RewardModelProcess, code_of_here
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_watch import Watch
 from core.config import registry
@@ -100,22 +100,11 @@ def connect(config: Config, device: torch.device) -> None:
         raise InputError(f"ray_kwargs.ray_init={options}: {error}{hint}") from error
 
 
-def own_node() -> str:
-    """Return the id of the node that this process is on."""
-    return ray.get_runtime_context().get_node_id()
-
-
-def node_of(group: Any) -> str:
-    """Return the id of the node that a placement group is on."""
-    (node,) = set(placement_group_table(group)["bundles_to_node_id"].values())
-    return node
-
-
 class NodePool:
     """``nodes`` with ``per_node`` bundles each, for processes of ``gpus`` GPUs where there are any.
 
-    The first node is ``first_on`` if there is room. Ray's argument for that is private, but its public one
-    (``bundle_label_selector``) would let a run wait for this node where others are free.
+    The first node is ``first_on`` if there is room: Ray's public argument (``bundle_label_selector``) would let a run
+    wait for this node where others are free.
     """
 
     def __init__(self, device: torch.device, nodes: int, per_node: int, gpus: int = 1, first_on: str | None = None):
@@ -135,17 +124,6 @@ class NodePool:
         strategy = PlacementGroupSchedulingStrategy(self.groups[node], placement_group_bundle_index=bundle)
         return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": 0 if beside else self.gpus}
 
-    def shares(self, processes: int, cores: int | None) -> list[int]:
-        """Return for each node into how many parts its ``processes`` divide cores: the node's, or ``cores``."""
-        if cores:
-            return [processes] * len(self.groups)
-        nodes = [node_of(group) for group in self.groups]
-        return [processes * nodes.count(node) for node in nodes]  # groups may share a node
-
-    def put_first(self, node: str) -> None:
-        """Put the group on this node first: after a restart it may be free too late for the group that asked for it."""
-        self.groups.sort(key=lambda group: node_of(group) != node)
-
     def remove(self) -> None:
         for group in self.groups:
             remove_placement_group(group)
@@ -164,18 +142,6 @@ def wait_for_room(config: Config, pools: Mapping[str, NodePool]) -> None:
             f"{ray.cluster_resources()} in all and {ray.available_resources()} left. Ask for less, or wait for other "
             "runs to end"
         )
-
-
-def check_code(watch: Watch) -> None:
-    """Check that the actors run the code of this process: a machine may have another checkout. Raises InputError."""
-    here, digest = code_of_here()
-    codes = watch.call("start", "code", dict.fromkeys(watch.actors, ()))
-    for name, (there, other) in zip(watch.actors, codes, strict=True):
-        if other != digest:
-            raise InputError(
-                f"core={here}: {name} runs other code than this process, that of {there}; install this checkout where "
-                "Ray's processes start (pip install -e .), or set PYTHONPATH to it"
-            )
 
 
 class RayProcesses:
@@ -229,7 +195,7 @@ class RayProcesses:
     def _reserve(self) -> None:
         """Reserve the nodes of all pools, the first of the ranks' on the node of this process if it can be."""
         trainer, part, reward = self.config.trainer, self.config.actor_rollout_ref, self.config.reward_model
-        here, asked = own_node(), {}
+        here, asked = ray.get_runtime_context().get_node_id(), {}
 
         def pool(name: str, section: Any, keys: str, gpus: int = 1, first_on: str | None = None) -> None:
             made = NodePool(self.device, section.nnodes, section.n_gpus_per_node // gpus, gpus, first_on)
@@ -245,72 +211,74 @@ class RayProcesses:
         if reward.loads_model and reward.enable_resource_pool:
             pool("reward", reward, "reward_model")
         wait_for_room(self.config, asked)
-        if self.ranks:
-            self.pools["ranks"].put_first(here)
 
     def _start(self, learner: dict[str, Any]) -> None:
         """Load the engines, put them to sleep where they share GPUs, then load the learners.
 
         The learners' actors are there before, because the engines' GPUs are theirs, but hold nothing on a GPU yet.
         """
-        cores = self.config.trainer.cpu_threads
-        parts: list[int] = []
-        if self.ranks:
-            pool = self.pools["ranks"]
-            parts = pool.shares(1 if cores else self.per_node, cores)
-            for rank in range(self.ranks):
-                share = parts[rank // self.per_node]
-                self.learners.append(LEARNER.options(**pool.place(rank)).remote(cores, share))
-                self.watch.add(rank_name(rank), self.learners[-1])
+        cores, here = self.config.trainer.cpu_threads, self.pools.get("ranks")
+        for rank in range(self.ranks):
+            self.learners.append(LEARNER.options(**here.place(rank)).remote(cores, 1 if cores else self.per_node))
+            self.watch.add(rank_name(rank), self.learners[-1])
+        ranks = self._look(list(self.watch.actors), at_folder=True)
         engines: list[str] = []
-        for place, share, gpus in self._engine_places(parts) if self.config.needs_engine else ():
+        for place, parts, gpus in self._engine_places(ranks) if self.config.needs_engine else ():
             engines.append(f"engine {len(engines)}")
-            self.watch.add(engines[-1], ENGINE.options(**place).remote(self.config, self.device, cores, share, gpus))
-        check_code(self.watch)
+            self.watch.add(engines[-1], ENGINE.options(**place).remote(self.config, self.device, cores, parts, gpus))
+        self._look(engines)
         # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
         self.watch.call("load", "start", dict.fromkeys(engines, (not self.learners,)))
         self.engine = RayEngine(self.watch, engines)
         if self._engines_sleep:
             self.engine.sleep()
         if self.learners:
-            (self.threads,) = self.watch.call("start", "thread_count", {rank_name(0): ()})
-            self._check_shared_folder()
+            self.threads = ranks[0].threads
             (self.address,) = self.watch.call("start", "host", {rank_name(0): (ray.util.get_node_ip_address,)})
             joining = (self.address, self.config, self.device)
             calls = {rank_name(r): one.join.remote(r, *joining, **learner) for r, one in enumerate(self.learners)}
             self.watch.wait("load", calls)
 
-    def _engine_places(self, rank_shares: list[int]) -> Iterator[tuple[dict[str, Any], int, list[Any]]]:
-        """Yield for each engine where it is, its share of cores, and its GPUs where Ray assigned them to ranks."""
-        cores = self.config.trainer.cpu_threads
+    def _engine_places(self, ranks: Sequence[Facts]) -> Iterator[tuple[dict[str, Any], int, list[Any]]]:
+        """Yield for each engine where it is, into how many parts its node's cores are divided, and its GPUs where Ray
+        assigned them to ranks."""
         if "engines" in self.pools:
             pool = self.pools["engines"]
-            shares = pool.shares(pool.per_node, cores)
-            yield from ((pool.place(index), shares[index // pool.per_node], []) for index in range(len(pool)))
+            yield from ((pool.place(index), pool.per_node, []) for index in range(len(pool)))
             return
         pool = self.pools["ranks"]
-        if self.device.type == "cuda":
-            gpus = self.watch.call("start", "gpus", {rank_name(r): (ray.get_gpu_ids,) for r in range(self.ranks)})
-            for rank in range(0, self.ranks, self.engine_gpus):
-                own = sum(gpus[rank : rank + self.engine_gpus], [])
-                yield pool.place(rank, beside=True), rank_shares[rank // self.per_node], own
+        if self.device.type == "cpu":
+            yield from ((pool.place(rank, beside=True), 1, []) for rank in range(0, self.ranks, self.per_node))
             return
-        for node, share in enumerate(pool.shares(1, cores)):
-            yield pool.place(node * self.per_node, beside=True), share, []
-
-    def _check_shared_folder(self) -> None:
-        """Check that every rank sees the run folder, once this process has claimed it. Raises InputError."""
-        folder = run_folder(self.config).absolute()
-        if not (folder / LOCK).exists():
-            return
-        calls = {rank_name(rank): (str(folder / LOCK),) for rank in range(self.ranks)}
-        hosts = self.watch.call("start", "missing", calls)
-        blind = [f"{name} on {host}" for name, host in zip(calls, hosts, strict=True) if host]
-        if blind:
-            raise InputError(
-                f"trainer.default_local_dir={folder}: {', '.join(blind)} cannot see this folder, and every rank writes "
-                "its part of a checkpoint there; set it to a folder of a file system that all nodes share"
+        parts = 1 if self.config.trainer.cpu_threads else self.per_node
+        for rank in range(0, self.ranks, self.engine_gpus):
+            yield (
+                pool.place(rank, beside=True),
+                parts,
+                sum((one.gpus for one in ranks[rank : rank + self.engine_gpus]), []),
             )
+
+    def _look(self, names: Sequence[str], *, at_folder: bool = False) -> list[Facts]:
+        """Return what processes report of themselves; ``at_folder``: they write in the run folder, if it was claimed.
+
+        Raises InputError for one that has other code than this process, or that does not see the folder.
+        """
+        folder = run_folder(self.config).absolute()
+        asked = (ray.get_gpu_ids, str(folder / LOCK))
+        found = self.watch.call("start", "facts", dict.fromkeys(names, asked))
+        here, digest = code_of_here()
+        for name, facts in zip(names, found, strict=True):
+            if facts.digest != digest:
+                raise InputError(
+                    f"core={here}: {name} runs other code than this process, that of {facts.core}; install this "
+                    "checkout where Ray's processes start (pip install -e .), or set PYTHONPATH to it"
+                )
+            if at_folder and (folder / LOCK).exists() and not facts.sees:
+                raise InputError(
+                    f"trainer.default_local_dir={folder}: {name} on {facts.machine} cannot see this folder, and every "
+                    "rank writes its part of a checkpoint there; set it to a folder that all nodes share"
+                )
+        return found
 
     def _start_reward_model(self) -> RayRewardModel:
         """Start the reward model, on GPUs of its own where there are any: it works while the engines decode."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -32,8 +33,8 @@ class StubProcess:
     def stacks(self) -> str:
         return "no stack"
 
-    def thread_count(self) -> int:
-        return 7
+    def facts(self, own_gpus, path):
+        return SimpleNamespace(digest="", core="", threads=7, gpus=own_gpus(), machine="", sees=True)
 
     def report(self) -> dict[str, Any]:
         """Everything that a test asks for."""
@@ -44,9 +45,6 @@ class StubProcess:
 class StubLearner(StubProcess):
     def host(self, own_address):
         return own_address(), 1
-
-    def gpus(self, own_gpus):
-        return own_gpus()
 
     def join(self, rank, address, config, device, **learner):
         self.rank = rank
@@ -72,7 +70,7 @@ def put_stubs(ray_pools) -> None:
     """Let :mod:`core.cluster.ray_pools` start these."""
     ray_pools.LEARNER = ray_pools.actor_class(StubLearner)
     ray_pools.ENGINE = ray_pools.actor_class(StubEngine)
-    ray_pools.check_code = lambda watch: None
+    ray_pools.code_of_here = lambda: ("", "")
 
 
 def layout(processes) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from core.cluster import ray_pools
 from core.cluster.processes import LearnerProcess
-from core.cluster.ray_pools import NodePool, node_of
+from core.cluster.ray_pools import NodePool
 from core.config import compose
 from core.errors import InputError
 from tests.core.cluster.stub_processes import Device, layout, put_stubs
@@ -58,7 +58,7 @@ def cluster():
 
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch):
-    for name in ("LEARNER", "ENGINE", "check_code"):
+    for name in ("LEARNER", "ENGINE", "code_of_here"):
         monkeypatch.setattr(ray_pools, name, None)
     put_stubs(ray_pools)
     monkeypatch.setattr(ray_pools, "START_S", 20.0)
@@ -89,6 +89,11 @@ def placed(nodes: int, *overrides: str) -> dict:
 
 def gpu_nodes() -> list[str]:
     return [node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU")]
+
+
+def node_of(group) -> str:
+    (node,) = set(placement_group_table(group)["bundles_to_node_id"].values())
+    return node
 
 
 @contextmanager
@@ -138,19 +143,6 @@ def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
             assert node_of(groups[0]) == home != node_of(groups[1])
 
 
-def test_rank_0_is_beside_the_loop_whichever_group_came_to_its_node(cluster, monkeypatch):
-    """As after a restart: the node is not free again when the first group is placed."""
-    monkeypatch.setattr(ray_pools.RayProcesses, "_start", lambda *_: None)
-    monkeypatch.setattr(ray_pools, "NodePool", lambda *sizes: NodePool(*sizes[:4]))
-    for home in gpu_nodes():
-        monkeypatch.setattr(ray_pools, "own_node", lambda home=home: home)
-        processes = ray_pools.RayProcesses(config(4), None, CUDA)
-        with removed([]):
-            first, *others = map(node_of, processes.pools["ranks"].groups)
-            processes.close()
-        assert first == home and set(others) == set(gpu_nodes()) - {home}
-
-
 def test_engines_apart_have_nodes_and_gpus_of_their_own(cluster):
     pool = ("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=2", "trainer.cpu_threads=6")
     found = placed(1, *pool, f"actor_rollout_ref.rollout.n_gpus_per_node={GPUS}")
@@ -174,15 +166,6 @@ def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster, monkeypatc
     assert "'GPU': 32.0" in str(caught.value)
 
 
-def test_ranks_of_two_groups_on_one_node_divide_its_cores(cluster):
-    pool, other = (NodePool(Device("cpu"), 1, 4, first_on=gpu_nodes()[1]) for _ in range(2))
-    with removed([*pool.groups, *other.groups]):
-        assert all(group.wait(20) for group in [*pool.groups, *other.groups])
-        assert pool.shares(4, None) == [4] and pool.shares(4, 6) == [4]
-        pool.groups += other.groups
-        assert pool.shares(4, None) == [8, 8]
-
-
 # -- without a cluster
 
 
@@ -196,4 +179,4 @@ def test_a_process_counts_the_cores_of_its_own_node(monkeypatch, cores, parts, t
     monkeypatch.setattr("os.cpu_count", lambda: 96)
     monkeypatch.setattr("torch.set_num_threads", counted.append)
     process = LearnerProcess(cores, parts)
-    assert process.thread_count() == threads and counted == [threads] and os.environ["OMP_NUM_THREADS"] == str(threads)
+    assert process.threads == threads and counted == [threads] and os.environ["OMP_NUM_THREADS"] == str(threads)

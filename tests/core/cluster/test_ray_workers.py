@@ -4,7 +4,10 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -14,9 +17,9 @@ import ray
 import torch
 
 from core.checkpoint.store import CheckpointStore
-from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess
+from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, code_of_here
 from core.cluster.ray_engine import RayEngine
-from core.cluster.ray_pools import ENGINE, ROOT, connect
+from core.cluster.ray_pools import ENGINE, ROOT, RayProcesses, connect
 from core.cluster.ray_watch import Watch
 from core.cluster.ray_workers import RayWorkers
 from core.cluster.workers import LocalWorkers
@@ -410,23 +413,39 @@ def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
         given("address=10.0.0.1:6379")
 
 
-def test_a_rank_that_does_not_see_the_run_folder_is_named_before_a_model_loads(model, tmp_path):
-    workers = object.__new__(RayWorkers)
-    workers.config, workers.ranks = cluster_config(model, f"trainer.default_local_dir={tmp_path}"), 6
-    asked = []
+def test_a_process_of_other_code_or_without_the_run_folder_is_named_before_a_model_loads(model, tmp_path):
+    process = LearnerProcess(1)
+    processes = object.__new__(RayProcesses)
+    processes.config = cluster_config(model, f"trainer.default_local_dir={tmp_path}")
+    changed = {}
 
-    def missing(phase, method, calls):
-        asked.append(calls)
-        return [None, "node-7", None, "node-9", "node-9", "node-9"]
+    def look(phase, method, calls):
+        return [process.facts(lambda: [], path)._replace(**changed) for _, path in calls.values()]
 
-    workers.watch = SimpleNamespace(call=missing)
-    workers._check_shared_folder()  # nothing was claimed: nothing will be saved
-    assert not asked
+    processes.watch = SimpleNamespace(call=look)
+    (facts,) = processes._look(["learner rank 0"], at_folder=True)  # nothing was claimed: nothing will be saved
+    assert not facts.sees and facts.threads == 1
     CheckpointStore(tmp_path).claim()
-    with pytest.raises(InputError) as raised:
-        workers._check_shared_folder()
-    assert "learner rank 1 on node-7, learner rank 3 on node-9, learner rank 4 on node-9, learner" in str(raised.value)
-    workers.watch = SimpleNamespace(call=lambda phase, method, calls: [None] * 6)
-    workers._check_shared_folder()
-    process = object.__new__(LearnerProcess)
-    assert process.missing(str(tmp_path)) is None and process.missing(str(tmp_path / "no")) == os.uname().nodename
+    assert processes._look(["learner rank 0"], at_folder=True)[0].sees
+    changed = {"sees": False, "machine": "node-7"}
+    processes._look(["engine 0"])
+    with pytest.raises(InputError, match=f"trainer.default_local_dir={tmp_path}: learner rank 0 on node-7 cannot see"):
+        processes._look(["learner rank 0"], at_folder=True)
+    changed = {"digest": "other", "core": "/elsewhere/core"}
+    with pytest.raises(InputError, match=f"core={ROOT}/core: engine 0 runs other code .* /elsewhere/core"):
+        processes._look(["engine 0"])
+
+
+def test_code_is_known_by_the_files_wherever_they_are(tmp_path):
+    for name in ("core", "reward_scores"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    program = "import json; from core.cluster.processes import code_of_here; print(json.dumps(code_of_here()))"
+
+    def there():
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True, check=True)
+        return json.loads(done.stdout)
+
+    assert there() == [str(tmp_path / "core"), code_of_here()[1]]
+    (tmp_path / "core" / "a_new_file.py").write_text("")
+    assert there()[1] != code_of_here()[1]
