@@ -159,14 +159,9 @@ class Change:
 def check_resume(folder: Path, saved: Provenance | None, run: Provenance, *, allow: bool = False) -> list[Change]:
     """Check whether ``run`` may go on from the checkpoint in ``folder``, which ``saved`` wrote.
 
-    Returns:
-        What differs and is allowed to (ranks, threads, package versions, keys that change no objective; with ``allow``
-        all). Where this is not empty, the resumed run is not promised to be bit-identical to an uninterrupted one.
-
-    Raises:
-        InputError: the weights are of another model, or the seed is another one (examples and sampling seeds are
-            functions of it: prompts would be trained twice, others never), or, without ``allow``, base, data or
-            objective are other ones.
+    Returns what differs and is allowed to (ranks, threads, package versions, keys that change no objective; with
+    ``allow`` all): the resumed run is then not bit-identical to an uninterrupted one. Raises InputError for another
+    model or seed (which decides the prompts) and, without ``allow``, for another base, other data or objective.
     """
     fix = "or choose another trainer.experiment_name"
     if saved is None:

@@ -98,7 +98,15 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
         InputError: another version of this code wrote it.
     """
     try:
-        return _verified(folder, hashes)
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        body = manifest["body"]
+        if manifest["sha256"] == _digest(body) and body["format"] != FORMAT:
+            rule = f"has format {body['format']}, this code reads {FORMAT}"
+            raise InputError(f"{folder} {rule}: resume with the code that wrote it")
+        if problem := _problem(folder, manifest, hashes):
+            raise DamagedCheckpoint(f"{folder}: {problem}")
+        saved = body["provenance"]
+        return Checkpoint(folder, body["step"], body["files"], Provenance.from_json(saved) if saved else None)
     except OSError as error:
         name = Path(error.filename or MANIFEST).name
         raise DamagedCheckpoint(f"{folder}: {name} is missing or cannot be read ({error.strerror})") from error
@@ -106,31 +114,26 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
         raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
 
 
-def _verified(folder: Path, hashes: bool) -> Checkpoint:
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    body, files, step = manifest["body"], manifest["body"]["files"], manifest["body"]["step"]
+def _problem(folder: Path, manifest: Mapping[str, Any], hashes: bool) -> str | None:
+    """Return what is wrong with a folder by its manifest. Raises OSError for a file that is missing."""
+    body = manifest["body"]
     named = NAME.fullmatch(folder.name)
     if manifest["sha256"] != _digest(body):
-        raise DamagedCheckpoint(f"{folder}: {MANIFEST} was altered: its own SHA-256 does not match")
-    if body["format"] != FORMAT:
-        rule = f"has format {body['format']}, this code reads {FORMAT}"
-        raise InputError(f"{folder} {rule}: resume with the code that wrote it")
-    if named and int(named[1]) != step:
-        raise DamagedCheckpoint(f"{folder}: the manifest is of step {step}: the folder was renamed")
-    for name, recorded in files.items():
+        return f"{MANIFEST} was altered: its own SHA-256 does not match"
+    if named and int(named[1]) != body["step"]:
+        return f"the manifest is of step {body['step']}: the folder was renamed"
+    for name, recorded in body["files"].items():
         try:
-            size = inside(folder, name, folder / MANIFEST).stat().st_size
+            size = inside(folder, name, MANIFEST).stat().st_size
             problem = damage(folder / name) if name.endswith(".index.json") else None  # transformers follows its names
         except InputError as error:
-            raise DamagedCheckpoint(str(error)) from error
+            return str(error)
         if problem or size != recorded["bytes"]:
-            problem = problem or f"{name} has {size} bytes, the manifest says {recorded['bytes']}"
-            raise DamagedCheckpoint(f"{folder}: {problem}")
-    for name, digest in _hash_all(folder, files if hashes else ()).items():
-        if digest != files[name]["sha256"]:
-            raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
-    saved = body["provenance"]
-    return Checkpoint(folder, step, files, Provenance.from_json(saved) if saved else None)
+            return problem or f"{name} has {size} bytes, the manifest says {recorded['bytes']}"
+    for name, digest in _hash_all(folder, body["files"] if hashes else ()).items():
+        if digest != body["files"][name]["sha256"]:
+            return f"{name} was altered: its SHA-256 is not the one in the manifest"
+    return None
 
 
 def _digest(body: Any) -> str:
@@ -183,11 +186,9 @@ class CheckpointStore:
     def latest(self, *, tidy: bool = False) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None where there is no checkpoint at all.
 
-        Damaged ones are skipped with a warning that names folder, file and reason. A writer that goes on from here
-        asks to ``tidy``: damaged ones get another name, and what a killed writer did not prune is pruned.
-
-        Raises:
-            InputError: checkpoints exist and all are damaged: starting over silently would throw a run away.
+        Damaged ones are skipped with a warning. A writer that goes on from here asks to ``tidy``: damaged ones get
+        another name, and what a killed writer did not prune is pruned. Raises InputError where checkpoints exist and
+        all are damaged: starting over silently would throw a run away.
         """
         damaged: dict[int, str] = {}
         while remaining := [step for step in self.steps() if step not in damaged]:
@@ -206,11 +207,8 @@ class CheckpointStore:
                 self._prune(checkpoint.step)
             return checkpoint
         if damaged:
-            reasons = "\n  ".join(damaged.values())
-            raise InputError(
-                f"every checkpoint in {self.root} is damaged:\n  {reasons}\nRestore one from a copy, or start over: "
-                "move the folder away or choose another trainer.experiment_name"
-            )
+            fix = "restore one from a copy, or choose another trainer.experiment_name to start over"
+            raise InputError([*damaged.values(), f"every checkpoint in {self.root} is damaged; {fix}"])
         return None
 
     # -- writing
@@ -229,14 +227,12 @@ class CheckpointStore:
             self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno == errno.ENOLCK:  # some file systems have no locks
-                log.warning("%s cannot be locked: make sure that only one run writes there", self.root)
-            else:
-                self._lock = None
-                what = f"trainer.default_local_dir={self.root}: checkpoints cannot be written there ({error})"
-                if error.errno in (errno.EACCES, errno.EAGAIN) and (self.root / LOCK).exists():
-                    what = f"trainer.default_local_dir={self.root}: another process is writing checkpoints there"
-                raise InputError(f"{what}; wait for it to end, or set another folder") from error
+            what = f"checkpoints cannot be written there ({error.strerror})"
+            if error.errno in (errno.EACCES, errno.EAGAIN) and self._lock is not None:
+                what = "another process is writing checkpoints there"
+            self._lock = None
+            fix = "wait for it to end, or set another folder"
+            raise InputError(f"trainer.default_local_dir={self.root}: {what}; {fix}") from error
         self._clear()
 
     @contextmanager
@@ -245,12 +241,9 @@ class CheckpointStore:
     ) -> Iterator[Path]:
         """Yield a temporary folder to fill; on leaving the block it becomes ``global_step_<step>``.
 
-        Whoever writes (other processes included: their files must be closed and on this file system) fills the
-        folder inside the block. Where the block or a write fails, the folder is removed and the earlier checkpoints
-        stay as they are. ``hashes`` are file -> SHA-256, as far as writers have computed it when the block ends.
-
-        Raises:
-            WriteFailed: the disk is full, or not writable; whatever the block raises passes through.
+        Other processes may write there too. Where the block or a write fails, the folder is removed and the earlier
+        checkpoints stay as they are. ``hashes`` are file -> SHA-256, as far as writers have computed it when the block
+        ends. Raises WriteFailed for a full disk; whatever else the block raises passes through.
         """
         self.claim()
         folder = self.root / f".tmp-global_step_{step}-{os.getpid()}"
@@ -266,9 +259,9 @@ class CheckpointStore:
             complete = self.complete_steps()
             intact = f"{self.folder(complete[-1])} is intact" if complete else "there is no earlier one"
             raise WriteFailed(
-                f"the checkpoint of step {step} could not be written to {self.root}: {error} ({free_space(self.root)} "
-                f"there); {intact}. Make room, or set another trainer.default_local_dir or a lower "
-                "trainer.max_actor_ckpt_to_keep (one more is needed while writing), and resume"
+                f"{self.root}: the checkpoint of step {step} could not be written ({error}; {free_space(self.root)}); "
+                f"{intact}. Make room for trainer.max_actor_ckpt_to_keep and one more, or set another "
+                "trainer.default_local_dir, and resume"
             ) from error
 
     def adopt(self, folder: Path, step: int) -> None:
@@ -320,29 +313,23 @@ def checkpoint_at(path: str | os.PathLike[str], key: str) -> Checkpoint:
 
 
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
-    """Return the checkpoint to go on from, or None to start from the base model. Claims the store unless ``val_only``.
+    """Return the checkpoint to go on from by ``trainer.resume_mode``, or None to start from the base model.
 
-    - ``auto``: the newest complete one of the run folder; damaged newer ones are set aside. None where there is none.
-    - ``resume_path``: the one that ``trainer.resume_from_path`` names, of this run or of another.
-    - ``disable``: none.
-
-    Checkpoints in the run folder that are newer than the start are refused, not overwritten: what this run writes
-    would lie among them, and the next ``auto`` would take one of theirs for one of its own. Raises InputError.
+    Claims the store unless ``val_only``. Raises InputError, also for checkpoints in the run folder that are newer than
+    the start: what this run writes would lie among them, and the next start would take one of theirs for its own.
     """
     if not trainer.val_only:
         store.claim()
     if trainer.resume_mode == "auto":
         return store.latest(tidy=not trainer.val_only)
-    if trainer.resume_mode == "disable":
-        chosen, what = None, "trainer.resume_mode=disable starts at step 0"
-    else:
+    chosen, what = None, "trainer.resume_mode=disable starts at step 0"
+    if trainer.resume_mode == "resume_path":
         chosen = checkpoint_at(trainer.resume_from_path, "trainer.resume_from_path")
         what = f"trainer.resume_from_path={trainer.resume_from_path} starts at step {chosen.step}"
     newer = [step for step in store.steps() if step > (chosen.step if chosen else -1)]
     if newer and not trainer.val_only:
         raise InputError(
-            f"{what}, but {store.root} already holds global_step_{newer[-1]}, and two runs in one folder cannot be "
-            "told apart. Choose another trainer.experiment_name (or trainer.default_local_dir), move the newer "
-            "checkpoints away, or continue that run with trainer.resume_mode=auto"
+            f"{what}, but {store.root} already holds global_step_{newer[-1]}; choose another trainer.experiment_name, "
+            "move the newer checkpoints away, or continue that run with trainer.resume_mode=auto"
         )
     return chosen

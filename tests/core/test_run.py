@@ -50,7 +50,7 @@ def test_a_write_that_fails_is_tried_again_at_the_next_save(tmp_path, monkeypatc
     assert run.run.saved_step == 5 and CheckpointStore(run.run.run_dir).steps() == [1, 4, 5]
     assert not list(run.run.run_dir.glob(".tmp-global*"))
     for step in (2, 3):
-        text = f"the checkpoint of step {step} could not be written to {run.run.run_dir}: [Errno 28]"
+        text = f"{run.run.run_dir}: the checkpoint of step {step} could not be written ([Errno 28]"
         assert caplog.text.count(text) == 1
     assert "GiB free" in caplog.text and "global_step_1 is intact" in caplog.text
     assert "Training goes on, and the next checkpoint is another try" in caplog.text
