@@ -11,7 +11,7 @@ import pytest
 from core.checkpoint.run_state import DriverState
 from core.checkpoint.store import CheckpointStore
 from core.command_line import train
-from core.errors import InputError, WriteFailed
+from core.errors import InputError, WorkersLost, WriteFailed
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
 
 
@@ -130,3 +130,27 @@ def test_the_first_line_comes_after_the_checks_of_the_data(tmp_path, capsys):
     assert "writes to" not in capsys.readouterr().out
     start(tmp_path)
     assert f"writes to {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_run_that_lost_a_process_goes_on_from_its_checkpoint(allowed, tmp_path, capsys):
+    """Also where the command began anew: a restart must not train the first steps again."""
+    prepare(tmp_path)
+    keys = ["trainer.save_freq=1", "trainer.resume_mode=disable", f"trainer.max_restarts={allowed}"]
+    config = configured(tmp_path, "run", *keys, steps=4)
+    began = []
+
+    class Losing(scripted()):
+        def complete_step(self, groups_P, batch, metrics):
+            began.append(metrics.step)
+            if metrics.step == 3 and began.count(3) == 1:
+                raise WorkersLost("learner rank 1 died in phase update_actor")
+            super().complete_step(groups_P, batch, metrics)
+
+    if allowed:
+        assert train(lambda one: Losing(one, respond), config).run.step == 4
+        assert began == [1, 2, 3, 3, 4]
+        return
+    with pytest.raises(SystemExit) as ended:
+        train(lambda one: Losing(one, respond), config)
+    assert ended.value.code == 1 and "trainer.max_restarts=0" in capsys.readouterr().err

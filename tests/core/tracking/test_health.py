@@ -192,22 +192,23 @@ def test_in_float32_a_difference_is_a_fault_of_the_program_whatever_is_corrected
     assert Health().check(1, {"rollout_corr/logp_diff_mean": 5e-5}, config, 1e-4) == []
 
 
-# check -> (metric, its values in order, the steps at which the default bound is crossed; with another window or bound)
-TRENDS = {
+# check, metric, its values in order, the steps at which the bound is crossed, the bound, the window
+TRENDS = [
     # windows of 3: 3.1 (the outlier is in it), 0.3, 0.6, 0.8, 0.9, 0.7, 0.5 -> drops of 2.8, 2.5, 2.3, 2.2, 2.4, 2.6
-    "reward_drop": (SCORE, [9.0, 0.0, 0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], [4, 5, 6, 7, 8, 9], 0.4, 3),
+    ("reward_drop", SCORE, [9.0, 0.0, 0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], [4, 5, 6, 7, 8, 9], 0.4, 3),
+    # windows of 3: .6, .8, .9, .7, .5, of which the third is the best
+    ("reward_drop", SCORE, [0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], [7], 0.3, 3),
     # means of three steps from the third: .3, .33, .38, .48, .55, .48, .4; bound: .2 above the first
-    "repetition": ("response/repeated_trigrams", [0.30, 0.35, 0.25, 0.40, 0.50, 0.55, 0.60, 0.30, 0.30], [7], 0.2, 1),
+    ("repetition", "response/repeated_trigrams", [0.30, 0.35, 0.25, 0.40, 0.50, 0.55, 0.60, 0.30, 0.30], [7], 0.2, 1),
     # 33, 33, 30, 27, 23, 18, 14; half of 33 is 16.5
-    "shortening": ("response_length/mean", [30, 36, 33, 30, 27, 24, 18, 12, 12], [9], 0.5, 1),
+    ("shortening", "response_length/mean", [30, 36, 33, 30, 27, 24, 18, 12, 12], [9], 0.5, 1),
     # over 4 steps: 0, .05, .067, .1, .1, .125, .1, .05
-    "scorer_errors": ("reward/failed_rate", [0.0, 0.1, 0.1, 0.2, 0.0, 0.2, 0.0, 0.0], [6], 0.1, 4),
-}
+    ("scorer_errors", "reward/failed_rate", [0.0, 0.1, 0.1, 0.2, 0.0, 0.2, 0.0, 0.0], [6], 0.1, 4),
+]
 
 
-@pytest.mark.parametrize("name", TRENDS)
-def test_a_trend_is_measured_over_steps_that_a_checkpoint_keeps(name):
-    metric, values, expected, bound, window = TRENDS[name]
+@pytest.mark.parametrize(("name", "metric", "values", "expected", "bound", "window"), TRENDS)
+def test_a_trend_is_measured_over_steps_that_a_checkpoint_keeps(name, metric, values, expected, bound, window):
     config = bounded(window, **{name: bound})
     health, steps = Health(), []
     for step, value in enumerate(values, start=1):
