@@ -40,7 +40,7 @@ from core.config.problem import Problem
 from core.config.schema import Config
 from core.config.section import FULL_PRECISION
 from core.errors import MEMORY_KEYS, InputError
-from core.learner.logit_memory import CPU_LOGITS, head_logits
+from core.learner.step_settings import CPU_LOGITS, head_logits
 
 SOURCE = Path(__file__).with_name("model_shapes.yaml")
 TABLE = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))

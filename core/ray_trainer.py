@@ -30,8 +30,7 @@ from core.engines.in_process_engine import InProcessEngine
 from core.errors import memory_phase
 from core.learner.batching import make_batch
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
-from core.learner.schedules import multiplier
-from core.learner.step_needs import StepNeeds
+from core.learner.step_settings import StepNeeds, multiplier
 from core.rewards.layer import RewardLayer
 from core.rewards.scorer_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Barrier, Limits, check_examples, make_agent_loop

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from core.learner.logit_memory import head_logits
+from core.learner.step_settings import head_logits
 
 
 def token_log_probs_and_entropy(

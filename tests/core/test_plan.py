@@ -13,7 +13,7 @@ from core.command_line import prepare
 from core.config import compose
 from core.errors import InputError
 from core.learner.log_probs import logits_at_a_time
-from core.learner.logit_memory import CPU_LOGITS, GPU_LOGITS, head_logits
+from core.learner.step_settings import CPU_LOGITS, GPU_LOGITS, head_logits
 from core.plan import (
     MODELS,
     Plan,

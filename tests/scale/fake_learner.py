@@ -25,7 +25,7 @@ from core.cluster.split_layers import split_layers
 from core.config import Config, compose
 from core.learner import attention, learner, log_probs, packing, passes
 from core.learner.batching import mini_batches
-from core.learner.logit_memory import GPU_LOGITS
+from core.learner.step_settings import GPU_LOGITS
 from core.plan import Shape
 from core.types import TrainBatch
 from results.reporting.run_scripts import Script

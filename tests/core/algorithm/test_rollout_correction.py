@@ -20,7 +20,7 @@ from core.config.bounds import Bounds, criteria
 from core.config.training_keys import RolloutCorrectionConfig
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
-from core.learner.step_needs import StepNeeds
+from core.learner.step_settings import StepNeeds
 from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 from tests.golden_mismatch import batch_of
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.learner.schedules import constant, cosine, multiplier, warmup_steps
+from core.learner.step_settings import constant, cosine, multiplier, warmup_steps
 
 
 def config(**fields):
