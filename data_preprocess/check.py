@@ -19,7 +19,6 @@ from core.data.encoder import Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.data.vocabulary import ChatError
 from core.errors import InputError, printable
-from core.rewards.scorer_check import GOLD_REMARK
 
 
 @dataclass
@@ -156,7 +155,8 @@ def _check_answer(row: Example, any_source: bool, findings: Findings) -> None:
         rule = f"reward_model.ground_truth: the scorer of {row.data_source} cannot grade a row"
         problems.add(row.file, rule, "correct the row or leave it out", row.number, complaint)
     elif remark := scorer.note_ground_truth(gold):
-        findings.remarks.add("reward_model.ground_truth", *GOLD_REMARK, row.number, remark)
+        rule, fix = "a gold answer is graded in a special way", "look whether it is the answer that was meant"
+        findings.remarks.add("reward_model.ground_truth", rule, fix, row.number, remark)
 
 
 def _report(findings: Findings, limit: int | None) -> list[str]:

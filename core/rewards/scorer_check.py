@@ -27,7 +27,6 @@ Row = Prompt | Example
 Known = dict[str, tuple[str, Score]]  # data source -> an answer that was graded
 
 MODEL_STYLE = "model"
-GOLD_REMARK = ("a gold answer is graded in a special way", "look whether it is the answer that was meant")
 
 
 def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
@@ -83,7 +82,7 @@ def check_rows(layer: RewardLayer, rows: Iterable[Row]) -> tuple[Problems, dict[
 
     The graders learn which libraries the scorers call.
     """
-    scorers, problems, remarks = layer.scorers, Problems(shown=3), Problems(shown=3)  # rows named for a kind of problem
+    scorers, problems = layer.scorers, Problems(shown=3)  # rows named for a kind of problem
     first: dict[str, Row] = {}
     for_model = 0
     for row in rows:
@@ -105,14 +104,9 @@ def check_rows(layer: RewardLayer, rows: Iterable[Row]) -> tuple[Problems, dict[
                 problems.add(scorer.name, rule, "convert what is not", where, str(error))
         layer.pool.preload(libraries)
         first.setdefault(row.data_source, row)
-        options = scorers.options(scorer)
-        if trouble := scorer.problem(row.ground_truth, **options):
+        if trouble := scorer.problem(row.ground_truth, **scorers.options(scorer)):
             rule = f"{scorer.name} cannot grade it"
             problems.add("reward_model.ground_truth", rule, "correct it, or leave the row out", where, trouble)
-        elif remark := scorer.note_ground_truth(row.ground_truth, **options):
-            remarks.add("reward_model.ground_truth", *GOLD_REMARK, where, remark)
-    for line in remarks.lines():
-        log.warning(line)
     if layer.config.enable and not for_model and not layer.config.weight:
         fix = "give rows the reward_model.style 'model', or set reward_model.weight to what it counts beside the rules"
         problems.add("reward_model.enable=True", "the model would score nothing", fix)
