@@ -159,7 +159,6 @@ class JudgeConfig(Section):
     template: str | None = files(
         None, "file of what the judge reads, with {question}, {response}, {reference}; null: judge_template.txt here"
     )
-    pattern: str | None = key(None, "expression whose one group is the number; null: [[number]]")
     lowest: float = key(0.0, "least number that counts")
     highest: float = key(1.0, "largest number that counts")
     temperature: NonNegative = key(0.0, "of the judge's sampling")

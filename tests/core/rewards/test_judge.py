@@ -181,7 +181,7 @@ def test_what_may_pass_is_tried_again_and_counted(make):
 )
 def test_a_failure_is_counted_by_kind_and_is_never_a_number(make, reply, kind, passes):
     with serve(lambda *_: reply) as server:
-        given = {"give_up_s": 0.2, "timeout_s": 0.1 if kind == "timeout" else 30.0} if passes else {}
+        given = {"give_up_s": 0.2, "timeout_s": 0.6 if kind == "timeout" else 30.0} if passes else {}
         judge = make(server.url, **given)
         (found,) = grade(judge, "4")
         assert np.isnan(found.value) and found.error and found.timed_out == (kind == "timeout")
@@ -324,7 +324,7 @@ def test_the_judge_scores_rows_of_style_model_and_weighs_in_elsewhere(make_layer
     ("reply", "status"), [({"status": 500}, ScoreStatus.CRASH), ("?", ScoreStatus.CRASH), (30.0, ScoreStatus.TIMEOUT)]
 )
 def test_a_failure_leaves_the_group(make_layer, reply, status):
-    given = {"timeout_s": 0.1} if status is ScoreStatus.TIMEOUT else {}
+    given = {"timeout_s": 0.6} if status is ScoreStatus.TIMEOUT else {}
     with serve(lambda *_: reply) as server:
         found = score(make_layer(server.url, judge=given), "model", "4")
         assert (found.status, found.masked) == (status, True)
