@@ -1,0 +1,183 @@
+"""From the command line to a start or a dry run: paths, packages and clusters that a configuration names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core import command_line
+from core.cluster import ray_pools
+from core.command_line import prepare
+from core.config import Config, compose, paths
+from core.config.paths import address_problem, cluster_address
+from core.errors import InputError
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model.path"
+TEMPLATE, CHAT = "actor_rollout_ref.model.custom_chat_template", "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+RAY, ADDRESS = "trainer.backend=ray", "+ray_kwargs.ray_init.address"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current folder; no dry run, and no cluster."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("DRY_RUN", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def data(here):
+    """Overrides with which a start finds everything it looks for."""
+    for name in ("train.parquet", "test.parquet"):
+        (here / name).touch()
+    (here / "model").mkdir()
+    return ["data.train_files=train.parquet", "data.val_files=test.parquet", f"{MODEL}=./model"]
+
+
+def ends(code, *args, capsys):
+    """What the process printed, having ended with this code."""
+    with pytest.raises(SystemExit) as end:
+        prepare(*args)
+    assert end.value.code == code
+    return capsys.readouterr()
+
+
+def test_a_start_returns_the_configuration_and_says_what_has_no_effect(data, capsys):
+    config = prepare("ppo", [*data, "algorithm.kl_ctrl.kl_coef=0.01", f"{ACTOR}.use_kl_loss=True"])
+    assert isinstance(config, Config)
+    told = "no effect: algorithm.kl_ctrl.kl_coef=0.01: needs algorithm.use_kl_in_reward\n"
+    assert capsys.readouterr().err == told
+
+
+def test_problems_end_with_2_one_line_each_and_no_traceback(here, capsys):
+    out = ends(2, "grpo", ["data.nope=1", "data.train_batch_size=3", f"{MODEL}=./no"], capsys=capsys)
+    begins = ("data.nope=1: ", "data.train_batch_size=3: ", "data.train_files=", "data.val_files=", f"{MODEL}=./no: ")
+    lines = out.err.splitlines()
+    assert out.out == "" and len(lines) == len(begins)
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
+
+
+def test_a_dry_run_prints_and_ends_with_0(data, here, capsys, monkeypatch):
+    before = sorted(here.rglob("*"))
+    for value in ("1", "true", "yes"):
+        monkeypatch.setenv("DRY_RUN", value)
+        out = ends(0, "grpo", [*data, "trainer.nnodes=1", "trainer.seed=7"], capsys=capsys)
+    assert out.err == "" and sorted(here.rglob("*")) == before
+    differs, rest = out.out.split("has no effect in this configuration:")
+    idle, at_start = rest.split("checked at start:")
+    assert "the configuration of recipe grpo is valid" in differs
+    assert "trainer.seed=7 (default 1)" in differs and "rollout.n=5 (default 1)" in differs
+    assert "critic." not in differs  # there is none: what it would inherit is of no interest
+    assert "trainer.nnodes=1: needs trainer.backend=ray" in idle
+    assert "./model" in at_start and "train.parquet" in at_start and "outputs/grpo/model-seed7" in at_start
+    for value in ("", "0", "false"):
+        monkeypatch.setenv("DRY_RUN", value)
+        assert isinstance(prepare("ppo", data), Config)
+
+
+def test_a_dry_run_looks_at_typed_paths_only(here, capsys, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "1")
+    ends(0, "ppo", [], capsys=capsys)  # the defaults' paths are checked at start
+    script = ["data.train_files=no.parquet", "--"]
+    ends(0, "ppo", [f"{MODEL}=./no", *script, "trainer.seed=2"], capsys=capsys)
+    out = ends(2, "ppo", [*script, "data.val_files=[no1.parquet,no2.parquet]"], capsys=capsys)
+    found = [line.split(":")[0] for line in out.err.splitlines()]
+    assert found == ["data.val_files=no1.parquet", "data.val_files=no2.parquet"]
+    out = ends(2, "ppo", ["data.train_files=no.parquet"], capsys=capsys)
+    assert "data.train_files=no.parquet: does not exist" in out.err and str(here / "no.parquet") in out.err
+
+
+def test_a_typed_path_has_to_exist(here, capsys, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "1")
+    for key, value in (
+        *((MODEL, "/no/such/model"), (MODEL, "~/no-such-model"), ("critic.model.path", "./no")),
+        *((TEMPLATE, "/no/such/chat.jinja"), (TEMPLATE, "chat.jinja"), (TEMPLATE, "~/templates/chat")),
+        *(("actor_rollout_ref.model.tokenizer_path", "./no"), ("custom_reward_function.path", "file://no.py")),
+        *(("algorithm.adv_estimator", "no.py:estimate"), (f"{ACTOR}.policy_loss.loss_mode", "no.py:loss")),
+        *(("custom_reward_function.path", "no.py"), ("trainer.resume_from_path", "no/global_step_3")),
+    ):
+        overrides = [f"{key}={value}", *(["trainer.resume_mode=resume_path"] if "resume" in key else [])]
+        (line,) = ends(2, "ppo", overrides, capsys=capsys).err.splitlines()
+        assert line.startswith(f"{key}=") and "does not exist" in line
+    for other in (f"{MODEL}=Qwen/Qwen2.5-0.5B", f"{MODEL}=gpt2", "custom_reward_function.path=pkg.module"):
+        ends(0, "ppo", [other], capsys=capsys)  # no paths
+
+
+def test_paths_that_exist_are_found(data, here):
+    (here / "mine.py").touch()
+    overrides = ["custom_reward_function.path=file://mine.py", "algorithm.adv_estimator=mine.py:estimate"]
+    assert prepare("ppo", [*data, *overrides]).custom_reward_function.path == "file://mine.py"
+
+
+def test_what_this_machine_cannot_start_is_one_line(data, capsys, monkeypatch):
+    monkeypatch.setattr("core.command_line.find_spec", lambda name: None)
+    cluster = [RAY, "actor_rollout_ref.rollout.name=vllm"]
+    lines = ends(2, "ppo", [*data, *cluster], capsys=capsys).err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["actor_rollout_ref.rollout.name=vllm", RAY]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (line,) = ends(2, "ppo", [*data, "trainer.device=cuda", "trainer.backend=local"], capsys=capsys).err.splitlines()
+    assert line.startswith("trainer.device=cuda: PyTorch ") and "finds no GPU on this machine; use cpu" in line
+    monkeypatch.setenv("DRY_RUN", "1")
+    text = ends(0, "ppo", [*data, *cluster], capsys=capsys).out
+    assert "vllm can be imported" in text and "ray can be imported" in text
+
+
+def test_what_is_checked_at_start_names_packages_logins_and_functions(data):
+    overrides = ["trainer.logger=[console,wandb]", "custom_reward_function.path=my.rewards"]
+    lines = "\n".join(paths.checked_at_start(prepare("ppo", [*data, *overrides])))
+    for said in ("wandb can be imported", "login: wandb", "custom_reward_function.path can be"):
+        assert said in lines
+    assert "console can be" not in lines
+
+
+def test_a_file_of_a_chat_template_is_read_and_must_read_the_chat(data, here, capsys):
+    (here / "chat.jinja").write_text(CHAT)
+    for value in ("chat.jinja", str(here / "chat.jinja"), f"'{CHAT}'".replace("\n", "\\n")):
+        found = prepare("ppo", [*data, f"{TEMPLATE}={value}"]).actor_rollout_ref.model.custom_chat_template
+        assert found.replace("\\n", "\n") == CHAT
+    for text, rule in (
+        ("Answer the question.", "has no variable: every prompt would be this text"),
+        ("", "has no variable"),
+        ("{{ bos_token }}Answer:", "does not read messages: every prompt would be the same"),
+    ):
+        (here / "chat.jinja").write_text(text)
+        (line,) = ends(2, "ppo", [*data, f"{TEMPLATE}=chat.jinja"], capsys=capsys).err.splitlines()
+        assert rule in line and line.startswith(f"{TEMPLATE}=")
+
+
+# --- clusters ---
+
+
+def problem(*overrides: str) -> str:
+    return str(address_problem(compose("grpo", [RAY, *overrides])) or "")
+
+
+def test_several_nodes_need_an_address(here, monkeypatch):
+    apart = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=3"]
+    apart.append("actor_rollout_ref.rollout.n_gpus_per_node=1")
+    text = problem("trainer.nnodes=2")
+    assert text.startswith("trainer.nnodes=2: needs a Ray cluster") and "`ray start --head" in text and "\n" not in text
+    assert problem("trainer.nnodes=2", f"{ADDRESS}=local") == text
+    assert problem(*apart).startswith("actor_rollout_ref.rollout.nnodes=3: needs a Ray cluster")
+    for fine in ([], ["trainer.device=cpu"], [f"{ADDRESS}=auto"], ["trainer.backend=local"]):
+        assert not problem(*(["trainer.nnodes=2"] * bool(fine)), *fine)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert not problem("trainer.nnodes=2") and not problem(*apart)
+    assert problem("trainer.nnodes=2", f"{ADDRESS}=local") == text  # the key wins over the variable
+    assert cluster_address(compose("grpo", [RAY, f"{ADDRESS}=10.0.0.2:1"])) == "10.0.0.2:1"
+
+
+def test_nothing_starts_without_a_cluster_and_a_dry_run_mentions_it(here, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["main_grpo", RAY, "trainer.nnodes=2", f"trainer.default_local_dir={here}"])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main("grpo", trainer="never.imported:Trainer")
+    told = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and any(line.startswith("trainer.nnodes=2: needs a Ray cluster") for line in told)
+    monkeypatch.setattr(ray_pools.ray, "init", lambda **_: pytest.fail("it connects"))
+    with pytest.raises(InputError, match="RAY_ADDRESS"):
+        ray_pools.connect(compose("grpo", [RAY, "trainer.nnodes=2"]), torch.device("cuda"))
+    monkeypatch.setenv("DRY_RUN", "1")
+    with pytest.raises(SystemExit) as ended:
+        command_line.main("grpo", trainer="never.imported:Trainer")
+    assert ended.value.code == 0 and "trainer.nnodes=2: needs a Ray cluster" in capsys.readouterr().out
