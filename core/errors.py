@@ -115,8 +115,13 @@ def out_of_memory(error: BaseException, phase: str, where: str = "in this proces
     if isinstance(error, OutOfMemory) or not (named or allocation):
         return None
     asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
-    amount = f"{asked[1]} asked for" if asked else "no amounts are known"
-    keys = MEMORY_KEYS.get(phase, _ENGINE)
+    held = re.search(r"total capacity of ([\d.]+ \w+).*this process has ([\d.]+ \w+) memory in use", str(error), re.S)
+    amounts = [f"{held[2]} of {held[1]} in use"] if held else []
+    if asked:
+        number, unit = asked[1].split()
+        amounts.append(f"{int(number) / 2**30:.1f} GiB asked for" if unit == "bytes" else f"{asked[1]} asked for")
+    amount = ", ".join(amounts) or "no amounts are known"
+    keys = MEMORY_KEYS.get(phase, "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the learner's state")
     text = f"out of memory in phase {phase} {where} ({amount}): lower {keys}; TROUBLESHOOTING.md has more"
     return OutOfMemory(text, phase)
 
