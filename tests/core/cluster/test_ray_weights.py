@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import torch
 from ray import cloudpickle
 
 from core.cluster.ray_workers import RayWorkers
-from core.engines.weight_buckets import Staging
 from core.errors import InputError, WorkersLost
 from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
 from tests.tiny import tiny_tokenizer
@@ -226,17 +224,6 @@ def test_probes_of_wrong_weights_end_the_run(beside, monkeypatch):
         beside.engine, "probes", lambda ids: [np.where(np.arange(len(one)) == 3, one - 1, one) for one in probes(ids)]
     )
     assert beside.sync_weights(3)["rollout_corr/probe_diff"] > 0.9  # one token of 23: an outlier
-
-
-def test_memory_without_a_file_descriptor_of_its_own(monkeypatch):
-    """Systems without memfd_create."""
-    monkeypatch.delattr(os, "memfd_create")
-    staging = Staging(64, CPU)
-    staging.data.fill_(7)
-    (path,) = staging.files.values()
-    assert Path(path).read_bytes() == bytes([7] * 64)
-    del staging
-    assert not os.path.exists(path)
 
 
 VLLM = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=True")
