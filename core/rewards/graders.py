@@ -149,21 +149,22 @@ class Grader:
         if self.process is None or self.process.poll() is not None:
             self._start()
         self._number += 1
+        process = self.process
         try:
-            reply = self._ask(f"[{self._number},{jobs}]", seconds)
+            reply = self._ask(process, f"[{self._number},{jobs}]", seconds)
         except TimeoutError:
             self.kill()
             return Failure(ScoreStatus.TIMEOUT, f"killed after {seconds:g} s (reward_model.timeout_s)")
         if reply:
             return self._results(reply)
         self.kill()
-        if again and -self.process.returncode in BY_OTHERS:  # once, for the answer may have done it itself
+        if again and -process.returncode in BY_OTHERS:  # once, for the answer may have done it itself
             return self.grade(jobs, seconds, again=False)
-        return Failure(ScoreStatus.CRASH, f"the grader {_end(self.process)} before it returned a score")
+        return Failure(ScoreStatus.CRASH, f"the grader {_end(process)} before it returned a score")
 
     def _start(self) -> None:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self.process = subprocess.Popen(
+        process = self.process = subprocess.Popen(
             [sys.executable, "-m", "core.rewards.graders"],
             bufsize=0,
             stdin=subprocess.PIPE,
@@ -172,18 +173,18 @@ class Grader:
             env={**os.environ, "PYTHONPATH": path, **SINGLE_THREADED},
         )
         try:
-            ready = self._ask(to_json(self.settings), START_S)
+            ready = self._ask(process, to_json(self.settings), START_S)
         except TimeoutError:
             ready = b""
         if not ready and not self.closed:
             self.kill()
-            raise WorkersLost(f"a grader {_end(self.process)} before it was ready; see the messages above")
+            raise WorkersLost(f"a grader {_end(process)} before it was ready; see the messages above")
 
-    def _ask(self, line: str, seconds: float) -> bytes:
+    def _ask(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> bytes:
         """Send a line and return the next one; nothing where the process ends. Raises TimeoutError."""
-        end, replies, poll, reply = time.monotonic() + seconds, self.process.stdout, select.poll(), bytearray()
+        end, replies, poll, reply = time.monotonic() + seconds, process.stdout, select.poll(), bytearray()
         with contextlib.suppress(OSError):  # it is dead: what is read tells
-            self.process.stdin.write(line.encode() + b"\n")
+            process.stdin.write(line.encode() + b"\n")
         poll.register(replies, select.POLLIN)
         while not reply.endswith(b"\n") and len(reply) < LONGEST_LINE:
             if not poll.poll(1000 * max(0.0, end - time.monotonic())):
@@ -191,7 +192,7 @@ class Grader:
             part = os.read(replies.fileno(), 2**20)
             if not part:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(END_S)  # to know its own end, and not that it was killed
+                    process.wait(END_S)  # to know its own end, and not that it was killed
                 return b""
             reply += part
         return bytes(reply)
@@ -217,7 +218,7 @@ class Grader:
 
     def kill(self) -> None:
         """Kill the process and all that it started. The next call starts another."""
-        process = self.process
+        process, self.process = self.process, None  # once: its id may be another's when it has been waited for
         if process is None:
             return
         started = _descendants(process.pid)  # known as long as it lives: orphans come to it
@@ -256,7 +257,8 @@ def _descendants(pid: int) -> list[int]:
 
 def main() -> None:
     """Read the settings and grade what comes, until the driver closes the pipe or is gone."""
-    jobs, replies = os.fdopen(0, "rb", closefd=False), os.fdopen(os.dup(1), "wb", buffering=0)
+    jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a scorer reads is no job
     settings = json.loads(jobs.readline())
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the driver's thread is gone, also after kill -9
     if os.getppid() != settings["driver"]:
