@@ -286,13 +286,13 @@ def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its
         line = ["bash", "-c", row["command"]]
         done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        greedy, sampled = done.stdout.split("dry run: it would write answers to ")[1:]
-        for name, answers, decoding in (("greedy", greedy, ", greedy)"), ("sampled", sampled, "1, top_p 0.95)")):
-            assert f" by {row['model']} (" in answers and decoding in answers
+        greedy, sampled = done.stdout.split("dry run: it would write ")[1:]
+        for name, answers, decoding in (("greedy", greedy, "greedy: "), ("sampled", sampled, "1, top_p 0.95: ")):
+            assert f" by {row['model']}, " in answers and decoding in answers
             assert f"outputs/search_r1/eval-{row['id']}/{name}.jsonl" in answers
             for entry in read_tables("search_r1")["data"]:  # what reproduce.sh makes for the row is what it reads
                 if row["id"] in entry.get("rows", ()):
-                    assert answers.startswith(", ".join(map(str, paths(entry["makes"]))))
+                    assert f"answers to {', '.join(map(str, paths(entry['makes'])))}" in answers
 
 
 def test_the_numbers_by_set_are_those_of_the_papers_tables(known):
