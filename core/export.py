@@ -7,6 +7,7 @@ It writes a folder that transformers and vLLM load: of the newest complete check
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ from pathlib import Path
 from core.checkpoint.store import Checkpoint, CheckpointStore, checkpoint_at
 from core.errors import InputError
 from core.files import written_here
-from core.learner.hf_export import ADAPTERS, export_hf
+from core.learner.saving import ADAPTERS, OPTIMIZER, export_hf
 
-TRAINING_STATE = (".pt", ".distcp", ".metadata")  # endings of files that resume a run and are not exported
+TRAINING_STATE = re.compile(rf"actor/{OPTIMIZER}[./]")  # names of files that resume a run and are not exported
 
 
 def find_checkpoint(source: str | Path, key: str = "source") -> Checkpoint:
@@ -49,7 +50,7 @@ def export(
     try:
         if dtype is None and not (found.folder / "actor" / ADAPTERS).exists():
             for name in found.files:
-                if name.startswith("actor/") and not name.endswith(TRAINING_STATE):
+                if name.startswith("actor/") and not TRAINING_STATE.match(name):
                     target = unfinished / name.removeprefix("actor/")
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(found.folder / name, target)

@@ -156,6 +156,16 @@ def fill(
         setattr(module.get_submodule(owner), leaf, broadcast(buffer, source.get_buffer(name) if lead else None))
 
 
+def own_part(parameter: nn.Parameter, whole: Tensor, *, device: torch.device) -> Tensor:
+    """Return this rank's part, on a device, of a tensor of a sharded parameter's shape; any other (a count) whole."""
+    if whole.shape != parameter.shape:
+        return whole.to(device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    own = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
+    shape = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(own.to(device), mesh, placements, run_check=False, **shape)
+
+
 @torch.no_grad()
 def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
     """Return sharded tensors whole on rank 0's CPU, None elsewhere. All ranks must call it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,14 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from core.checkpoint.provenance import ModelFingerprint
-from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, reshard, shard
+from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, own_part, reshard, shard
 from core.config import registry
 from core.engines.weight_buckets import Packer, Staging, Weight
-from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.model_checks import logprob_noise, probe_ids, probe_log_probs
@@ -32,12 +31,15 @@ from core.learner.models import compute_dtype, freeze_parts, load_critic, load_p
 from core.learner.passes import BasePolicy, Policy, pass_size
 from core.learner.saving import (
     OPTIMIZER,
-    OwnFiles,
+    export_hf,
     fingerprints,
-    load_sharded_optimizer,
-    load_whole_optimizer,
+    load_optimizer,
+    load_weights,
+    optimizer_tensors,
+    save_files,
     save_model,
-    save_optimizer,
+    weight_files,
+    write_index,
 )
 from core.learner.traced_tokens import TracedRows
 from core.types import TrainBatch
@@ -257,8 +259,7 @@ class LearnerRank(Learner):
         written: dict[str, str] = {}
         for name, part in self.trained.items():
             hashes = self.save_weights(name, part.module, Path(folder, name))
-            state = get_optimizer_state_dict(part.module, part.stepper.optimizer)
-            optimizer = save_optimizer(state, Path(folder, name, OPTIMIZER))
+            optimizer = self.save_optimizer(part, Path(folder, name, OPTIMIZER))
             hashes |= {f"{OPTIMIZER}/{file}": sha256 for file, sha256 in optimizer.items()}
             written |= {f"{name}/{file}": sha256 for file, sha256 in hashes.items()}
         return written
@@ -274,15 +275,28 @@ class LearnerRank(Learner):
                 save_model(skeleton, tokenizer, folder, whole)
             dist.barrier()
             return {}
-        own = OwnFiles(files, dist.get_rank(), dist.get_world_size())
+        file_of = {weight: file for file, names in files.items() for weight in names}
+        own = {file: {} for file in list(files)[dist.get_rank() :: dist.get_world_size()]}
         for weight, value in module.state_dict(keep_vars=True).items():
-            if weight in own.file_of:
-                own.keep(weight, gathered(value, value.dtype, self.device))
+            if weight in file_of:
+                whole = gathered(value, value.dtype, self.device)  # all ranks must call it
+                if file_of[weight] in own:
+                    own[file_of[weight]][weight] = whole.cpu()
         if self.lead:
             export_hf(skeleton, tokenizer, folder, state_dict={})  # everything but weights
             write_index(skeleton, files, folder)
         dist.barrier()  # the folder is there
-        return own.write(folder)
+        return save_files(own, folder)
+
+    def save_optimizer(self, part: Actor | Critic, folder: Path) -> dict[str, str]:
+        """Write the optimizer's tensors whole, those of each weight by one rank, in rotation."""
+        rank, ranks, own = dist.get_rank(), dist.get_world_size(), {}
+        for number, (_, tensors) in enumerate(optimizer_tensors(part)):
+            for stored, value in tensors:
+                whole = gathered(value, value.dtype, self.device)
+                if number % ranks == rank:
+                    own[stored] = whole.cpu()
+        return save_files({f"{rank + 1:05}-of-{ranks:05}.safetensors": own}, folder)
 
     def load(self, folder: str) -> None:
         """Read what any number of ranks, or the in-process backend, saved."""
@@ -290,10 +304,8 @@ class LearnerRank(Learner):
             own = Path(folder, name)
             whole = self.read(name, own) if self.lead else None
             fill(part.module, whole, self.device, everything=False)
-            if (own / OPTIMIZER).is_dir():
-                load_sharded_optimizer(part.module, part.stepper.optimizer, own / OPTIMIZER)
-            else:
-                load_whole_optimizer(part.module, part.stepper.optimizer, own / "optimizer.pt")
+            device = torch.device("cpu") if self.fsdp[name].offload_policy else self.device
+            load_optimizer(part, own, functools.partial(own_part, device=device))
             self.rest(name)
 
     def read(self, name: str, folder: Path) -> nn.Module | dict[str, Tensor]:

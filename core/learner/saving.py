@@ -1,94 +1,44 @@
-"""A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in the parts of several ranks.
+"""A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in files of several ranks.
 
-``core/checkpoint`` writes the folder around them and everything else that a checkpoint holds.
+Weights are a Hugging Face folder, so that an export is a copy of it; of a model with adapters they are what is trained,
+in peft's format. ``core/checkpoint`` writes the folder around them and everything else that a checkpoint holds.
 """
 
 from __future__ import annotations
 
-import errno
-import io
+import copy
+import functools
+import json
 import logging
-import pickle
-import warnings
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from core.checkpoint.provenance import ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
 from core.checkpoint.store import DamagedCheckpoint
-from core.files import file_sha256, fsync, inside
-from core.learner.hf_export import export_hf, full_disk_as_oserror, load_weights
-from core.learner.learner import Actor, Critic
+from core.errors import InputError
+from core.files import file_sha256, fsync
+from core.learner.lora import CONFIG as ADAPTERS
 from core.learner.lora import add_adapters, has_adapters, load_adapters, save_adapters, trained_weights
-from core.learner.models import load_critic, load_policy, located
+from core.learner.models import load_critic, load_policy, located, quiet
 
 if TYPE_CHECKING:
     from core.config.schema import Config
+    from core.learner.learner import Actor, Critic
 
 log = logging.getLogger(__name__)
 
-OPTIMIZER = "optimizer"  # folder of the sharded optimizer in a checkpoint's actor/ and critic/
-DESCRIPTION = "description.pt"  # in that folder: which part of which tensor is where
-DESCRIBED = (Metadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
-DESCRIBED += (TensorProperties, _MEM_FORMAT_ENCODING, _StorageInfo, torch.serialization._get_layout)
+FILE_SIZE = "5GB"  # of weights, at most
+OPTIMIZER = "optimizer"  # folder of the optimizer's files in a checkpoint's actor/ and critic/, where ranks wrote it
 
 
-class OwnFiles:
-    """The weights of the files that a rank writes. A file of the whole model belongs to one rank, in rotation."""
-
-    def __init__(self, files: Mapping[str, Sequence[str]], rank: int, ranks: int):
-        self.file_of = {name: file for file, names in files.items() for name in names}
-        self.weights: dict[str, dict[str, Tensor]] = {
-            file: {} for number, file in enumerate(files) if number % ranks == rank
-        }
-
-    def keep(self, name: str, whole: Tensor) -> None:
-        """Copy a weight to host memory where this rank writes it."""
-        own = self.weights.get(self.file_of[name])
-        if own is not None:
-            own[name] = whole.detach().cpu().contiguous()
-
-    def write(self, folder: Path) -> dict[str, str]:
-        """Write the files and return file -> SHA-256. Raises OSError."""
-        for file, weights in self.weights.items():
-            save_tensors(weights, folder / file, metadata={"format": "pt"})
-        return {file: on_disk(folder / file) for file in self.weights}
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors that share no memory as safetensors. Raises OSError."""
-    with full_disk_as_oserror(path):
-        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, path, metadata)
-
-
-def on_disk(path: Path) -> str:
-    """Put a file on disk and return its SHA-256."""
-    fsync(path)
-    return file_sha256(path)
+# -- weights -----------------------------------------------------------------------------------------
 
 
 def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -106,7 +56,7 @@ def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping
 
 @torch.no_grad()
 def load_model(module: nn.Module, folder: Path) -> None:
-    """Load what :func:`save_model` wrote."""
+    """Load what :func:`save_model` wrote. Raises InputError for weights of another model."""
     if not has_adapters(module):
         load_weights(module, folder)
         return
@@ -115,86 +65,165 @@ def load_model(module: nn.Module, folder: Path) -> None:
         trained[name].copy_(value)
 
 
-def load_optimizer(part: Actor | Critic, folder: Path) -> None:
-    """Load the optimizer of ``actor/`` or ``critic/``, whole or in the parts that several ranks wrote."""
-    if (folder / "optimizer.pt").exists():
-        part.stepper.optimizer.load_state_dict(load_tensors(folder / "optimizer.pt"))
-        return
-    load_sharded_optimizer(part.module, part.stepper.optimizer, folder / OPTIMIZER)
+def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = None) -> None:
+    """Write ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)`` gives equal logits.
 
-
-def save_optimizer(state: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Write this rank's part of :func:`get_optimizer_state_dict` (torch.distributed.checkpoint), and hash it.
-
-    Any number of ranks can read it. Returns file -> SHA-256 of the files of this rank.
+    ``state_dict`` stands in for the model's own weights, where those are elsewhere. Raises OSError.
     """
-    try:
-        dcp.save({"optimizer": state}, checkpoint_id=folder)
-    except dcp.api.CheckpointException as error:  # no Exception, and the disk's reason is inside
-        raise _disk_error([reason for reason, _ in error.failures.values()], folder) from error
-    if dist.get_rank() == 0:  # torch reads its description of the parts as a pickle, which may run code
-        described = pickle.loads((folder / ".metadata").read_bytes())
-        described.storage_meta = None  # ids of this save
-        torch.save(described, folder / DESCRIPTION)
-        (folder / ".metadata").unlink()
-    return {path.name: on_disk(path) for path in folder.glob(f"__{dist.get_rank()}_*")}
-
-
-class PlainReader(dcp.FileSystemReader):
-    """A reader of the parts that :func:`save_optimizer` wrote, which runs no code that they hold."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path, DESCRIPTION)
+    config = getattr(model, "generation_config", None)
+    with quiet(), full_disk_as_oserror(folder):
         try:
-            with torch.serialization.safe_globals(list(DESCRIBED)):
-                found = torch.load(path, weights_only=True)
-            names = [one.relative_path for one in found.storage_data.values()]
-        except (pickle.UnpicklingError, RuntimeError, AttributeError, EOFError) as error:
-            raise DamagedCheckpoint(f"{path}: is no description of a sharded optimizer ({error})") from error
-        for name in names:
-            inside(Path(self.path), name, path)
-        found.storage_meta = StorageMeta(load_id=self.load_id)
-        return found
+            if config is not None:
+                model.generation_config = _storable(config)
+            model.save_pretrained(folder, state_dict=state_dict)
+        finally:
+            if config is not None:
+                model.generation_config = config
+        for part in (getattr(model, "processor", None), tokenizer):
+            if part is not None:
+                part.save_pretrained(folder)
 
 
-class PlainPlanner(dcp.DefaultLoadPlanner):
-    """A planner that reads numbers and texts as tensors are read, with ``weights_only``."""
+def _storable(config: Any) -> Any:
+    """Return a generation config, or its ids alone where transformers loads it and then refuses to save it.
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)  # raises for anything else
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+    Some published ones have a temperature beside ``do_sample=False``: a run must not die of that at its first
+    checkpoint.
+    """
+    from transformers import GenerationConfig
 
-
-def _disk_error(reasons: Sequence[BaseException], folder: Path) -> Exception:
-    """Return the OSError among what ranks raised, or one for what torch's writer of zip files makes of it."""
-    if (found := next((one for one in reasons if isinstance(one, OSError)), None)) is not None:
-        return found
-    text = str(reasons[0]).strip()
-    if "unexpected pos" in text:  # it wrote fewer bytes than it was given, and keeps the reason to itself
-        return OSError(errno.EIO, f"a file was cut short, as on a full disk ({text})", str(folder))
-    return RuntimeError(text)
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        log.info("generation_config of the model is not valid: %s", error)
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return GenerationConfig(**{name: getattr(config, name, None) for name in ids})
+    return config
 
 
-def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load what :func:`save_optimizer` wrote, on these ranks or, without a process group, in this process."""
-    state = {"optimizer": get_optimizer_state_dict(module, optimizer)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        reader, planner = PlainReader(folder), PlainPlanner()
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
-    set_optimizer_state_dict(module, optimizer, state["optimizer"])
+def load_weights(model: Any, folder: Path) -> None:
+    """Put the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
+
+    Goes through ``from_pretrained``, the one reader that handles sharded files, tied weights and the renamings that
+    transformers applies on saving; needs memory for a second copy meanwhile.
+
+    Raises InputError for a parameter that is missing, left over, or of another shape.
+    """
+    if (folder / ADAPTERS).exists():  # transformers would load the base that they name, from wherever they name it
+        raise InputError(f"{folder} holds weights of another model: adapters, and this run has none")
+    widest = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
+    options = {"config": copy.deepcopy(model.config), "dtype": widest, "output_loading_info": True}
+    with quiet():
+        try:
+            loaded, info = type(model).from_pretrained(folder, **options)
+        except RuntimeError as error:
+            raise InputError(f"{folder} holds weights of another model: {error}") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            raise InputError(f"{folder} holds weights of another model: {what} {sorted(info[what])[:5]}")
+    model.load_state_dict(loaded.state_dict())
 
 
-def load_whole_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Shard the ``optimizer.pt`` of a checkpoint that the in-process backend wrote."""
-    whole, names = load_tensors(path), list(trained_weights(module))
-    state = {
-        "state": {names[index]: value for index, value in whole["state"].items()},
-        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in whole["param_groups"]],
-    }
-    set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
+def weight_files(model: Any) -> dict[str, list[str]] | None:
+    """Return file name -> names of the weights in it, in the order of the state dict, as transformers divides them.
+
+    ``model`` may be on the meta device. None for a model whose weights transformers renames or converts on saving.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    state = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    kept = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
+    if list(revert_weight_conversion(model, dict(kept))) != list(kept):
+        return None
+    options = {"filename_pattern": "model{suffix}.safetensors", "max_shard_size": FILE_SIZE}
+    return split_state_dict_into_shards_factory(
+        kept, get_storage_size=lambda value: value.nbytes, **options
+    ).filename_to_tensors
+
+
+def write_index(model: Any, files: Mapping[str, Sequence[str]], folder: Path) -> None:
+    """Write which of several files holds each weight; one file needs no index."""
+    if len(files) == 1:
+        return
+    state = model.state_dict()
+    size = sum(state[name].nbytes for names in files.values() for name in names)
+    weight_map = {name: file for file, own in files.items() for name in own}
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def save_files(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, str]:
+    """Put tensors that share no memory on disk, as file -> name -> tensor. Return file -> SHA-256. Raises OSError."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    hashes = {}
+    for file, tensors in files.items():
+        with full_disk_as_oserror(folder / file):
+            whole = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+            save_file(whole, folder / file, {"format": "pt"})
+        fsync(folder / file)
+        hashes[file] = file_sha256(folder / file)
+    return hashes
+
+
+@contextmanager
+def full_disk_as_oserror(path: Path) -> Iterator[None]:
+    """Raise what safetensors reports as an error of its own, such as a full disk, as the OSError that it is."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:  # "... (os error 28)" for a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), str(error), str(path)) if number else error from error
+
+
+# -- the optimizer -----------------------------------------------------------------------------------
+
+
+def optimizer_tensors(part: Actor | Critic) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
+    """Yield each trained weight with what the optimizer holds of it, by the names under which it is stored."""
+    for name, parameter in trained_weights(part.module).items():
+        state = part.stepper.optimizer.state.get(parameter, {})
+        yield name, [(f"{name}:{key}", value) for key, value in state.items()]
+
+
+def load_optimizer(
+    part: Actor | Critic, folder: Path, place: Callable[[nn.Parameter, Tensor], Tensor] | None = None
+) -> None:
+    """Load the optimizer of ``actor/`` or ``critic/``, which one process or any number of ranks wrote.
+
+    ``place`` returns this rank's part of a whole tensor that belongs to a parameter; None: all of it.
+
+    Raises:
+        DamagedCheckpoint: it has no optimizer, or one of another model.
+    """
+    from safetensors.torch import load_file
+
+    trained, found = trained_weights(part.module), {}
+    if (folder / "optimizer.pt").exists():
+        names = list(trained)
+        for index, state in load_tensors(folder / "optimizer.pt")["state"].items():
+            found |= {f"{names[index]}:{key}": value for key, value in state.items()}
+    elif files := sorted((folder / OPTIMIZER).glob("*.safetensors")):
+        for file in files:
+            found |= load_file(file)
+    else:
+        raise DamagedCheckpoint(f"{folder}: has no optimizer that this version reads")
+    state = part.stepper.optimizer.state
+    state.clear()
+    for stored, value in found.items():
+        name, _, key = stored.rpartition(":")
+        if name not in trained:
+            raise DamagedCheckpoint(f"{folder}: holds the optimizer of another model, with {name}")
+        parameter = trained[name]
+        state[parameter][key] = value.to(parameter.device) if place is None else place(parameter, value)
+
+
+# -- what a checkpoint belongs to --------------------------------------------------------------------
 
 
 def planned_fingerprints(config: Config, *, critic: bool) -> dict[str, ModelFingerprint]:

@@ -20,9 +20,9 @@ from core.cluster.fsdp import gather
 from core.cluster.learner_rank import LearnerRank
 from core.learner import packing
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
-from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
+from core.learner.saving import FILE_SIZE
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -76,7 +76,7 @@ def train(rank, world, config, batch, dtype="float64", updates=3, save=None, loa
     bases = {name: model.base.sha256 for name, model in one.fingerprints().items() if model.base}
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values, "bases": bases}
     if save:
-        with patch("core.learner.hf_export.FILE_SIZE", file_size or FILE_SIZE):
+        with patch("core.learner.saving.FILE_SIZE", file_size or FILE_SIZE):
             torch.save(one.save(str(save)), f"{save}_rank_{rank}.pt")
     return {**found, "ref": one.compute_ref_log_prob(batch)} if one.ref else found
 

@@ -17,11 +17,10 @@ from xml.etree import ElementTree
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.multiprocessing import get_context
 from transformers import Qwen2Config
 
-from core.cluster.fsdp import ProcessRanks, gathered, reshard, shard
+from core.cluster.fsdp import ProcessRanks, gathered, own_part, reshard, shard
 from core.config import compose
 from core.engines.weight_buckets import Packer, Staging, Weight, staged_size
 from core.learner import log_probs
@@ -29,7 +28,7 @@ from core.learner.batching import mini_batching
 from core.learner.learner import Actor
 from core.learner.models import load_policy
 from core.learner.passes import MicroBatchSize
-from core.learner.saving import load_sharded_optimizer, save_optimizer
+from core.learner.saving import OPTIMIZER, load_optimizer, optimizer_tensors, save_files
 from core.plan import MODELS, Shape, block_bytes, gathered_bytes, head_bytes, update_bytes
 from core.types import TrainBatch
 from tests.gpu import grpo
@@ -225,13 +224,18 @@ def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
             pass
 
     found["weights into buckets for the engine, s"] = clock(device, take, repeats=1)[0]
-    state = folder / "optimizer"
+    state = folder / OPTIMIZER
     start = time.perf_counter()
-    save_optimizer(get_optimizer_state_dict(actor.module, actor.stepper.optimizer), state)
+    tensors = {
+        name: gathered(value, value.dtype, torch.device(device))
+        for _, own in optimizer_tensors(actor)
+        for name, value in own
+    }
+    save_files({"1.safetensors": tensors}, state)
     found["optimizer written and hashed, s"] = time.perf_counter() - start
     found["optimizer, GiB"] = sum(file.stat().st_size for file in state.rglob("*") if file.is_file()) / GIB
     start = time.perf_counter()
-    load_sharded_optimizer(actor.module, actor.stepper.optimizer, state)
+    load_optimizer(actor, folder, partial(own_part, device=torch.device(device)))
     found["optimizer read, s"] = time.perf_counter() - start
     return found
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from results.model_card import main, write_model
 from results.reporting.run_reader import load_run
-from tests.core.learner.test_hf_export import save
+from tests.core.learner.test_saving import save
 from tests.core.synthetic import configured, make_run
 from tests.hub_server import TOKEN, hub
 from tests.tiny import tiny_model

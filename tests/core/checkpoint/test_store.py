@@ -297,15 +297,14 @@ import torch.distributed as dist
 from core.checkpoint.run_state import save_tensors
 from core.checkpoint.store import CheckpointStore
 from core.errors import WriteFailed
-from core.learner.hf_export import export_hf
-from core.learner.saving import save_optimizer
+from core.learner.saving import export_hf, save_files
 from tests.tiny import tiny_model
 store, model = CheckpointStore(sys.argv[1]), tiny_model(hidden_size=64)
 with store.writing(1) as folder:
     save_tensors(folder / "o.pt", {"x": torch.zeros(1000)})
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 writers = [
-    lambda folder: save_optimizer({"x": torch.zeros(100_000)}, folder / "optimizer"),
+    lambda folder: save_files({"1.safetensors": {"x": torch.zeros(100_000)}}, folder / "optimizer"),
     lambda folder: save_tensors(folder / "o.pt", {"x": torch.zeros(100_000)}),
     lambda folder: export_hf(model, None, folder / "actor"),
 ]

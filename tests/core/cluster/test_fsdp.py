@@ -248,12 +248,10 @@ def test_every_rank_writes_files_of_its_own_in_the_format_of_transformers(two, m
         for part in ("actor", "critic"):
             assert sum(name.startswith(f"{part}/model-") for name in written) >= 2
             assert [name for name in written if name.startswith(f"{part}/optimizer/")] == [
-                f"{part}/optimizer/__{rank}_0.distcp"
+                f"{part}/optimizer/{rank + 1:05}-of-00002.safetensors"
             ]
     assert not by_rank[0].keys() & by_rank[1].keys()
-    everything = {
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".safetensors", ".distcp")
-    }
+    everything = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix == ".safetensors"}
     assert everything == by_rank[0].keys() | by_rank[1].keys()
     model = AutoModelForCausalLM.from_pretrained(folder / "actor")
     expected = two.files["weights"]["actor"]

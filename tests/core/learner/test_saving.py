@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
-import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -15,17 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from core.checkpoint.run_state import save_tensors
 from core.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from core.errors import InputError
 from core.export import export, find_checkpoint, main
-from core.learner import hf_export
-from core.learner.hf_export import export_hf, load_weights
-from core.learner.saving import DESCRIPTION, OwnFiles, PlainPlanner, PlainReader
+from core.learner import saving
+from core.learner.learner import Actor
+from core.learner.saving import OPTIMIZER, export_hf, load_optimizer, load_weights, optimizer_tensors, save_files
 from tests.checkpoints import ROOT, flip_bit
+from tests.core.learner.test_learner import actor_config, one_step, random_batch
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 MODELS = {
@@ -208,46 +205,21 @@ def test_the_module_runs_and_shows_no_bars_of_its_own(tmp_path):
 def test_files_are_divided_and_named_as_transformers_does(name, tmp_path, monkeypatch):
     arch, overrides = MODELS[name]
     model = tiny_model(arch, **overrides)
-    monkeypatch.setattr(hf_export, "FILE_SIZE", "20KB")
-    files = hf_export.weight_files(model)
+    monkeypatch.setattr(saving, "FILE_SIZE", "20KB")
+    files = saving.weight_files(model)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert {name: file for file, names in files.items() for name in names} == index["weight_map"]
-    monkeypatch.setattr(hf_export, "FILE_SIZE", "5GB")
-    assert list(hf_export.weight_files(model)) == ["model.safetensors"]
-    hf_export.write_index(model, hf_export.weight_files(model), tmp_path / "nowhere")  # one file needs none
+    monkeypatch.setattr(saving, "FILE_SIZE", "5GB")
+    assert list(saving.weight_files(model)) == ["model.safetensors"]
+    saving.write_index(model, saving.weight_files(model), tmp_path / "nowhere")  # one file needs none
 
 
 def test_weights_that_transformers_renames_on_saving_are_not_divided_here(monkeypatch):
     """As for mixtures of experts, whose experts are stacked in memory and apart in files."""
     renamed = lambda model, state: {f"old.{name}": value for name, value in state.items()}  # noqa: E731
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", renamed)
-    assert hf_export.weight_files(tiny_model()) is None
-
-
-def test_a_full_disk_under_a_file_of_weights_is_an_os_error(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("core.learner.saving.save_file", full)
-    files = OwnFiles({"model.safetensors": ["a", "b"]}, 0, 1)
-    for name in ("a", "b"):
-        files.keep(name, torch.ones(2**16))
-    with pytest.raises(OSError) as raised:
-        files.write(tmp_path)
-    assert raised.value.errno == errno.ENOSPC
-
-
-def test_what_a_rank_writes_is_its_own(tmp_path):
-    files = {"one": ["a", "b"], "two": ["c"], "three": ["d"]}
-    kept = [OwnFiles(files, rank, 2) for rank in (0, 1)]
-    for name in "abcd":
-        for one in kept:
-            one.keep(name, torch.full((3,), ord(name), dtype=torch.float32))
-    assert [sorted(one.write(tmp_path)) for one in kept] == [["one", "three"], ["two"]]
-    for file, names in files.items():
-        found = load_file(tmp_path / file)
-        assert {name: value[0].item() for name, value in found.items()} == {name: ord(name) for name in names}
+    assert saving.weight_files(tiny_model()) is None
 
 
 def test_adapters_beside_whole_weights_are_not_followed(tmp_path):
@@ -256,20 +228,34 @@ def test_adapters_beside_whole_weights_are_not_followed(tmp_path):
         load_weights(SimpleNamespace(), tmp_path)
 
 
-class Payload:
-    def __reduce__(self):
-        return os.mkdir, (os.environ["RLREPRO_TEST_PAYLOAD"],)
+def test_a_full_disk_under_a_file_of_weights_is_an_os_error(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError) as raised:
+        save_files({"model.safetensors": {"a": torch.ones(2)}}, tmp_path)
+    assert raised.value.errno == errno.ENOSPC
 
 
-def test_a_sharded_optimizer_runs_no_code(tmp_path, monkeypatch):
-    """Its description is a pickle, and so are its numbers; torch reads both as they come."""
-    monkeypatch.setenv("RLREPRO_TEST_PAYLOAD", str(tmp_path / "payload"))
-    torch.save(Payload(), tmp_path / DESCRIPTION)
-    with pytest.raises(DamagedCheckpoint, match="is no description"):
-        PlainReader(tmp_path).read_metadata()
-    item, data = SimpleNamespace(dest_index=SimpleNamespace(fqn="x")), io.BytesIO()
-    torch.save(Payload(), data)
-    data.seek(0)
-    with pytest.raises(pickle.UnpicklingError):
-        PlainPlanner().load_bytes(item, data)
-    assert not (tmp_path / "payload").exists()
+def test_an_optimizer_comes_back_from_files_of_several_ranks_and_none_is_refused(tmp_path):
+    """As two ranks write it, each the tensors of every other weight; the next step is the same to the bit."""
+    config = actor_config(optim=SimpleNamespace(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0))
+    parts = [Actor(tiny_model(), config, temperature=1.0) for _ in range(2)]
+    step = one_step(random_batch())
+    parts[0].update([step], 1.0)
+    parts[1].module.load_state_dict(parts[0].module.state_dict())
+    with pytest.raises(DamagedCheckpoint, match="no optimizer"):
+        load_optimizer(parts[1], tmp_path)
+    stored = [dict(tensors) for _, tensors in optimizer_tensors(parts[0])]
+    for rank in (0, 1):
+        own = {name: value for tensors in stored[rank::2] for name, value in tensors.items()}
+        save_files({f"{rank}.safetensors": own}, tmp_path / OPTIMIZER)
+    load_optimizer(parts[1], tmp_path)
+    for part in parts:
+        part.update([step], 1.0)
+    for one, other in zip(*(part.module.parameters() for part in parts), strict=True):
+        assert torch.equal(one, other)
+    save_files({"0.safetensors": {"elsewhere.weight:step": torch.ones(())}}, tmp_path / OPTIMIZER)
+    with pytest.raises(DamagedCheckpoint, match="of another model, with elsewhere.weight"):
+        load_optimizer(parts[1], tmp_path)
