@@ -83,7 +83,6 @@ class Learner:
             return add_adapters(load_critic(critic.model, seed, master_dtype, on_meta=on_meta), critic.model, seed)
 
         options = {"temperature": part.rollout.temperature or 1.0, "known": known}
-        options["compiled"] = part.actor.use_torch_compile
         module = self.place("actor", policy, part.actor)
         bypass = config.algorithm.rollout_correction.bypass_mode
         self.actor = Actor(module, part.actor, bypass=bypass, **options, **self.computing("actor", part.actor))
@@ -95,8 +94,7 @@ class Learner:
             self.ref = Policy(module, **options, **self.computing("ref", part.ref))
         if needs_critic:
             module = self.place("critic", value_model, critic)
-            compiled = critic.use_torch_compile
-            self.critic = Critic(module, critic, compiled=compiled, **self.computing("critic", critic))
+            self.critic = Critic(module, critic, **self.computing("critic", critic))
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
 
     def place(self, name: str, make: MakeModel, sharing: Sharing) -> nn.Module:

@@ -110,13 +110,6 @@ def parts_divide_ranks(c: View) -> Broken:
             yield f"{sharding}.fsdp_size", rule, "change one of them"
 
 
-def shared_parts_have_kernels(c: View) -> Broken:
-    for section, part, *_ in _learners(c):
-        if not section.endswith(".ref") and part.use_torch_compile and getattr(part, LAYERS) > 1:
-            rule = f"does not compile layers that ranks share, and {LAYERS}={getattr(part, LAYERS)}"
-            yield f"{section}.use_torch_compile", rule, f"set it to False, or {section}.{LAYERS}=1"
-
-
 def passes_hold_a_sequence(c: View) -> Broken:
     """Check the size of each kind of pass: a number of trajectories, or of tokens."""
     for section, part, prefix, runs in (
@@ -255,7 +248,7 @@ def profiles_of_no_step(c: View) -> Broken:
 
 PROBLEMS = (
     *(episodes_fit, a_model_is_a_hub_id_or_a_path, schedules_have_an_end, the_critic),
-    *(batches_are_whole, parts_divide_ranks, shared_parts_have_kernels, passes_hold_a_sequence),
+    *(batches_are_whole, parts_divide_ranks, passes_hold_a_sequence),
     *(covariance_bounds_leave_room, answers_are_compared, the_kl_controller, no_pass_for_old_log_probs),
     *(what_fits_together, the_estimator, staleness_and_resuming, ray_and_profiles),
 )

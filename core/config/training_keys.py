@@ -162,7 +162,6 @@ class ActorConfig(Sharing, Section):
     state_masking: bool = key(True, "tokens that tools wrote carry no loss; False is Search-R1's ablation", EPISODES)
     ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
     tensor_model_parallel_size: Count = execution(1, "ranks that share each layer; FSDP2 shards over others", OVER_RAY)
-    use_torch_compile: bool = execution(False, "compile the MLPs and norms of the policy and its reference")
     tau_pos: Positive = key(1.0, "SAPO: temperature for positive advantages", "generates")
     tau_neg: Positive = key(1.05, "SAPO: temperature for negative advantages", "generates")
     freeze_vision_tower: bool = key(False, "the part of the model that reads pictures does not train")
@@ -227,7 +226,6 @@ class CriticConfig(Sharing, Section):
     grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
     ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
     tensor_model_parallel_size: Count = execution(1, "ranks that share each layer; FSDP2 shards over others", OVER_RAY)
-    use_torch_compile: bool = execution(False, "compile its MLPs and norms")
     model: CriticModelConfig = CriticModelConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)
 

@@ -8,7 +8,6 @@ engine and learner give a fixed text the same log-probs.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,20 +31,6 @@ log = logging.getLogger(__name__)
 # position too many, or a prompt's token that is not seen, by 10 to 15 times as much.
 LEAST_DIFFERENCE, ROUNDINGS = 1e-3, 3
 OUTLIERS = 0.1  # share of the tokens of the text that engine and learner compare
-
-
-@functools.cache
-def check_speed(dtype: torch.dtype, device_type: str) -> None:
-    """Warn, once a process, where a processor has no instructions for ``dtype``.
-
-    Measured on two cores with AVX2: products in bfloat16 take a hundred times as long as in float32, so that a run of
-    minutes becomes one of hours.
-    """
-    if dtype is torch.bfloat16 and device_type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        log.warning(
-            "this processor has no instructions for bfloat16, and multiplies it up to a hundred times slower than "
-            "float32; set fsdp_config.dtype of actor, ref and critic, and actor_rollout_ref.rollout.dtype, to float32"
-        )
 
 
 @torch.no_grad()

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from core.algorithm.losses import MetricSums
 from core.data.vocabulary import unknown_among
-from core.errors import InputError
 from core.learner.attention import use_packed_attention
 from core.learner.batching import micro_batches
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
-from core.learner.model_checks import check_head, check_packing, check_speed
+from core.learner.model_checks import check_head, check_packing
 from core.learner.packing import ForwardInputs, can_share, forward_inputs
 from core.types import TrainBatch
 from core.vision.learner_pictures import PictureInputs
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from core.config.training_keys import ActorConfig, CriticConfig, RefConfig
 
 NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
-COMPILED = ("MLP", "Norm")  # how the classes of the parts end that are compiled
 
 
 @dataclass(frozen=True)
@@ -134,18 +132,14 @@ class LearnerModel:
         ranks: Ranks = ALONE,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
-        compiled: bool = False,
     ):
         self.module, self.compute_dtype = module, compute_dtype
         self.ranks, self.mesh, self.modality = ranks, mesh, modality_of(module.config)
         self.computes_on = device  # None: where the parameters are
         if compute_dtype is not None:
-            check_speed(compute_dtype, self.device.type)
             module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
         self.split = 1 if mesh is None else mesh.size()  # ranks that split each pass between them
         use_packed_attention(module, self.split)
-        if compiled:
-            compile_parts(module, self.device)
         self.shares = can_share(module) and not self.modality.reads_media  # whose positions are not places
         check_packing(self)
         ranks.reshard(module)
@@ -222,27 +216,3 @@ class BasePolicy(Policy):
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         with base_only(self.module):
             return super().token_stats(batch, **options)
-
-
-def compile_parts(module: nn.Module, device: torch.device) -> None:
-    """Have the MLPs and norms of a model's layers compiled when they are first called, for batches of any shape.
-
-    These parts read each token alone. Attention stays as it is, so neither the layout of a pass nor the exchange
-    between ranks enters a compiled part, and the hooks of FSDP2, which lie on whole layers, stay outside.
-
-    Raises InputError where the model has no such part, or nothing can be compiled for ``device``.
-    """
-    layers = set(getattr(module, "_no_split_modules", None) or ())
-    blocks = [part for part in module.modules() if any(kind.__name__ in layers for kind in type(part).__mro__)]
-    parts = {part for block in blocks for part in block.modules() if type(part).__name__.endswith(COMPILED)}
-    if not parts:
-        kinds = f"the layers of {type(module).__name__} have no part whose class ends in {' or '.join(COMPILED)}"
-        raise InputError(f"use_torch_compile=True: {kinds}; set it to False")
-    try:
-        torch.compile(lambda value: value * 2 + 1, dynamic=True)(torch.ones(8, device=device))
-    except RuntimeError as error:  # those of torch.compile are derived of it
-        reason = " ".join(str(error).split())[:200]
-        fix = "install what it names (a C++ compiler, for a GPU triton), or set it to False"
-        raise InputError(f"use_torch_compile=True: torch.compile does not work here ({reason}); {fix}") from error
-    for part in parts:
-        part.compile(dynamic=True)

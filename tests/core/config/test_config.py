@@ -39,7 +39,7 @@ ADDED = {
     *("trainer.backend", "trainer.cpu_threads", "trainer.seed", "trainer.heartbeat_timeout_s"),
     *("trainer.max_staleness", "trainer.health.reward_window", "trainer.reference"),
     *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
-    *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules", "critic.use_torch_compile"),
+    *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
     *(f"{ACTOR}.freeze_vision_tower", f"{ACTOR}.state_masking"),
     *(f"{part}.tensor_model_parallel_size" for part in (ACTOR, "actor_rollout_ref.ref", "critic")),
     *(f"{ROLLOUT}.{name}" for name in ("agent_loop", "update_weights_bucket_megabytes", "nnodes", "n_gpus_per_node")),

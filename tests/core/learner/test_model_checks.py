@@ -14,29 +14,10 @@ from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.learner import attention
 from core.learner.attention import ATTENTION
-from core.learner.model_checks import check_speed, logprob_noise
+from core.learner.model_checks import logprob_noise
 from core.learner.packing import forward_inputs
 from core.learner.passes import LearnerModel, Policy
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
-
-
-@pytest.mark.parametrize(
-    "dtype, supported, warns",
-    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (None, False, False)],
-)
-def test_bf16_on_a_processor_without_instructions_for_it_is_said(monkeypatch, caplog, dtype, supported, warns):
-    check_speed.cache_clear()
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
-    LearnerModel(tiny_model(), compute_dtype=dtype)
-    assert ("no instructions for bfloat16" in caplog.text and "rollout.dtype" in caplog.text) == warns
-
-
-def test_it_is_said_once_a_process(monkeypatch, caplog):
-    check_speed.cache_clear()
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    for _ in range(2):
-        LearnerModel(tiny_model(), compute_dtype=torch.bfloat16)
-    assert caplog.text.count("no instructions") == 1
 
 
 @pytest.fixture(scope="module")
