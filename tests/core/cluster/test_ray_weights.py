@@ -133,18 +133,17 @@ def test_nothing_is_left_in_memory(beside):
 
 
 def flip(self):
-    """Change a bit of the weights that arrive at an engine, whose process this is."""
-    from core.engines.weight_buckets import Bucket  # the process's own: this function comes by value
+    """Change a bit of each bucket that arrives at an engine, whose process this is, before it is summed."""
+    from core.engines import weight_buckets  # the process's own: this function comes by value
 
-    receive = Bucket._receive
+    checksum = weight_buckets.checksum
 
-    def changed(bucket, device):
-        data = receive(bucket, device)
+    def changed(data):
         data[len(data) // 2] ^= 1
-        return data
+        return checksum(data)
 
-    Bucket._receive = changed
-    self.restore = lambda: setattr(Bucket, "_receive", receive)
+    weight_buckets.checksum = changed
+    self.restore = lambda: setattr(weight_buckets, "checksum", checksum)
 
 
 @pytest.mark.parametrize("kind", ["beside", pytest.param("apart", marks=pytest.mark.processes)])
@@ -154,7 +153,7 @@ def test_a_changed_bit_is_noticed(kind, request):
     engine = workers.watch.actors["engine 0"]
     call(engine, flip)
     try:
-        with pytest.raises(WorkersLost, match="other bytes than the learner sent|differ"):
+        with pytest.raises(WorkersLost, match="other bytes than the learner sent|engine 1 and of engine 0 differ"):
             workers.sync_weights(8)
     finally:
         call(engine, lambda self: self.restore())
