@@ -264,7 +264,8 @@ def test_a_run_raises_the_likelihood_and_records_it(whole):
     found = lines(whole)
     assert [one["step"] for one in found] == [1, 2, 3, 4, 5, 6]
     assert found[-1]["actor/nll"] < found[0]["actor/nll"] - 0.05
-    assert found[0]["actor/lr"] > 0.0027 and found[-1]["actor/lr"] == pytest.approx(0.0)  # a cosine
+    rates = [one["actor/lr"] for one in found]  # a cosine whose last step still trains
+    assert rates == sorted(rates, reverse=True) and rates[0] > 0.0027 and 0 < rates[-1] < 0.0003
     assert [one["training/epoch"] for one in found] == [0, 0, 0, 1, 1, 1]
     assert all(0 < one["sft/tokens_trained"] < one["sft/length/mean"] * 4 for one in found)
 
