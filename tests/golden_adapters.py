@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core.algorithm import advantages, kl, losses, sequences
 from core.config import registry
-from core.learner import schedules
+from core.learner import step_settings
 from core.learner.log_probs import token_log_probs_and_entropy
 from tests import golden_dapo, golden_mismatch
 from tests.golden_io import Case, Comparison
@@ -288,12 +288,12 @@ def _lr_schedule(case: Case, precision: str) -> Iterator[Comparison]:
     def wsd(i: int) -> float:  # no key selects it: it is one schedule, then the other
         stable = warmup + int((total - warmup) * params["stable_ratio"])
         if i < stable:
-            return schedules.constant(i, warmup)
-        return schedules.cosine(min(i, total), stable, total, params["min_lr_ratio"])
+            return step_settings.constant(i, warmup)
+        return step_settings.cosine(min(i, total), stable, total, params["min_lr_ratio"])
 
     functions = {
-        "constant": lambda i: schedules.constant(i, warmup),
-        "cosine": lambda i: schedules.cosine(i, warmup, total, params["min_lr_ratio"], params["num_cycles"]),
+        "constant": lambda i: step_settings.constant(i, warmup),
+        "cosine": lambda i: step_settings.cosine(i, warmup, total, params["min_lr_ratio"], params["num_cycles"]),
         "wsd": wsd,
     }
     yield Comparison("lr_at_step", [functions[params["type"]](i) for i in range(len(expected))], expected, 1e-12)
