@@ -16,7 +16,7 @@ from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import Passage, RetrieverOptions
 from recipes.search_r1.retrieval_server import MOST_QUERIES, make_app
 from recipes.search_r1.wire import IDENTITY
-from tests.search import contents, until, write_corpus
+from tests.search import contents, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -233,10 +233,3 @@ def test_a_port_in_use_and_a_missing_index_are_one_line(index, tmp_path, capsys)
     assert retrieval_server.main(["--index", str(tmp_path), "--port", "0"]) == 2
     error = capsys.readouterr().err
     assert "no index is there" in error and error.count("\n") == 1
-
-
-def test_waiting_requests_are_all_gone_in_the_end():
-    retriever = Recording()
-    app = make_app(retriever)
-    asyncio.run(ask_while_held(app, retriever, [{"queries": ["a"]}] * 5))
-    until(lambda: len(retriever.batches) == 2)

