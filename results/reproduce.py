@@ -69,18 +69,21 @@ def run(command: str) -> int:
     A terminal's Ctrl-C reaches the command too. It is waited for: a training run saves a checkpoint first. SIGTERM and
     SIGHUP, which reach this process alone, are passed on.
     """
-    process = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL)
-    interrupted = False
+    process, interrupted = None, False
 
     def pass_on(number: int, _: object) -> None:
         nonlocal interrupted
         interrupted = True
-        if number != signal.SIGINT:
+        if number != signal.SIGINT and process is not None:
             process.send_signal(signal.SIGINT)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # Before the command starts: it inherits what is ignored here, as SIGINT is in a background job, and could not trap
+    # it. nohup's ignored SIGHUP stays ignored.
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
+        process = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL)
         status = process.wait()
     finally:
         for number, handler in before.items():

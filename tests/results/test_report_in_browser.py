@@ -54,7 +54,7 @@ def page_path(tmp_path_factory):
 
 @pytest.mark.parametrize(("size", "scheme"), zip(WIDTHS, SCHEMES, strict=True))
 def test_it_fits_and_can_be_read(browser, page_path, size, scheme):
-    with opened(browser, page_path, size, scheme) as page:
+    with opened(browser, page_path, *size, scheme) as page:
         assert overflow(page) <= 0 and pictures_without_text(page) == [] and first_paint_ms(page) < 2000
         assert (page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") is (
             scheme == "light"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
@@ -23,14 +24,14 @@ from tests.recipes.test_lab import SMALL
 from tests.test_readme_commands import copy_of_the_repository
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/reproduce.yaml"))
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 SHORT = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.backend=local", "data.val_max_samples=40")
 
 
 def test_every_paper_has_a_script_that_lists_its_tables(capsys):
-    assert RECIPES == ["dapo", "grpo", "ppo", "search_r1"]
-    for recipe in RECIPES:
+    recipes = sorted(path.parent.name for path in ROOT.glob("recipes/*/reproduce.yaml"))
+    assert recipes == ["dapo", "grpo", "ppo", "search_r1"]
+    for recipe in recipes:
         assert os.access(ROOT / "recipes" / recipe / "reproduce.sh", os.X_OK)
         assert reproduce.main([recipe]) == 0
         printed = capsys.readouterr().out
@@ -39,7 +40,7 @@ def test_every_paper_has_a_script_that_lists_its_tables(capsys):
         assert "\nlab: " in printed
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["dapo", "grpo", "ppo", "search_r1"])
 def test_rows_are_those_of_the_references_and_every_one_that_can_be_repeated_has_all_stages(
     recipe, tmp_path, monkeypatch
 ):
@@ -196,9 +197,17 @@ def test_a_service_that_does_not_answer_is_named_with_its_command_before_a_stage
     assert not (tmp_path / "log").exists()
 
 
-@pytest.mark.slow  # it sends signals to its own process, and hangs where a shell ignores SIGINT in the background
-def test_a_stage_that_is_interrupted_is_waited_for(worked, tmp_path):
+@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])  # the latter in a background job
+def test_a_stage_that_is_interrupted_is_waited_for(worked, tmp_path, inherited):
     """SIGTERM reaches the parent alone: the command hears of it as of Ctrl-C, and ends its work first."""
+    before = signal.signal(signal.SIGINT, inherited)
+    try:
+        check_interruption(worked, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def check_interruption(worked, tmp_path):
     slow = f"trap 'sleep 0.3; touch {tmp_path}/saved; exit 3' INT; kill -TERM $PPID; while :; do sleep 0.05; done"
     assert worked(stage("one", tmp_path, slow), stage("two", tmp_path)) == (130, ["one"])
     assert (tmp_path / "saved").exists()

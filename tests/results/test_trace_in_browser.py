@@ -39,7 +39,7 @@ def page(browser, page_path):
 
 @pytest.mark.parametrize(("size", "scheme"), zip(WIDTHS, SCHEMES, strict=True))
 def test_it_fits_and_can_be_read(browser, page_path, size, scheme):
-    with opened(browser, page_path, size, scheme) as page:
+    with opened(browser, page_path, *size, scheme) as page:
         page.wait_for_selector("body[data-ready]")
         for field in page.eval_on_selector_all("#field option", "all => all.map((one) => one.value)"):
             page.select_option("#field", field)
