@@ -21,9 +21,13 @@ def training_samples_the_policy(c: View) -> Broken:
     another = "samples from another distribution than the one that trains, and no rollout correction weighs for it"
     differ, greedy = "training needs answers that differ", "greedy validation is val_kwargs.do_sample=False"
     for name, off in (("top_p", 1), ("top_k", -1)):
+        fix = f"set {off} (val_kwargs.{name} is free)"
         if getattr(c.rollout, name) != off and not c.corrects:
-            fix = f"set {off} (val_kwargs.{name} is free), or algorithm.rollout_correction.rollout_is=token"
-            yield f"{ROLLOUT}.{name}", another, fix
+            weighed = "algorithm.rollout_correction.rollout_is=token weighs for it, at the cost of a biased mean weight"
+            yield f"{ROLLOUT}.{name}", another, f"{fix}; {weighed}"
+        elif getattr(c.rollout, name) != off and c.correction.bypass_mode:
+            rule = "and bypass_mode compare log-probs over the tokens that were kept with those over all: no ratio is 1"
+            yield f"{ROLLOUT}.{name}", rule, f"{fix}, or algorithm.rollout_correction.bypass_mode=False"
     if c.rollout.temperature == 0 and c.rollout.do_sample:
         yield f"{ROLLOUT}.temperature", differ, f"set 1.0; {greedy}"
     if not c.rollout.do_sample and not c.trainer.val_only:
