@@ -134,6 +134,8 @@ def test_an_answer_that_was_not_graded_decides_nothing():
     assert not trainer().keep_group(group([RIGHT, RIGHT, lost]))
     assert not trainer().keep_group(group([lost, lost]))
     assert trainer().keep_group(group([RIGHT, WRONG, lost]))
+    cut_off = dataclasses.replace(WRONG, masked=True)  # by overlong filtering: graded, so it is evidence
+    assert trainer().keep_group(group([RIGHT, RIGHT, cut_off]))
     counted = dataclasses.replace(lost, masked=False)  # on_error=zero: it is a zero like others
     assert trainer().keep_group(group([RIGHT, RIGHT, counted]))
     assert trainer("algorithm.filter_groups.metric=format").keep_group(group([counted, Score(1.0, {"format": 1.0})]))
