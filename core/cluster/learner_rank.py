@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, own_part, reshard, shard
 from core.config import registry
-from core.engines.weight_buckets import Packer, Staging, Weight
+from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.model_checks import logprob_noise, probe_ids, probe_log_probs
@@ -241,11 +241,11 @@ class LearnerRank(Learner):
             for key, value in tensors.items()
         ]
 
-    def packer(self, weights: Sequence[Weight], limit: int, staging: Staging | None) -> Packer:
-        """Return what gathers the policy's weights into buckets of ``limit`` bytes. All ranks use it alike."""
+    def buckets(self, weights: Sequence[Weight], limit: int, staging: Staging | None) -> Iterator[Bucket]:
+        """Gather the policy's weights into buckets of ``limit`` bytes. All ranks use it alike."""
         first = {weight.names[0] for weight in weights}
         values = (value for name, value in merged_weights(self.actor.module) if name in first)
-        return Packer(weights, values, lambda value, dtype: gathered(value, dtype, self.device), limit, staging)
+        return pack(weights, values, lambda value, dtype: gathered(value, dtype, self.device), limit, staging)
 
     @torch.no_grad()
     def save(self, folder: str) -> dict[str, str]:

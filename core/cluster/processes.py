@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,7 @@ import torch
 
 import core
 from core.engines import RolloutEngine, SampleRequest, make_engine
-from core.engines.weight_buckets import GROUP, Bucket, Packer, Staging, Weight, staged_size
+from core.engines.weight_buckets import GROUP, Bucket, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
 from core.rewards.grading import Answer, ModelScore
 from core.tracking.metrics import Profile
@@ -127,7 +127,10 @@ class LearnerProcess(Process):
     def __init__(self, cores: int | None, parts: int = 1):
         super().__init__(cores, parts)
         self.learner: LearnerRank | None = None
-        self.packer: Packer | None = None
+        # Of a weight sync: the memory of a bucket, what fills it, and the bytes of the last one
+        self.staging: Staging | None = None
+        self.buckets: Iterator[Bucket] = iter(())
+        self.used = 0
 
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device, **learner: Any) -> None:
         """Join the other ranks and make this rank's learner."""
@@ -156,19 +159,21 @@ class LearnerProcess(Process):
         """
         weights = self.learner.weights(dtype)
         size = staged_size(weights, limit)
-        staging = Staging(size, self.learner.device, broadcast=broadcasts) if stages else None
-        self.packer = self.learner.packer(weights, limit, staging)
+        self.staging = Staging(size, self.learner.device, broadcast=broadcasts) if stages else None
+        self.buckets = self.learner.buckets(weights, limit, self.staging)
         if self.learner.device.type == "cuda":
             torch.cuda.empty_cache()  # the engine that wakes for these weights needs the room
         return weights if self.learner.lead else None
 
     def next_bucket(self) -> Bucket | None:
         """Gather the next bucket, and return where it is; None after the last."""
-        return self.packer.next()
+        bucket = next(self.buckets, None)
+        self.used = bucket.size if bucket else 0
+        return bucket
 
     def broadcast(self) -> None:
         """Send the bucket that was gathered last to the engines that wait for it."""
-        self.packer.broadcast()
+        GROUP.broadcast(self.staging.data[: self.used])
 
     def join_engines(self, size: int, timeout_s: float) -> None:
         """Join the group in which this rank broadcasts weights to all devices of engines."""
@@ -177,7 +182,7 @@ class LearnerProcess(Process):
 
     def end_sync(self) -> None:
         """Free the staging memory."""
-        self.packer = None
+        self.staging, self.buckets = None, iter(())
         if self.learner.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from core.config import registry
 from core.config.code_by_path import load_object
-from core.errors import InputError
 from core.types import Trajectory
 
 if TYPE_CHECKING:
@@ -149,7 +148,5 @@ def make_engine(
     of ``actor_rollout_ref.model.path``, in its own number format, and may sample at once.
     ``rollout.engine_kwargs.<name>.*`` are options beyond verl's. Raises InputError for an engine that cannot be had.
     """
-    name = config.actor_rollout_ref.rollout.name
-    if name not in registry.ENGINES:
-        raise InputError(f"actor_rollout_ref.rollout.name={name}: there are {' and '.join(registry.ENGINES)}")
-    return load_object(registry.ENGINES[name].function)(config, model, tokenizer, device)
+    make = load_object(registry.ENGINES[config.actor_rollout_ref.rollout.name].function)
+    return make(config, model, tokenizer, device)

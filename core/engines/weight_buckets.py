@@ -9,7 +9,7 @@ that is being gathered. A checksum of the bytes travels with each bucket; receiv
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -238,54 +238,43 @@ class Staging:
             self.shared[:size].copy_(self.data[:size])
 
 
-class Packer:
-    """Gathers the weights of a sharded model into buckets of at most ``limit`` bytes.
+@torch.no_grad()
+def pack(
+    weights: Sequence[Weight],
+    values: Iterable[Any],
+    gather: Callable[[Any, torch.dtype], Tensor],
+    limit: int,
+    staging: Staging | None,
+) -> Iterator[Bucket]:
+    """Gather the weights of a sharded model and yield buckets of at most ``limit`` bytes; what one held is overwritten
+    by the next.
 
     ``gather`` returns a weight whole and is called by all ranks in the same order; a rank without ``staging`` only
     takes part in it. ``values`` are the rank's own parts, in the order of ``weights``. Raises InputError where a
     weight is larger than a bucket.
     """
-
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        values: Iterable[Any],
-        gather: Callable[[Any, torch.dtype], Tensor],
-        limit: int,
-        staging: Staging | None,
-    ):
-        staged_size(weights, limit)
-        self.limit, self.gather, self.staging = limit, gather, staging
-        self._left, self._values, self._used = list(reversed(weights)), iter(values), 0
-
-    @torch.no_grad()
-    def next(self) -> Bucket | None:
-        """Return the next bucket, or None after the last. What the former one held is overwritten."""
+    staged_size(weights, limit)
+    left, parts = list(reversed(weights)), iter(values)
+    while left:
         packed: list[Weight] = []
         sums: dict[str, int] = {}
         used = 0
-        while self._left and used + self._left[-1].room <= self.limit:
-            weight = self._left.pop()
-            whole = self.gather(next(self._values), weight.dtype)
-            if self.staging is not None:
+        while left and used + left[-1].room <= limit:
+            weight = left.pop()
+            whole = gather(next(parts), weight.dtype)
+            if staging is not None:
                 data = whole.contiguous().reshape(-1).view(torch.uint8)
-                self.staging.data[used : used + weight.size].copy_(data)
-                self.staging.data[used + weight.size : used + weight.room].zero_()
+                staging.data[used : used + weight.size].copy_(data)
+                staging.data[used + weight.size : used + weight.room].zero_()
                 sums |= dict.fromkeys(weight.names, *weight_sums([("", whole)]).values())
             del whole
             packed.append(weight)
             used += weight.room
-        if not packed:
-            return None
-        if self.staging is None:
-            return Bucket(tuple(packed))
-        self._used = used
-        self.staging.publish(used)
-        return Bucket(tuple(packed), checksum(self.staging.data[:used]), self.staging.files, sums=sums)
-
-    def broadcast(self) -> None:
-        """Send the bucket that was returned last, from rank 0, to the processes that open it."""
-        GROUP.broadcast(self.staging.data[: self._used])
+        if staging is None:
+            yield Bucket(tuple(packed))
+        else:
+            staging.publish(used)
+            yield Bucket(tuple(packed), checksum(staging.data[:used]), staging.files, sums=sums)
 
 
 def staged_size(weights: Sequence[Weight], limit: int) -> int:

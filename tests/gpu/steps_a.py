@@ -22,7 +22,7 @@ from transformers import Qwen2Config
 
 from core.cluster.fsdp import ProcessRanks, gathered, own_part, reshard, shard
 from core.config import compose
-from core.engines.weight_buckets import Packer, Staging, Weight, staged_size
+from core.engines.weight_buckets import Staging, Weight, pack, staged_size
 from core.learner import log_probs
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor
@@ -219,8 +219,7 @@ def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
 
     def take() -> None:
         whole = partial(gathered, device=torch.device(device))
-        packer = Packer(weights, (value for _, value in named), whole, limit, staging)
-        while packer.next():
+        for _ in pack(weights, (value for _, value in named), whole, limit, staging):
             pass
 
     found["weights into buckets for the engine, s"] = clock(device, take, repeats=1)[0]
@@ -269,7 +268,7 @@ def copies(device: str, size: str, folder: Path) -> dict[str, Any]:
     staging = Staging(weight.room, torch.device(device))
 
     def hand_over() -> None:
-        sent = Packer([weight], [bucket], lambda value, dtype: value, weight.room, staging).next()
+        (sent,) = pack([weight], [bucket], lambda value, dtype: value, weight.room, staging)
         buckets.put(sent)
         if answers.get(timeout=120) != sent.checksum:
             raise RuntimeError("another process read other bytes than this one wrote")

@@ -166,10 +166,8 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
     mine = one.compute_log_probs(batch)[0]
     torch.testing.assert_close(mine, alone.compute_log_probs(batch)[0], rtol=1e-3, atol=1e-3)
     weights = one.weights(torch.bfloat16)
-    packer, found = one.packer(weights, 2**20, Staging(2**20, device)), []
-    while bucket := packer.next():
-        found += bucket.weights
-    assert found == weights
+    buckets = one.buckets(weights, 2**20, Staging(2**20, device))
+    assert [weight for bucket in buckets for weight in bucket.weights] == weights
     dist.destroy_process_group()
 
 

@@ -101,8 +101,7 @@ def sync(rank: LearnerRank, config: Config) -> None:
     """Gather the weights for the engines, bucket by bucket; the staging memory of a bucket is not counted."""
     rollout = config.actor_rollout_ref.rollout
     weights = rank.weights(compute_dtype(rollout.dtype) or torch.float32)
-    packer = rank.packer(weights, rollout.update_weights_bucket_megabytes * 2**20, None)
-    while packer.next():
+    for _ in rank.buckets(weights, rollout.update_weights_bucket_megabytes * 2**20, None):
         pass
 
 

@@ -25,7 +25,7 @@ from core.cluster.ray_workers import RayWorkers
 from core.cluster.workers import LocalWorkers
 from core.config import compose
 from core.engines.hf import HFEngine
-from core.engines.weight_buckets import Packer, Staging, Weight
+from core.engines.weight_buckets import Staging, Weight, pack
 from core.errors import InputError, WorkersLost
 from core.ray_trainer import RayPPOTrainer
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
@@ -188,9 +188,10 @@ class FedEngine(RayEngine):
         held = list(named_tensors)
         weights = [Weight((name,), tuple(value.shape), value.dtype) for name, value in held]
         size = sum(weight.room for weight in weights)
-        packer = Packer(weights, (value for _, value in held), lambda value, dtype: value, size, Staging(size, CPU))
+        values = (value for _, value in held)
+        (bucket,) = pack(weights, values, lambda value, dtype: value, size, Staging(size, CPU))
         self.begin_update(weights)
-        self.load(packer.next())
+        self.load(bucket)
         self.end_update(version)
 
     def probe(self, token_ids):

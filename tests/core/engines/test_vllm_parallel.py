@@ -13,7 +13,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from core.engines import vllm
 from core.engines.vllm import VLLMEngine
-from core.engines.weight_buckets import Packer, Staging, Weight, staged_size, weight_names
+from core.engines.weight_buckets import Staging, Weight, pack, staged_size, weight_names
 from tests.core.engine_contract import ask, ids, sample_all
 from tests.core.engines.test_vllm_engine import BLOCK, SHAPE, skeleton
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
@@ -27,10 +27,9 @@ def send(engine, policy, version):
     weights = [Weight(each, tuple(policy[each[0]].shape), torch.float32) for each in names]
     limit = max(max(weight.room for weight in weights), sum(weight.room for weight in weights) // 5)
     staging = Staging(staged_size(weights, limit), torch.device("cpu"))
-    packer = Packer(weights, (policy[each[0]] for each in names), lambda value, dtype: value, limit, staging)
     engine.begin_update(weights)
     sent = []
-    while bucket := packer.next():
+    for bucket in pack(weights, (policy[each[0]] for each in names), lambda value, dtype: value, limit, staging):
         engine.load(bucket)
         sent.append(bucket.checksum)
     proofs = engine.end_update(version)

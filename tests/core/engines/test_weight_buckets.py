@@ -14,7 +14,6 @@ from core.engines.weight_buckets import (
     ALIGNMENT,
     SUMMED,
     Bucket,
-    Packer,
     Staging,
     Weight,
     check_weights,
@@ -22,6 +21,7 @@ from core.engines.weight_buckets import (
     held_weights,
     merged,
     node_key,
+    pack,
     staged_size,
     weights_checksum,
 )
@@ -44,9 +44,7 @@ def some(seed=0):
 
 
 def packed(weights, values, limit, staging):
-    packer = Packer(weights, values, lambda value, dtype: value.to(dtype), limit, staging)
-    while bucket := packer.next():
-        yield bucket
+    return pack(weights, values, lambda value, dtype: value.to(dtype), limit, staging)
 
 
 @pytest.mark.parametrize("limit", [4224, 4300, 5000, 10**6])
@@ -121,11 +119,9 @@ def test_a_rank_without_staging_gathers_alike():
         gathered.append(value.shape)
         return value
 
-    packer = Packer(weights, values, gather, 4300, None)
-    mine = []
-    while bucket := packer.next():
-        assert bucket.checksum is None and bucket.files is None
-        mine.append(bucket.weights)
+    buckets = list(pack(weights, values, gather, 4300, None))
+    assert all(bucket.checksum is None and bucket.files is None for bucket in buckets)
+    mine = [bucket.weights for bucket in buckets]
     staged = [bucket.weights for bucket in packed(weights, values, 4300, Staging(4304, CPU))]
     assert mine == staged and len(gathered) == len(weights)
 
