@@ -6,6 +6,7 @@ would call it right; false right trains a policy to write wrong answers, false w
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,12 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    about = "Count what the readers of answers get wrong, and write results/rewards/scorers.md."
+    argparse.ArgumentParser(prog="python -m results.rewards.scorers", description=about).parse_args()
     (FOLDER / "scorers.md").write_text(table(), encoding="utf-8")
     print(f"wrote {FOLDER / 'scorers.md'}")
+
+
+if __name__ == "__main__":
+    main()
