@@ -172,8 +172,10 @@ def hardware() -> dict[str, Any]:
 
 
 def data_of(config: Config) -> list[dict[str, Any]]:
-    """Return path, size and sha256 of each file that the section ``data`` names and that is on this machine."""
-    return data_hashes(dict.fromkeys(path for key, path in paths.named(config) if key.startswith("data.")))
+    """Return path, size and sha256 of each file on this machine that holds data, or the user's reward function."""
+    return data_hashes(
+        dict.fromkeys(path for key, path in paths.named(config) if key.startswith(("data.", "custom_reward_function.")))
+    )
 
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
