@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from core.data.parquet import Example, Problems
 from core.errors import InputError, WorkersLost
 from core.rewards.graders import to_json
@@ -226,5 +228,11 @@ def check_hooks(
         length = len(ids)
         trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
         shaped = shape_reward(score.keeping_raw(), trajectory)
+        if not isinstance(shaped, Score):
+            fix = "return a Score, as in score.plus('bonus', 0.1)"
+            raise InputError(f"{shape_reward.__qualname__} returned {type(shaped).__name__} {shaped!r:.50}; {fix}")
         prompt = Prompt(0, row.where, (0,), (), row.ground_truth, row.data_source)
-        keep_group(ScoredGroup(prompt, (trajectory,) * 2, (shaped,) * 2))
+        kept = keep_group(ScoredGroup(prompt, (trajectory,) * 2, (shaped,) * 2))
+        if not isinstance(kept, bool | np.bool_):
+            fix = "return True to train on the group, or False"
+            raise InputError(f"{keep_group.__qualname__} returned {type(kept).__name__} {kept!r:.50}; {fix}")
