@@ -69,13 +69,15 @@ def run(command: str) -> int:
     A terminal's Ctrl-C reaches the command too. It is waited for: a training run saves a checkpoint first. SIGTERM and
     SIGHUP, which reach this process alone, are passed on.
     """
-    process, interrupted = None, False
+    process, interrupted, early = None, False, False
 
     def pass_on(number: int, _: object) -> None:
-        nonlocal interrupted
+        nonlocal interrupted, early
         interrupted = True
         if number != signal.SIGINT and process is not None:
             process.send_signal(signal.SIGINT)
+        else:  # the command may run before Popen has returned
+            early = early or number != signal.SIGINT
 
     # Before the command starts: it inherits what is ignored here, as SIGINT is in a background job, and could not trap
     # it. nohup's ignored SIGHUP stays ignored.
@@ -84,6 +86,8 @@ def run(command: str) -> int:
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
         process = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL)
+        if early:
+            process.send_signal(signal.SIGINT)
         status = process.wait()
     finally:
         for number, handler in before.items():
