@@ -366,6 +366,7 @@ def generate_command(arguments: Sequence[str]) -> None:
     there = f"{', '.join(questions)}" + (f" (not there yet: {', '.join(absent)})" if absent else "")
     how = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
     would = "dry run: it would write " if is_dry_run() else ""
+    how += f", at most {call.config.data.max_response_length} tokens"
     print(f"{would}{chosen.n} a question, {how}: answers to {there} by {call.path}, into {call.out}", flush=True)
     if not is_dry_run():
         worked = generate(call)

@@ -464,7 +464,7 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
-        warnings=tuple(rules.warnings(seen)),
+        warnings=(*rules.warnings(seen), *verl_names.older_defaults(layers.line)),
         given=layers.given,
         read=layers.line.read,
         unused={**layers.unused, **unused},

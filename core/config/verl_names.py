@@ -134,6 +134,31 @@ def read_value(key: str, value: Any, line: CommandLine) -> Interpretation | None
     return Interpretation(fix=hint) if hint else None
 
 
+# Keys that only lines of verl up to 0.3 have
+OLDER_KEYS = """actor_rollout_ref.actor.checkpoint.contents actor_rollout_ref.actor.fsdp_config.grad_offload
+critic.checkpoint.contents critic.model.fsdp_config.grad_offload actor_rollout_ref.rollout.n_agent
+actor_rollout_ref.rollout.n_val actor_rollout_ref.rollout.val_temperature data.val_batch_size trainer.default_hdfs_dir
+trainer.remove_previous_ckpt_in_save trainer.val_generations_to_log_to_wandb
+actor_rollout_ref.actor.ppo_micro_batch_size critic.ppo_micro_batch_size"""
+
+
+def older_defaults(line: CommandLine) -> list[str]:
+    """Return a warning for each default of verl up to 0.3 that differs here and that a line of it relied on."""
+    marks = sorted({*OLDER_KEYS.split()} & line.given.keys())
+    entropy, reward, coefficient = f"{ACTOR}.entropy_coeff", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
+    both_kinds = {coefficient, f"{ACTOR}.use_kl_loss"} <= line.given.keys()  # of KL, and the reward's was on by default
+    marks += [coefficient] if both_kinds and reward not in line.given else []
+    if not marks or line.recipe == "sft":
+        return []
+    told = f"this line has {marks[0]}, as lines of verl's older versions have; give the value that is meant"
+    lines = {
+        f"{entropy}: 0.001 was verl's default up to 0.3, and it is 0 here": entropy in line.given,
+        f"{reward}: verl up to 0.3 took the KL off the reward (algorithm.kl_ctrl.kl_coef=0.001) unless use_kl_loss was "
+        "on, and it is off here": {reward, f"{ACTOR}.use_kl_loss"} & line.given.keys(),
+    }
+    return [f"{text}; {told}" for text, given in lines.items() if not given]
+
+
 def described(recipe: str) -> Iterator[tuple[str, str]]:
     """Yield every name of the tables with what is said of it, for ``--help WORD``."""
     names = table(recipe)

@@ -280,10 +280,12 @@ def test_another_encoder_than_the_index_s_is_refused(built, subtests):
 def test_a_faiss_file_from_elsewhere_is_searched_and_checked(built, tmp_path, subtests):
     for backend in ["flat", "hnsw", "ivf"]:
         with subtests.test(backend=backend):
+            place = tmp_path / backend
+            (place / "b").mkdir(parents=True)
             given = {"encoder": "hashing:128", "query_prefix": "", "passage_prefix": ""}
-            file = tmp_path / "e5.index"
+            file = place / "e5.index"
             file.write_bytes((built / "index" / f"{backend}.faiss").read_bytes())
-            corpus = tmp_path / "wiki.jsonl.gz"
+            corpus = place / "wiki.jsonl.gz"
             corpus.write_bytes(gzip.compress((built / "corpus.jsonl").read_bytes()))
             for _ in range(2):  # the second time the corpus is unpacked already
                 retriever = make_retriever(RetrieverOptions(file, corpus=corpus, **given))
@@ -291,11 +293,10 @@ def test_a_faiss_file_from_elsewhere_is_searched_and_checked(built, tmp_path, su
                 assert retriever.retrieve(["Entity3"], 3) == opened(built, backend).retrieve(["Entity3"], 3)
             with pytest.raises(RetrievalError, match="needs corpus and encoder as well"):
                 make_retriever(RetrieverOptions(file))
-            shorter = write_corpus(tmp_path / "short.jsonl", ROWS - 1)
-            (tmp_path / "b").mkdir()
-            (tmp_path / "b" / "e5.index").write_bytes(file.read_bytes())
+            shorter = write_corpus(place / "short.jsonl", ROWS - 1)
+            (place / "b" / "e5.index").write_bytes(file.read_bytes())
             with pytest.raises(RetrievalError, match=f"{ROWS} vectors, the corpus has {ROWS - 1} rows"):
-                make_retriever(RetrieverOptions(tmp_path / "b" / "e5.index", corpus=shorter, **given))
+                make_retriever(RetrieverOptions(place / "b" / "e5.index", corpus=shorter, **given))
 
 
 def test_rows_in_another_order_are_noticed(built, tmp_path):
