@@ -146,8 +146,7 @@ def older_defaults(line: CommandLine) -> list[str]:
     """Return a warning for each default of verl up to 0.3 that differs here and that a line of it relied on."""
     marks = sorted({*OLDER_KEYS.split()} & line.given.keys())
     entropy, reward, coefficient = f"{ACTOR}.entropy_coeff", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
-    both_kinds = {coefficient, f"{ACTOR}.use_kl_loss"} <= line.given.keys()  # of KL, and the reward's was on by default
-    marks += [coefficient] if both_kinds and reward not in line.given else []
+    marks += [coefficient] if coefficient in line.given and reward not in line.given else []  # it was on by default
     if not marks or line.recipe == "sft":
         return []
     told = f"this line has {marks[0]}, as lines of verl's older versions have; give the value that is meant"
