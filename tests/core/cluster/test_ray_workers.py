@@ -189,7 +189,8 @@ class FedEngine(RayEngine):
         weights = [Weight((name,), tuple(value.shape), value.dtype) for name, value in held]
         size = sum(weight.room for weight in weights)
         values = (value for _, value in held)
-        (bucket,) = pack(weights, values, lambda value, dtype: value, size, Staging(size, CPU))
+        staging = Staging(size, CPU)  # held until the engines have read its file, as a learner rank holds its own
+        (bucket,) = pack(weights, values, lambda value, dtype: value, size, staging)
         self.begin_update(weights)
         self.load(bucket)
         self.end_update(version)
