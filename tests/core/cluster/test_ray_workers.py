@@ -188,10 +188,10 @@ class FedEngine(RayEngine):
         held = list(named_tensors)
         weights = [Weight((name,), tuple(value.shape), value.dtype) for name, value in held]
         size = sum(weight.room for weight in weights)
+        self.begin_update(weights)  # refused while requests are in flight, whatever is sent
         values = (value for _, value in held)
         staging = Staging(size, CPU)  # held until the engines have read its file, as a learner rank holds its own
         (bucket,) = pack(weights, values, lambda value, dtype: value, size, staging)
-        self.begin_update(weights)
         self.load(bucket)
         self.end_update(version)
 
