@@ -55,7 +55,6 @@ class EngineEntry(Entry):
     seeded: bool = True  # a request's seed decides its answer; without that nothing sampled can be drawn again
     top_p_within_top_k: bool = True  # with both set, top_p counts what top_k left
     reads_media: bool = True  # pictures of prompts
-    one_receiver: bool = False  # one process receives the weights also where several GPUs share each layer
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,10 @@ ENGINES = {  # actor_rollout_ref.rollout.name
     "vllm": EngineEntry("core.engines.vllm:make", package="vllm", reads=SERVING),
     "sglang": EngineEntry(
         "core.engines.sglang:make",
-        problems="core.engines.sglang_server:problems",
+        problems="core.engines.sglang:problems",
         seeded=False,
         top_p_within_top_k=False,
         reads_media=False,
-        one_receiver=True,
         reads=SERVING,
     ),
 }

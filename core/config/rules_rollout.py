@@ -64,10 +64,6 @@ def options_of_engines(c: View) -> Broken:
     if c.rollout.name == "hf" and set(hf if isinstance(hf, Mapping) else [str(hf)]) - set(HF_OPTIONS):
         rule = f"hf has {', '.join(HF_OPTIONS)} and no other option"
         yield f"{ROLLOUT}.engine_kwargs", rule, "leave out what it lacks"
-    apart = c.cluster and not c.policy.hybrid_engine and c.needs_engine
-    if c.engine.one_receiver and apart and c.rollout.tensor_model_parallel_size > 1:
-        rule = f"an engine of {c.rollout.name} receives weights in one process, and a pool of its own has one a GPU"
-        yield f"{ROLLOUT}.{LAYERS}", rule, f"set it to 1, or {HYBRID}=True"
     for section, part, samples in ((ROLLOUT, c.rollout, True), (VAL, c.val, c.val.do_sample)):
         if not c.engine.top_p_within_top_k and samples and part.top_k > 0 and part.top_p < 1:
             rule = f"with {section}.top_p={part.top_p} means something else in {c.rollout.name}"

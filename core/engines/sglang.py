@@ -1,26 +1,17 @@
-"""SGLang behind the engine contract: a server beside this process, reached by its HTTP surface alone.
+"""SGLang behind the engine contract: a running server on this machine, reached by its HTTP surface alone.
 
-Ids go in, ids and log-probs come out, and ``core.engines.sampling`` decides what ended a response, as for every engine.
-Requests are followed on the thread of the HTTP client.
-Weights travel by the server's update group: this process is its rank 0 and broadcasts over gloo, through host memory,
-what it received; the server's processes are the other ranks. The engine is tested with SGLang 0.5.23 on a CPU.
-
-Of the contract (:mod:`core.engines`) SGLang cannot keep this, and ``core.config.registry.ENGINES`` has it as facts that
-the configuration's rules read:
-
-* A seed decides nothing: ``sampling_seed`` did not reproduce a sample, and the mode that would make it do so refuses
-  the attention of a CPU. A request that is repeated has another answer, so a run that is repeated or resumed has other
-  ones too. Greedy answers are equal up to rounding.
-* ``top_p`` counts probabilities of the whole vocabulary also where ``top_k`` cuts it. The log-probs are those of what
-  was sampled from, but with both set it is not the distribution of the other engines.
-* Requests with one prompt that arrive together may each compute it; the server's cache shares it with later ones.
-* Weights that are not finite show in the probe alone: the sampler replaces NaN. Pictures are not sent.
+``python -m sglang.launch_server --model-path MODEL --dtype float32 --context-length LONGEST+8 --skip-tokenizer-init
+--skip-server-warmup --incremental-streaming-output --sampling-mask-max-tokens VOCABULARY`` starts one (0.5.23); add
+``--enable-memory-saver`` on a GPU of the learner's, and on a CPU SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 and
+``--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from datetime import timedelta
@@ -32,41 +23,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.config.section import FULL_PRECISION, thaw
+from core.config.section import thaw
 from core.engines import SampleRequest
 from core.engines.in_process_engine import Engine, Row, positions
 from core.engines.sampling import eos_ids
-from core.engines.sglang_server import SGLangServer, launch, problems, python_of_sglang
 from core.engines.weight_buckets import Proof, Weight
-from core.errors import InputError
-from core.learner.models import load_policy, resolve_path
+from core.errors import InputError, WorkersLost
+from core.learner.models import load_policy
 from core.types import Trajectory
+from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFailed
 
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-ON_CPU = {
-    **{"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"},
-    **{"disable_overlap_schedule": True, "sleep_on_idle": True},  # the learner needs the cores in its turn
-}
-FIXED = {
-    **{"skip_tokenizer_init": True, "skip_server_warmup": True, "incremental_streaming_output": True},
-    **{"log_level": "warning", "random_seed": 0},
-}
+log = logging.getLogger(__name__)
+KEY = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
+CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
 # All that a model's generation_config could set beside what a request sets
 NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_p": 0.0}
-SPARE = 8  # positions that SGLang keeps free behind prompt and response
-CPU_CACHE_TOKENS = 1 << 18  # the most that a CPU's cache holds; SGLang's own default is a share of the machine's memory
 NEVER = -1e9  # JSON has no infinity
 GROUP = "weights"  # in which this process broadcasts to the server's
 JOIN_S = 300.0  # for the server to join it
 
 
 class SGLangEngine(Engine):
-    """Satisfies :class:`core.engines.RolloutEngine`, but for what the module's head names.
+    """Satisfies :class:`core.engines.RolloutEngine`, but for what ``core.config.registry.ENGINES`` has as facts.
+
+    A seed decides nothing: the mode in which it would refuses a CPU, so a run that is repeated has other answers.
+    ``top_p`` counts probabilities of the whole vocabulary also where ``top_k`` cuts it. Requests with one prompt that
+    arrive together may each compute it. Weights that are not finite show in the probe alone. No pictures are sent.
 
     ``skeleton`` is the model without weights (on the meta device). At most ``max_rows`` requests are with the server
-    at once. With ``sleeps`` the server was started such that it can free its memory. ``close`` ends the server.
+    at once. With ``sleeps`` the server was started such that it can free its memory.
     """
 
     def __init__(
@@ -218,55 +206,121 @@ class SGLangEngine(Engine):
         self.server.close()
 
 
-def server_arguments(
-    config: Config, skeleton: nn.Module, device: torch.device, *, reads_weights: bool
-) -> dict[str, Any]:
-    """Return the server's arguments for a configuration; those of ``engine_kwargs.sglang`` override the others."""
-    part, data = config.actor_rollout_ref, config.data
-    model, rollout = part.model, part.rollout
-    longest = min(rollout.max_model_len or data.max_prompt_length + data.max_response_length, positions(skeleton))
-    on_cpu, cuda = device.type == "cpu", device.type == "cuda"
-    overrides = {name: value for name, value in thaw(model.override_config).items() if name != "attn_implementation"}
-    return {
-        **FIXED,
-        **(ON_CPU if on_cpu else {}),
-        "model_path": resolve_path(model.path),
-        "load_format": "auto" if reads_weights else "dummy",
-        "trust_remote_code": model.trust_remote_code,
-        "json_model_override_args": overrides or None,
-        "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
-        "tp_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
-        "context_length": longest + SPARE,
-        "max_running_requests": rollout.max_num_seqs,
-        "max_total_tokens": min(rollout.max_num_seqs * (longest + SPARE), CPU_CACHE_TOKENS) if on_cpu else None,
-        "chunked_prefill_size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
-        "disable_radix_cache": not rollout.enable_prefix_caching,
-        "disable_cuda_graph": rollout.enforce_eager,
-        "mem_fraction_static": rollout.gpu_memory_utilization if cuda else None,
-        # The learner needs the GPU in its turn, unless the engine has one of its own.
-        "enable_memory_saver": cuda and rollout.free_cache_engine and part.hybrid_engine and not reads_weights,
-        "sampling_mask_max_tokens": skeleton.config.get_text_config().vocab_size,  # top_p alone may keep them all
-        **thaw(rollout.engine_kwargs.get("sglang") or {}),
-    }
+class SGLangServer:
+    """A server that answers at ``url``. No request is repeated: a server that is gone has lost the weights of the run.
+
+    Coroutines run on the thread of ``loop``. Requests raise RuntimeError with the server's words where it refuses one,
+    and WorkersLost where it is gone or gives no answer within ``timeout_s``.
+    """
+
+    def __init__(self, url: str, timeout_s: float):
+        self.url, self.timeout_s = url.rstrip("/"), timeout_s
+        # No connection is kept: the server ends idle ones, at times under a request that just took one. A proxy of the
+        # environment is for what is elsewhere.
+        options = HttpOptions(timeout_s, connections=CONNECTIONS, keep_alive=False, trust_env=False)
+        self._http = HttpClient("SGLang client", options)
+        self.loop = self._http.loop
+
+    def send(self, path: str, body: Mapping[str, Any] | None = None) -> Future:
+        """Send a request, a GET without ``body``; return the future of its reply."""
+        return self.loop.submit(self._reply(path, body))
+
+    def get(self, path: str) -> Any:
+        return self.send(path).result()
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self.send(path, body).result()
+
+    def close(self) -> None:
+        """End requests; the server is left to who started it."""
+        self._http.close()
+
+    # -- on the thread ---------------------------------------------------------------------------
+
+    async def generate(
+        self, body: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[list[int], list[float | None], str | None]]:
+        """Yield ids, log-probs and SGLang's reason for the end (None before it) of a response: all of it, or where
+        ``body`` has it streamed what is new."""
+        known = 0
+        try:
+            async for line in self._http.lines("POST", f"{self.url}/generate", body):
+                text = line.removeprefix("data: ")
+                if not text.startswith("{"):
+                    continue
+                reply = json.loads(text)
+                if "error" in reply:
+                    raise _refused("/generate", str(reply["error"]))
+                meta = reply["meta_info"]
+                # A stream has all tokens each time, or with --incremental-streaming-output the new ones.
+                known, new = meta["completion_tokens"], meta["completion_tokens"] - known
+                pairs = meta["output_token_logprobs"] if new else []
+                # Those of the truncated distribution, which is what was sampled from, are apart.
+                logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
+                ids, logprobs = (values[len(values) - new :] for values in (reply["output_ids"], logprobs))
+                yield ids, logprobs, (meta["finish_reason"] or {}).get("type")
+        except RequestFailed as failure:
+            raise self._error("/generate", failure) from failure
+
+    async def _reply(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            reply: Reply = await self._http.request("GET" if body is None else "POST", f"{self.url}{path}", body)
+            json_type = reply.headers.get("content-type", "").startswith("application/json")
+            value = reply.json() if json_type else reply.text
+        except RequestFailed as failure:
+            raise self._error(path, failure) from failure
+        if isinstance(value, dict) and value.get("success") is False:
+            raise _refused(path, reply.text)
+        return value
+
+    def _error(self, path: str, failure: RequestFailed) -> Exception:
+        if failure.status == 404:
+            return _refused(path, "there is no such request: the server is older than SGLang 0.5.23")
+        if failure.status or failure.kind == "reply":
+            return _refused(path, str(failure))
+        state = f"no answer to {path} in {self.timeout_s:g} s" if failure.kind == "timeout" else str(failure)
+        return WorkersLost(f"SGLang's server at {self.url} is lost: {state}")
+
+
+def _refused(path: str, words: str) -> RuntimeError:
+    return RuntimeError(f"SGLang refused {path}: {words:.600}")
+
+
+def problems(config: Config) -> list[str]:
+    """Return why a run cannot have its server, a line each."""
+    given = config.actor_rollout_ref.rollout.engine_kwargs.get("sglang") or {}
+    lines = [
+        f"{KEY.removesuffix('url')}{name}: is no option here; give it to the server" for name in {*given} - {"url"}
+    ]
+    if not given.get("url"):
+        lines.append(f"{KEY}: rollout.name=sglang needs the URL of a running server; see core/engines/sglang.py")
+    if config.trainer.backend == "ray":
+        lines.append(f"{KEY}: a server is one engine, and trainer.backend=ray has several; set trainer.backend=local")
+    return lines
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SGLangEngine:
-    """Make an engine on a server that is started for it; ``rollout.engine_kwargs.sglang.*`` are its arguments.
-
-    Without ``model`` the server has the weights of the model's folder, because no update brings any. Raises InputError
-    for a server that cannot be had.
-    """
-    if missing := problems():
+    """Make an engine on the server at ``rollout.engine_kwargs.sglang.url``, which has the weights of its own folder
+    until an update. Raises InputError for a server that cannot be had."""
+    if missing := problems(config):
         raise InputError(missing)
-    skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
-    arguments = server_arguments(config, skeleton, device, reads_weights=model is None)
-    timeout_s = float(config.trainer.phase_timeout_s)
+    part, data = config.actor_rollout_ref, config.data
+    rollout = part.rollout
+    skeleton = load_policy(part.model, on_meta=True)
+    server = SGLangServer(thaw(rollout.engine_kwargs["sglang"])["url"], float(config.trainer.phase_timeout_s))
+    try:
+        saves_memory = server.get("/server_info").get("enable_memory_saver")
+    except (RuntimeError, WorkersLost) as error:
+        server.close()
+        raise InputError(f"{KEY}={server.url}: {error}") from error
+    log.warning("SGLang's server has flags of its own: only they decide its memory, number format and graphs")
+    longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
     return SGLangEngine(
         tokenizer,
         skeleton,
-        launch(python_of_sglang(), arguments, timeout_s, on_cpu=device.type == "cpu"),
+        server,
         device=device,
-        max_length=arguments["context_length"] - SPARE,
-        max_rows=config.actor_rollout_ref.rollout.max_num_seqs,
-        sleeps=bool(arguments["enable_memory_saver"]),
+        max_length=min(longest, positions(skeleton)),
+        max_rows=rollout.max_num_seqs,
+        sleeps=bool(saves_memory and rollout.free_cache_engine and model is not None),
     )

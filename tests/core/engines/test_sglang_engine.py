@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
 from core.cluster.workers import LocalWorkers
 from core.engines import sglang
-from core.engines.sglang import FIXED, ON_CPU, SPARE, SGLangEngine
-from core.engines.sglang_server import launch, python_of_sglang
+from core.engines.sglang import SGLangEngine, SGLangServer
 from core.engines.weight_buckets import Bucket
+from core.errors import WorkersLost
 from core.learner.model_checks import WeightSyncError
 from tests.core.engine_contract import HELLO, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
+PYTHON = Path(__file__).parents[3] / ".venv-sglang/bin/python"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),  # a busy machine starts a server in minutes
-    pytest.mark.skipif(python_of_sglang() is None, reason="bash environment/sglang.sh makes SGLang's environment"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="bash environment/sglang.sh makes SGLang's environment"),
 ]
 SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.14)
-CPU, POSITIONS = torch.device("cpu"), 256
+CPU, POSITIONS, PORT = torch.device("cpu"), 256, 30519
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +42,27 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine_of_all(model):
     """An engine on a server of a tiny model with random weights: starting one takes a minute."""
-    arguments = {"model_path": str(model), "load_format": "dummy", "dtype": "float32", "max_total_tokens": 20_000}
-    arguments |= {"context_length": POSITIONS + SPARE, "sampling_mask_max_tokens": VOCAB_SIZE}
-    server = launch(python_of_sglang(), {**FIXED, **ON_CPU, **arguments}, 1000.0, on_cpu=True)
-    server.timeout_s = 120.0
+    line = [PYTHON, "-m", "sglang.launch_server", "--model-path", model, "--load-format", "dummy", "--dtype", "float32"]
+    line += ["--port", PORT, "--skip-tokenizer-init", "--skip-server-warmup", "--incremental-streaming-output"]
+    line += ["--context-length", POSITIONS + 8, "--sampling-mask-max-tokens", VOCAB_SIZE, "--max-total-tokens", 20_000]
+    line += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    alone = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    line = [*map(str, line), "--disable-overlap-schedule", "--sleep-on-idle", "--log-level", "warning"]
+    process = subprocess.Popen(line, env={**os.environ, "PYTHONPATH": "", **alone}, start_new_session=True)
+    server = SGLangServer(f"http://127.0.0.1:{PORT}", 120.0)
+    while process.poll() is None:
+        with suppress(WorkersLost, RuntimeError):
+            server.get("/health")
+            break
+        time.sleep(0.5)
     with torch.device("meta"):
         skeleton = tiny_model(**SHAPE)
     engine = SGLangEngine(tiny_tokenizer(), skeleton, server, device=CPU, max_length=POSITIONS, max_rows=200)
     engine._free = lambda: None  # close() is to be undone
     yield engine
     server.close()
+    os.killpg(process.pid, 9)
+    process.wait()
 
 
 @pytest.fixture

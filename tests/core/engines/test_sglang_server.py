@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
-import textwrap
+import re
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -17,9 +14,8 @@ import pytest
 import torch
 
 from core.config import compose
-from core.engines import make_engine, sglang_server
-from core.engines.sglang import SGLangEngine, server_arguments
-from core.engines.sglang_server import SGLangServer, flags, launch, problems
+from core.engines import make_engine
+from core.engines.sglang import SGLangEngine, SGLangServer, problems
 from core.errors import InputError, WorkersLost
 from core.types import Stop
 from tests.core.engine_contract import HELLO, ask, ids, run, sample_all
@@ -27,6 +23,7 @@ from tests.core.ray_cluster import write_model
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 ROLLOUT, CPU = "actor_rollout_ref.rollout", torch.device("cpu")
+URL = f"{ROLLOUT}.engine_kwargs.sglang.url"
 
 
 @contextmanager
@@ -196,98 +193,31 @@ def test_an_aborted_request_is_aborted_on_the_server():
 # -- which server
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
 def configured(model, *overrides):
     local = ("trainer.backend=local", "trainer.device=cpu", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.dtype=float32")
     lengths = ("data.max_prompt_length=16", "data.max_response_length=24", "trainer.phase_timeout_s=5")
     return compose("grpo", [*local, *lengths, f"actor_rollout_ref.model.path={model}", *overrides])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
+def test_an_engine_is_made_on_the_server_of_the_url(model):
+    with scripted(lambda body: written([5] * body["sampling_params"]["max_new_tokens"])) as (url, seen):
+        config = configured(model, f"+{URL}={url}/", f"{ROLLOUT}.max_num_seqs=9")
+        engine = make_engine(config, None, tiny_tokenizer(), CPU)
+        assert len(ids(run(engine.sample(ask(max_tokens=3))))) == 3 and engine.max_length == 40 and not engine.sleeps
+        engine.close()
+    with pytest.raises(InputError, match=re.escape(f"{URL}={url}: ")):
+        make_engine(config, None, tiny_tokenizer(), CPU)
 
 
-def test_the_configuration_reaches_the_server(model):
-    given = ("page_size=16", "attention_backend=triton", "disable_radix_cache=null")
-    config = configured(
-        model, *(f"+{ROLLOUT}.engine_kwargs.sglang.{one}" for one in given), f"{ROLLOUT}.max_num_seqs=9"
-    )
-    with torch.device("meta"):
-        found = server_arguments(config, tiny_model(), CPU, reads_weights=False)
-    expected = {"model_path": str(model), "load_format": "dummy", "dtype": "float32", "context_length": 48}
-    expected |= {"device": "cpu", "attention_backend": "triton", "page_size": 16, "max_total_tokens": 9 * 48}
-    assert expected.items() <= found.items() and not found["enable_memory_saver"]
-    with torch.device("meta"):
-        on_gpu = server_arguments(config, tiny_model(), torch.device("cuda"), reads_weights=False)
-    assert on_gpu["enable_memory_saver"] and on_gpu["mem_fraction_static"] == 0.5 and "device" not in on_gpu
-    words = flags({"a_b": True, "c": False, "d": None, "e": [1, 2], "f": {"x": 1}, "g": 0})
-    assert words == ["--a-b", "--e", "1", "2", "--f", '{"x": 1}', "--g", "0"]
-
-
-def test_what_is_missing_is_said_before_a_start(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(sglang_server, "ENVIRONMENT", tmp_path)
-    (line,) = problems(configured(model))
-    assert "SGLang is not installed; type bash environment/sglang.sh" in line
-    with pytest.raises(InputError, match="rollout.name=sglang: SGLang is not installed"):
+def test_what_is_missing_is_said_before_a_start(model):
+    assert [line.partition(":")[0] for line in problems(configured(model))] == [URL]
+    assert [line.partition(":")[0] for line in problems(configured(model, f"+{URL}=x", "trainer.backend=ray"))] == [URL]
+    more = configured(model, f"+{URL}=x", f"+{ROLLOUT}.engine_kwargs.sglang.page_size=16")
+    assert [line.partition(":")[0] for line in problems(more)] == [f"{ROLLOUT}.engine_kwargs.sglang.page_size"]
+    with pytest.raises(InputError, match=re.escape(URL)):
         make_engine(configured(model), None, tiny_tokenizer(), CPU)
-
-
-def program(folder, text):
-    path = folder / "python"
-    path.write_text(textwrap.dedent(text))
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_a_server_that_does_not_start(tmp_path):
-    ends = program(tmp_path, "#!/bin/sh\necho no such model >&2\nexit 3\n")
-    with pytest.raises(InputError, match=r"ended with status 3 as it started; its log ends:\s+no such model"):
-        launch(ends, {}, 20.0, on_cpu=True)
-    hangs = program(tmp_path, f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
-    with pytest.raises(InputError, match="not ready in trainer.phase_timeout_s=1 s"):
-        launch(hangs, {}, 1.0, on_cpu=True)
-    begun = time.monotonic()
-    while not _ended(int((tmp_path / "pid").read_text())):
-        assert time.monotonic() < begun + 10
-        time.sleep(0.01)
-
-
-def test_a_server_ends_with_the_process_that_started_it(tmp_path):
-    answers = program(
-        tmp_path,
-        f"""\
-        #!{sys.executable}
-        import os, subprocess, sys
-        from http.server import BaseHTTPRequestHandler, HTTPServer
-        class Healthy(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(200)
-                self.end_headers()
-        part = subprocess.Popen(["sleep", "60"])
-        print(os.getpid(), part.pid, file=open("{tmp_path}/new", "w"), flush=True)
-        os.rename("{tmp_path}/new", "{tmp_path}/pid")
-        HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
-        """,
-    )
-    code = "from core.engines.sglang_server import launch; "
-    code += f"launch({answers!r}, {{}}, 20.0, on_cpu=True); input()"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists():
-        assert time.monotonic() < deadline and parent.poll() is None
-        time.sleep(0.05)
-    processes = [int(word) for word in (tmp_path / "pid").read_text().split()]
-    assert not any(map(_ended, processes))
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    while not all(map(_ended, processes)):
-        assert time.monotonic() < deadline, "the server, or a process of its own, outlived its parent"
-        time.sleep(0.05)
-
-
-def _ended(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
