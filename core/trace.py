@@ -3,7 +3,7 @@
 A recorded step is ``<run>/trace/step_<n>.npz``: one zip archive of ``meta.json`` and of flat arrays, which
 :mod:`results.reporting.trace_reader` reads without torch or a tokenizer: the texts of the tokens are recorded too.
 Everything is taken from where training reads it, the batch's tensors, and beside it from the trajectories, so that a
-fault between the two can be seen. ``perf/trace_cpu_s`` is what it costs: CPU seconds of driver and busiest rank.
+fault between the two can be seen. ``perf/trace_cpu_s`` is what it costs: CPU seconds of the driver.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class TraceRecorder:
         """Return the batch with its rows numbered where the step is to be recorded: the update then keeps values."""
         if not self.is_due(step):
             return batch
-        from core.learner.traced_tokens import numbered
-
-        return numbered(batch)
+        return batch.adding(trace_row=batch.group.new_tensor([*range(1, len(batch) + 1)]))
 
     def record(
         self, groups: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics, workers: Any
@@ -89,16 +87,16 @@ class TraceRecorder:
             return {}
         start = time.thread_time()
         chosen = self._chosen(groups, dropped, batch, _gap(batch, workers))
-        traced = workers.traced([row for one in chosen for row in one.rows or ()])
+        traced, _ = workers.traced([row for one in chosen for row in one.rows or ()])
         path = self.folder / f"step_{metrics.step:06d}.npz"
 
         def write() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(path) as partial:
-                _write(partial, *self._content(metrics.step, chosen, batch, traced.rows))
+                _write(partial, *self._content(metrics.step, chosen, batch, traced))
 
         written = attempt(path, write)
-        cost = {"perf/trace_cpu_s": time.thread_time() - start + traced.cpu_s}
+        cost = {"perf/trace_cpu_s": time.thread_time() - start}
         return {**cost, "perf/trace_mb": path.stat().st_size / 2**20} if written else {**cost, "perf/trace_dropped": 1}
 
     def _chosen(
@@ -234,7 +232,7 @@ def _byte_of() -> dict[str, int]:
 def _gap(batch: TrainBatch, workers: Any) -> tuple[float, int] | None:
     """Return the largest |log-prob of engine less learner| of the step, before its update, and the row that has it."""
     if batch.old_log_probs is None:  # the update's own pass is the only one
-        return workers.traced(None).largest_gap
+        return workers.traced(())[1]
     name = "response_mask" if batch.sampled_mask is None else "sampled_mask"
     gap = (batch.require("old_log_probs") - batch.rollout_log_probs).abs() * batch.require(name)
     place = int(gap.argmax())

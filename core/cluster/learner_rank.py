@@ -28,7 +28,7 @@ from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.model_checks import logprob_noise, probe_ids, probe_log_probs
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
-from core.learner.passes import BasePolicy, Policy, pass_size
+from core.learner.passes import BasePolicy, Policy, Traced, pass_size
 from core.learner.saving import (
     OPTIMIZER,
     export_hf,
@@ -41,7 +41,6 @@ from core.learner.saving import (
     weight_files,
     write_index,
 )
-from core.learner.traced_tokens import TracedRows
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -139,11 +138,8 @@ class Learner:
         with self.at_work("critic", updates=True):
             return self.critic.update(steps, lr_multiplier)
 
-    def traced(self, rows: Collection[int] | None) -> TracedRows:
-        """Return what the last policy update computed of the tokens of these rows, where it carried ``trace_row``.
-
-        Rows are indices into the step's batch. None: only the row whose log-prob differs most from the engine's.
-        """
+    def traced(self, rows: Collection[int]) -> Traced:
+        """Return what the last policy update computed of the tokens of these rows of the step's batch."""
         return self.actor.traced.of(rows)
 
     def logprob_noise(self, token_ids: Sequence[int]) -> float:

@@ -24,11 +24,11 @@ from core.learner.batching import contributing_sequences, mini_batching, rank_sh
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
 from core.learner.packing import scattered
-from core.learner.traced_tokens import TracedRows
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
+    from core.learner.passes import Traced
 
 
 class RayWorkers(RayProcesses):
@@ -56,9 +56,10 @@ class RayWorkers(RayProcesses):
         mini_batches, reads = self.actor_mini_batches(batch), actor_reads(part, batch)
         return self._update("update_actor", mini_batches, reads, only_advantages_train(part), lr_multiplier, part)
 
-    def traced(self, rows: Collection[int] | None) -> TracedRows:
-        numbers = None if rows is None else tuple(rows)
-        return TracedRows.merged(self._each("trace", "traced", [(numbers,)] * self.ranks))
+    def traced(self, rows: Collection[int]) -> Traced:
+        parts = self._each("trace", "traced", [(tuple(rows),)] * self.ranks)
+        gaps = [gap for _, gap in parts if gap is not None]
+        return {row: values for part, _ in parts for row, values in part.items()}, max(gaps, default=None)
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         mini_batches = self.critic_mini_batches(batch)

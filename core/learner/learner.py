@@ -18,8 +18,7 @@ from core.algorithm.losses import LossInputs, MetricSums, policy_loss, value_los
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.learner.batching import split_zero_gradient
-from core.learner.passes import LearnerModel, Policy, training_size
-from core.learner.traced_tokens import TracedTokens, clipped_how
+from core.learner.passes import LearnerModel, Policy, TracedTokens, training_size
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -43,6 +42,12 @@ def only_advantages_train(config: ActorConfig) -> bool:
     """Return whether a sequence whose advantages are all 0 moves no weight."""
     moves = registry.policy_loss(config.policy_loss.loss_mode).moves_without_advantage
     return not config.use_kl_loss and config.entropy_coeff == 0 and not moves
+
+
+def clipped_how(stats: dict[str, Tensor]) -> Tensor | None:
+    """Return [N]: 0 where a gradient passes, 1 where the clip stops it, 2 where the dual clip does; None: no clip."""
+    dual = stats.get("pg_clipfrac_lower")
+    return stats.get("pg_clipfrac") if dual is None else torch.where(dual > 0, 2.0, stats["pg_clipfrac"])
 
 
 class Stepper:

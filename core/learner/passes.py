@@ -6,7 +6,7 @@ Everything is computed on the positions that the policy wrote and nowhere else. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.algorithm.losses import MetricSums
+from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
+from core.algorithm.sequences import max_by_sequence
 from core.data.vocabulary import unknown_among
 from core.learner.attention import use_packed_attention
 from core.learner.batching import micro_batches
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from core.config.schema import RolloutConfig
     from core.config.training_keys import ActorConfig, CriticConfig, RefConfig
 
+Traced = tuple[dict[int, dict[str, np.ndarray]], tuple[float, int] | None]  # TracedTokens.rows and largest_gap
 NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
 
 
@@ -216,3 +218,39 @@ class BasePolicy(Policy):
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         with base_only(self.module):
             return super().token_stats(batch, **options)
+
+
+class TracedTokens:
+    """What an update computed of the rows that ``TrainBatch.trace_row`` numbers, for ``trainer.trace``.
+
+    The update's own pass is the only one that has the ratio, the entropy and what clipping did. A later epoch's numbers
+    replace those of an earlier one.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, np.ndarray]] = {}  # row -> name -> [its policy tokens] float32
+        self.largest_gap: tuple[float, int] | None = None  # |log-prob of learner less engine|, and its row
+
+    def keep(self, batch: TrainBatch, log_prob_N: Tensor, **values_N: Tensor | None) -> None:
+        """Keep values of tokens, [N] each; None is left out, and ``old`` are the log-probs that the ratio is to."""
+        if batch.trace_row is None or not len(batch):
+            return
+        log_prob_N, mask = log_prob_N.detach(), batch.response_mask
+        if (old := values_N.pop("old", None)) is not None:
+            values_N["ratio"] = (log_prob_N - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        values_N["log_prob"] = log_prob_N
+        gap_N = torch.zeros_like(log_prob_N)
+        if batch.old_log_probs is None and "rollout_log_probs" in batch.stored:  # no weight has moved yet
+            sampled = mask if batch.sampled_mask is None else batch.sampled_mask
+            gap_N = (log_prob_N - batch.rollout_log_probs).abs().masked_fill(~sampled, 0)
+        gap_B, counts = max_by_sequence(gap_N, batch.lengths).tolist(), batch.count(mask).tolist()
+        kept = {name: value.detach()[mask].float().cpu() for name, value in values_N.items() if value is not None}
+        parts = {name: value.split(counts) for name, value in kept.items()}
+        for place, number in enumerate(batch.trace_row.tolist()):
+            if number:  # one more than the row's index in the step: a blank row has 0
+                self.rows[number - 1] = {name: part[place].numpy() for name, part in parts.items()}
+                self.largest_gap = max((gap_B[place], number - 1), self.largest_gap or (0.0, -1))
+
+    def of(self, rows: Collection[int]) -> Traced:
+        """Return what is kept of these rows, those of other ranks left out, and the largest gap of all."""
+        return {row: self.rows[row] for row in rows if row in self.rows}, self.largest_gap

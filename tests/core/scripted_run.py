@@ -17,7 +17,6 @@ import torch
 from core.config import compose
 from core.engines import SampleRequest
 from core.learner.saving import planned_fingerprints
-from core.learner.traced_tokens import TracedRows
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch
 from tests.scripted_engine import ScriptedEngine
@@ -106,8 +105,8 @@ class ScriptedWorkers:
             del metrics["actor/entropy"]
         return {**metrics, **self.report(self.version)}
 
-    def traced(self, rows) -> TracedRows:
-        return TracedRows({}, None, 0.0)
+    def traced(self, rows):
+        return {}, None
 
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights([], version)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from core.ray_trainer import RayPPOTrainer
 from tests.core.scripted_run import configured, prepare, scripted
 
 
@@ -88,3 +90,16 @@ def test_each_steps_kl_moves_the_coefficient_of_the_next_step(folder):
         coefficient *= 1 + min(max(one / 0.1 - 1, -0.2), 0.2) * 8 / 40  # eight sequences a step
     assert [one.reward_kl_penalty for one in found] == pytest.approx(kl, abs=1e-6)
     assert [one.reward_kl_penalty_coeff for one in found] == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_step_trains_at_the_rate_of_its_own_place_in_the_schedule(folder):
+    """Three steps of a half cosine, of actor and critic: a schedule read a step late would start or end elsewhere."""
+    cosine = ("lr_scheduler_type=cosine", "lr_warmup_steps=0", "min_lr_ratio=0.1")
+    keys = [f"{part}.optim.{key}" for part in ("actor_rollout_ref.actor", "critic") for key in cosine]
+    keys += ["actor_rollout_ref.actor.optim.lr=1e-3", "critic.optim.lr=2e-3", "critic.ppo_mini_batch_size=4"]
+    config = configured(folder, "schedule", *keys, f"critic.model.path={folder / 'model'}", steps=3, recipe="ppo")
+    RayPPOTrainer(config).init_workers().fit()
+    lines = [json.loads(line) for line in (folder / "schedule/metrics.jsonl").read_text().splitlines()]
+    rates = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 3)) for step in range(3)]
+    assert [line["actor/lr"] for line in lines] == pytest.approx([1e-3 * rate for rate in rates])
+    assert [line["critic/lr"] for line in lines] == pytest.approx([2e-3 * rate for rate in rates])

@@ -17,7 +17,8 @@ import torch
 from core.algorithm.losses import LossInputs, vanilla
 from core.config import Config
 from core.learner.batching import make_batch, mini_batches
-from core.learner.traced_tokens import TracedTokens, clipped_how
+from core.learner.learner import clipped_how
+from core.learner.passes import TracedTokens
 from core.trace import TraceRecorder, _byte_of
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
