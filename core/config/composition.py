@@ -12,7 +12,6 @@ script's, and of the script's keys it overrides those that it names.
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 import shlex
@@ -26,14 +25,15 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Sweep
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from core.config import convert, defaults, paths, recipes, rules, verl_names
+from core.config import convert, defaults, recipes, rules, verl_names
 from core.config.problem import Problem, brief, show
 from core.config.recorded import own_tree, validated
 from core.config.schema import Config
 from core.config.secret_keys import without_login
+from core.config.section import without
 from core.config.verl_names import CommandLine, nearest, unknown_key
 from core.errors import InputError
 
@@ -197,21 +197,9 @@ def _set(key: str, value: Any, layer: Layer, layers: Layers) -> None:
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
     elif not convert.known(key, schema):
         layers.problems.append(unknown_key(key, value, layers.line))
-    elif reason := _unusable(value):
-        fix = "mend the ${...}, or write \\${ for the text; quote other text"
-        layers.problems.append(Problem(key, value, f"cannot be read ({reason})", fix))
     else:
         layer.values.append((key, value))
         layers.given[key] = value
-
-
-def _unusable(value: Any) -> str:
-    """Return why OmegaConf refuses a value by itself: the grammar of ``${...}``, a function or null in a mapping."""
-    try:
-        OmegaConf.create({"value": value})
-    except (OmegaConfBaseException, RecursionError) as error:
-        return _reason(error)
-    return ""
 
 
 def _others(layers: Layers, overrides: Sequence[str]) -> None:
@@ -250,7 +238,7 @@ def tree(layers: Layers) -> dict[str, Any]:
     name = _run_name(composed, layers, NAME in named)
     for key, value in [*layers.typed.values, *([(NAME, name)] if name is not None else [])]:
         composed = _over(composed, _nested(key, value))
-    return _resolved(_over(convert.as_tree(layers.line.schema()), composed), layers.problems)
+    return _resolved(_over(convert.as_tree(layers.line.schema()), composed), layers.line.schema, layers.problems)
 
 
 @functools.cache
@@ -364,43 +352,24 @@ def _items(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _get(tree: Any, path: Sequence[str]) -> Any:
-    return functools.reduce(lambda one, part: one[part], path, tree)
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, DictConfig | ListConfig)
-
-
-def _referring(tree: Mapping[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each value, not a mapping, that holds an interpolation or is missing (``???``)."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _referring(value, *above, name)
-        elif any(isinstance(item, str) and ("${" in item or item == "???") for item in _items(value)):
-            yield (*above, name)
-
-
-def _resolved(plain: dict[str, Any], problems: list[Problem | str]) -> dict[str, Any]:
+def _resolved(plain: dict[str, Any], schema: type[Config], problems: list[Problem | str]) -> dict[str, Any]:
     """Return the tree with its interpolations resolved. A value that cannot be is reported and left out."""
-    referring, resolved = list(_referring(plain)), copy.deepcopy(plain)
-    words = {word for *above, name in referring for word in re.findall(r"\w+", f"{above} {_get(plain, above)[name]}")}
-    node = OmegaConf.create({name: value for name, value in plain.items() if name in words})  # all take twice the time
-    for *above, name in referring:
-        here, there = _get(node, above), _get(resolved, above)
-        raw, key = there.pop(name), ".".join((*above, name))
+    while True:
         try:
-            value = here[name]
-            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if _is_node(value) else value
-        except MissingMandatoryValue:
-            problems.append(Problem(key, raw, "has no default", "give it a value"))
+            resolved = OmegaConf.to_container(OmegaConf.create(plain), resolve=True, throw_on_missing=True)
+            break
         except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(Problem(key, raw, f"cannot be resolved ({_reason(error)})", "mend the ${...}"))
-        else:
-            if "None" in str(value) and "None" not in str(raw) and value is not None:
-                problems.append(Problem(key, raw, "names a key that is null", "set that key as well"))
-            else:
-                there[name] = value
+            key = (getattr(error, "full_key", None) or "").partition("[")[0]
+            value = _at(plain, key)
+            problems.append(Problem(key, value, f"cannot be read ({_reason(error)})", "give it a value, or mend it"))
+            if value is None or not key:
+                return {}
+            plain = without(plain, key.split("."))
+    for key in convert.all_keys(schema):
+        raw, value = _at(plain, key), _at(resolved, key)
+        if "${" in str(raw) and "None" in str(value) and value is not None:
+            problems.append(Problem(key, raw, "names a key that is null", "set that key as well"))
+            resolved = without(resolved, key.split("."))
     return resolved
 
 
@@ -453,8 +422,7 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     found = tree(layers)
     _others(layers, overrides)
     refused = list(layers.problems)
-    config = paths.with_template_text(defaults.resolve(validated(schema, found, refused, layers.line), recipe))
-    refused += paths.template_problems(config)
+    config = defaults.resolve(validated(schema, found, refused, layers.line), recipe)
     bad = {one.key for one in refused if isinstance(one, Problem)}
     view = rules.View(config, layers.given, recipe, bad)
     lines = [*refused, *_logins(config), *rules.problems(view)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from core.config.schema import Config
 from core.files import is_url, url_problem
 
 POLICY, REWARD = "actor_rollout_ref.model.path", "reward_model.model.path"
-TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
+INSTEAD = "give another path, or a hub id (org/name) of a model; data_preprocess/ makes parquet files of public data"
 MODELS = (POLICY, "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
 # The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.
 COPIED = {*MODELS, REWARD, "trainer.resume_from_path", "data.train_files", "data.val_files"}
@@ -47,15 +46,13 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     models = dict(zip(MODELS, (model.path, model.tokenizer_path, critics), strict=True))
     models[REWARD] = reward.model.path if reward.loads_model else None
     yield from ((key, path) for key, path in models.items() if path and (is_local(path) or is_url(path)))
-    template = model.custom_chat_template or ""
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
     if custom.endswith(".py"):
         yield "custom_reward_function.path", custom
     judges = ["reward_model.judge.template"] if reward.judged else []
     lists = (f"actor_rollout_ref.rollout.multi_turn.{name}_config_path" for name in ("tool", "interaction"))
     resumed = ["trainer.resume_from_path"] if config.trainer.resume_mode == "resume_path" else []
-    paths = {TEMPLATE: template.strip() if names_template_file(template) else None}
-    paths |= {key: convert.get(config, key) for key in (*judges, *lists, *resumed)}
+    paths = {key: convert.get(config, key) for key in (*judges, *lists, *resumed)}
     yield from ((key, path) for key, path in paths.items() if path)
     yield from ((key, where) for key, where in _own_functions(config) if where.endswith(".py"))
 
@@ -85,16 +82,8 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
             problem = url_problem(path, key, look=among is None and key in COPIED)
             problems += [Problem(key, path, *problem)] if problem else []
         elif key not in WRITTEN and (among is None or key in among) and not os.path.exists(here):
-            problems.append(Problem(key, path, f"does not exist (looked for {here})", _instead(key)))
+            problems.append(Problem(key, path, f"does not exist (looked for {here})", INSTEAD))
     return problems
-
-
-def _instead(key: str) -> str:
-    if key.startswith("data."):
-        return "give parquet files; data_preprocess/ makes those of the public data sets"
-    if key == TEMPLATE:
-        return TEMPLATE_FIX
-    return "give another path, a hub id (org/name) or a URL" if ".model." in key else "give another path"
 
 
 def checked_at_start(config: Config) -> list[str]:
@@ -136,54 +125,15 @@ def cluster_address(config: Config) -> str | None:
 
 
 def address_problem(config: Config) -> Problem | None:
-    """Return the problem of a run on several nodes that names no cluster, None for any other run.
-
-    With ``trainer.device=cpu`` a local Ray stands for any number of nodes, because its CPUs are only tickets.
-    """
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    """Return the problem of a run on several nodes that names no cluster; on CPUs a local Ray stands for all nodes."""
+    trainer, part = config.trainer, config.actor_rollout_ref
     if trainer.backend != "ray" or trainer.device == "cpu" or cluster_address(config) is not None:
         return None
     nodes = {"trainer.nnodes": trainer.nnodes}
-    if not config.actor_rollout_ref.hybrid_engine:
-        nodes["actor_rollout_ref.rollout.nnodes"] = rollout.nnodes or 1
+    nodes |= {} if part.hybrid_engine else {"actor_rollout_ref.rollout.nnodes": part.rollout.nnodes or 1}
     rule = "needs a Ray cluster, and neither RAY_ADDRESS nor ray_kwargs.ray_init.address names one"
     fix = (
         "type `ray start --head --port=6379` on the first node (the head node), `ray start --address=HEAD_IP:6379` on "
         "the others, then this command on any of them with RAY_ADDRESS=HEAD_IP:6379 in front"
     )
     return next((Problem(key, count, rule, fix) for key, count in nodes.items() if count > 1), None)
-
-
-# --- a chat template, as text or as a file's path ---
-
-# A file's text takes the path's place when a configuration is composed, so that the run's record holds what was used
-# and every machine of a cluster has it. What a template writes for a chat is seen when the data is read.
-TEMPLATE_FIX = "give a Jinja template that goes through messages, or the path of a file that holds one"
-
-
-def names_template_file(value: str) -> bool:
-    """Return whether the value is a path: one word without braces that has a slash or a file's ending."""
-    word = value.strip()
-    return bool(re.fullmatch(r"[^{}\n]+", word)) and bool("/" in word or re.search(r"^[^\s]+\.\w{2,7}$", word))
-
-
-def with_template_text(config: Config) -> Config:
-    """Return the configuration with the file's text where the key names a file that can be read."""
-    value = config.actor_rollout_ref.model.custom_chat_template
-    if value is None or not names_template_file(value):
-        return config
-    try:
-        return convert.replaced(config, {TEMPLATE: Path(value.strip()).expanduser().read_text(encoding="utf-8")})
-    except (OSError, ValueError, RuntimeError):  # what cannot be read is refused as a path, where paths are checked
-        return config
-
-
-def template_problems(config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with a template that prompts would be made of. Whether a file exists is not asked here."""
-    value = config.actor_rollout_ref.model.custom_chat_template
-    if value is None or names_template_file(value):
-        return
-    if "{{" not in value and "{%" not in value:
-        yield Problem(TEMPLATE, value, "has no variable: every prompt would be this text", TEMPLATE_FIX)
-    elif not re.search(r"\bmessages\b", value):
-        yield Problem(TEMPLATE, value, "does not read messages: every prompt would be the same", TEMPLATE_FIX)

@@ -130,14 +130,6 @@ AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop
 }
 # --- types of keys, and other names ---
 PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of the models whose pictures are read
-RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
-    *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
-    *("ignore_reinit_error", "include_dashboard", "dashboard_host", "dashboard_port", "job_config"),
-    *("configure_logging", "logging_level", "logging_format", "logging_config", "log_to_driver", "namespace"),
-    *("runtime_env", "enable_resource_isolation", "cgroup_path", "system_reserved_cpu", "system_reserved_memory"),
-    *("proxy_server_url", "_plasma_directory", "_node_ip_address", "_memory", "_temp_dir", "_metrics_export_port"),
-    *("_system_config", "_node_name"),
-)
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_KINDS = (*_KL, *(f"{kind}+" for kind in _KL))
 LOSS_AGG_MODES = (  # the last one is not in verl

@@ -204,9 +204,6 @@ def staleness_and_resuming(c: View) -> Broken:
 
 def ray_and_profiles(c: View) -> Broken:
     steps = c.trainer.total_training_steps
-    if unknown := ", ".join(name for name in c.ray.ray_init if name not in registry.RAY_INIT):
-        fix = f"leave it out; its arguments are {', '.join(registry.RAY_INIT)}"
-        yield "ray_kwargs.ray_init", f"{unknown}: ray.init takes no such argument", fix
     if c.profiler.tool and steps is not None and max(c.profiler.steps or [0]) > steps:
         yield "global_profiler.steps", f"goes beyond trainer.total_training_steps={steps}", "name earlier steps"
     if c.profiler.tool and c.is_url(c.profiler.save_path):

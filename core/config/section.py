@@ -235,7 +235,7 @@ def build(schema: type[Section], tree: Any) -> tuple[Any, list[Refused]]:
                 value = functools.reduce(lambda node, name: node[name], path, tree)
                 refused[path] = (".".join(path), value, _rule(schema, path, one))
             for path in found:
-                tree = _without(tree, path)
+                tree = without(tree, path)
 
 
 def _path(schema: type[Section], loc: Sequence[int | str]) -> tuple[str, ...]:
@@ -270,8 +270,9 @@ def _rule(schema: type[Section], path: Sequence[str], error: ErrorDetails) -> st
     return f"{rule}, or null" if none_too else rule
 
 
-def _without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+def without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Return a tree without the key of this path."""
     name, *rest = path
     if rest:
-        return {**tree, name: _without(tree[name], rest)}
+        return {**tree, name: without(tree[name], rest)}
     return {key: value for key, value in tree.items() if str(key) != name}

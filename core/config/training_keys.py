@@ -87,7 +87,7 @@ class OptimConfig(Section):
 class ModelConfig(Section):
     path: str = files("~/models/deepseek-llm-7b-chat", "model to start from: hub id (org/name), folder (/, ./) or URL")
     tokenizer_path: str | None = key(None, "hub id or folder of the tokenizer; null: path")
-    custom_chat_template: str | None = key(None, "chat template, or the file that has it; null: the tokenizer's own")
+    custom_chat_template: str | None = key(None, "chat template, as Jinja text; null: the tokenizer's own")
     external_lib: str | None = key(None, "modules to import before the model loads, separated by commas", code=CODE)
     trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
     override_config: Open = key(FrozenDict(), "fields of the model's own configuration", code=ARGUMENTS)

@@ -126,9 +126,9 @@ def load_tokenizer(model: ModelConfig) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
         log.info("the tokenizer has no pad token: %r is used", tokenizer.pad_token)
     if (template := model.custom_chat_template) is not None:
-        if paths.names_template_file(template):
-            rule = "cannot be read as a text file on this machine"
-            raise InputError(f"{paths.TEMPLATE}={template}: {rule}; {paths.TEMPLATE_FIX}")
+        if "{" not in template or "messages" not in template:  # a path, or a text that would be every prompt
+            rule = "is no Jinja template that reads messages; give the text of one, not a file's path"
+            raise InputError(f"actor_rollout_ref.model.custom_chat_template={template}: {rule}")
         tokenizer.chat_template = template
     return tokenizer
 

@@ -172,7 +172,7 @@ def test_an_unknown_recipe_and_an_unknown_preset_name_the_known_ones(tmp_path, m
     lines = examine("plain", ["preset=x"]).problems
     assert lines[:2] == (
         "preset=x: unknown preset; leave it out: this recipe has none",
-        "trainer.seed=???: has no default; give it a value",
+        "trainer.seed=???: cannot be read (Missing mandatory value: seed); give it a value, or mend it",
     )
     assert lines[-1].startswith("data.nope=4: unknown key")  # a recipe's file is held to the same rules
     (folder / "preset").mkdir()

@@ -13,7 +13,6 @@ from core.config.paths import address_problem, cluster_address
 from core.errors import InputError
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model.path"
-TEMPLATE, CHAT = "actor_rollout_ref.model.custom_chat_template", "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 RAY, ADDRESS = "trainer.backend=ray", "+ray_kwargs.ray_init.address"
 
 
@@ -93,7 +92,6 @@ def test_a_typed_path_has_to_exist(here, capsys, monkeypatch):
     monkeypatch.setenv("DRY_RUN", "1")
     for key, value in (
         *((MODEL, "/no/such/model"), (MODEL, "~/no-such-model"), ("critic.model.path", "./no")),
-        *((TEMPLATE, "/no/such/chat.jinja"), (TEMPLATE, "chat.jinja"), (TEMPLATE, "~/templates/chat")),
         *(("actor_rollout_ref.model.tokenizer_path", "./no"), ("custom_reward_function.path", "file://no.py")),
         *(("algorithm.adv_estimator", "no.py:estimate"), (f"{ACTOR}.policy_loss.loss_mode", "no.py:loss")),
         *(("custom_reward_function.path", "no.py"), ("trainer.resume_from_path", "no/global_step_3")),
@@ -130,21 +128,6 @@ def test_what_is_checked_at_start_names_packages_logins_and_functions(data):
     for said in ("wandb can be imported", "login: wandb", "custom_reward_function.path can be"):
         assert said in lines
     assert "console can be" not in lines
-
-
-def test_a_file_of_a_chat_template_is_read_and_must_read_the_chat(data, here, capsys):
-    (here / "chat.jinja").write_text(CHAT)
-    for value in ("chat.jinja", str(here / "chat.jinja"), f"'{CHAT}'".replace("\n", "\\n")):
-        found = prepare("ppo", [*data, f"{TEMPLATE}={value}"]).actor_rollout_ref.model.custom_chat_template
-        assert found.replace("\\n", "\n") == CHAT
-    for text, rule in (
-        ("Answer the question.", "has no variable: every prompt would be this text"),
-        ("", "has no variable"),
-        ("{{ bos_token }}Answer:", "does not read messages: every prompt would be the same"),
-    ):
-        (here / "chat.jinja").write_text(text)
-        (line,) = ends(2, "ppo", [*data, f"{TEMPLATE}=chat.jinja"], capsys=capsys).err.splitlines()
-        assert rule in line and line.startswith(f"{TEMPLATE}=")
 
 
 # --- clusters ---

@@ -122,8 +122,9 @@ def test_a_refused_chat_gives_the_template_s_reason():
         encoded([USER, USER], chat_template=template)
 
 
-def test_a_path_never_becomes_the_template(tmp_path):
+def test_a_text_without_the_chat_never_becomes_the_template(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     tiny_config().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="custom_chat_template=/no/chat.jinja: cannot be read as a text file"):
-        load_tokenizer(ModelConfig(path=str(tmp_path), custom_chat_template="/no/chat.jinja"))
+    for text in ("/no/messages.jinja", "{{ bos_token }}Answer:"):
+        with pytest.raises(InputError, match=f"custom_chat_template={text}: is no Jinja template"):
+            load_tokenizer(ModelConfig(path=str(tmp_path), custom_chat_template=text))
