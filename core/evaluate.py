@@ -272,8 +272,8 @@ def deciding(config: Config) -> dict[str, Any]:
 def digest_of(prompts: Sequence[Prompt]) -> str:
     """Return a hash of the questions as the model reads them: tokenizer, template and cutting are in their ids."""
     digest = hashlib.sha256(json.dumps([(p.ordinal, p.uid, p.token_ids) for p in prompts]).encode())
-    for data in (data for prompt in prompts if prompt.media for data in prompt.media.files()):
-        digest.update(data)
+    for picture in (one for prompt in prompts if prompt.media for one in prompt.media.pictures):
+        digest.update(picture.data)
     return digest.hexdigest()
 
 

@@ -444,5 +444,5 @@ class RayPPOTrainer:
             found = self.agent_loop.metrics().items()
             metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
         self.run.tracker.log_validation(step, records)
-        self.run.tracker.log_samples(step, generation_rows(step, groups, self.tokenizer), self.val_prompts)
+        self.run.tracker.log_samples(step, generation_rows(step, groups, self.tokenizer))
         self.show_generations(step, groups, self.config.reward_model.val_num_examine, "validation_data_dir")

@@ -176,7 +176,6 @@ def _described(chosen: Chosen, batch: TrainBatch) -> dict[str, Any]:
     """Return what ``meta.json`` has of a group."""
     prompt, rows, group = chosen.group.prompt, chosen.rows, chosen.group
     alike = [name for name in group.scores[0].parts if len({score.parts.get(name) for score in group.scores}) == 1]
-    pictures = prompt.media.thumbnails() if prompt.media else []
     trajectories = [
         {
             **{"stop": t.stop.value, "turns": t.turns, "tool_calls": t.tool_calls, "version": t.policy_version},
@@ -191,8 +190,6 @@ def _described(chosen: Chosen, batch: TrainBatch) -> dict[str, Any]:
     return {
         **{name: getattr(prompt, name) for name in ("uid", "ordinal", "data_source", "ground_truth")},
         "question": prompt.messages[-1].get("content", "") if prompt.messages else "",
-        "pictures": pictures,
-        "more_pictures": len(prompt.media or ()) - len(pictures),
         "chosen": chosen.why,
         "dropped": f"keep_group refused it; alike in all answers: {', '.join(alike)}" if rows is None else None,
         "trajectories": trajectories,

@@ -32,14 +32,13 @@ from core.tracking.loggers import LoggedRun, Loggers
 from core.tracking.run_manifest import RunFacts
 from core.tracking.samples import Row, by_source, spread_out
 from core.tracking.validation import ValRecord
-from core.types import Prompt, StepMetrics
+from core.types import StepMetrics
 
 log = logging.getLogger(__name__)
 
 ENDINGS = ("finished", "stopped", "failed")
 METRICS, SAMPLES, MANIFEST = "metrics.jsonl", "samples.jsonl", "manifest.json"
-PICTURES = "pictures.json"  # data_source -> uid -> thumbnails of the questions in samples.jsonl
-RUN_FILES = ("config.yaml", MANIFEST, METRICS, SAMPLES, PICTURES, "validation", "tensorboard", "trace")
+RUN_FILES = ("config.yaml", MANIFEST, METRICS, SAMPLES, "validation", "tensorboard", "trace")
 KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
 
 
@@ -129,23 +128,15 @@ class Tracker:
         """Write the rows with :func:`dump_jsonl`, where that is possible."""
         attempt(f"{folder}/{step}.jsonl", lambda: dump_jsonl(folder, step, rows, key))
 
-    def log_samples(self, step: int, rows: Sequence[Row], prompts: Iterable[Prompt] = ()) -> None:
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         """Keep a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
 
-        ``rows`` are those of :func:`core.tracking.samples.generation_rows`, ``prompts`` the questions, of whose media
-        the report shows thumbnails.
+        ``rows`` are those of :func:`core.tracking.samples.generation_rows`.
         """
         count = self.config.trainer.log_val_generations
         kept = [row for same in by_source(rows).values() for row in spread_out(same, max(count, KEPT_SAMPLES))]
         path = self.run_dir / SAMPLES
         attempt(path, lambda: append(path, [{**row, "step": step} for row in kept]))
-        asked = {(row.get("data_source"), row.get("uid")) for row in kept}
-        media = {(one.data_source, one.uid): one.media for one in prompts if one.media}
-        if shown := {question: media[question] for question in media if question in asked}:
-            from core.vision.pictures import keep_thumbnails
-
-            file = self.run_dir / PICTURES
-            attempt(file, lambda: keep_thumbnails(file, shown))
         if count:
             self._loggers.samples(step, spread_out(rows, count))
 

@@ -7,26 +7,18 @@ and torchvision's differ by up to 0.015 after resizing. The learner's side is ``
 
 from __future__ import annotations
 
-import base64
 import io
-import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from core.errors import InputError
-from core.files import write_atomic
 
-log = logging.getLogger(__name__)
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
-THUMBNAIL = 192  # pixels of the longer side, of what records and pages show: at most 30 KB as JPEG
-SHOWN = 8  # thumbnails of a prompt at the most
 NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")  # in config.json: around a placeholder, it
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 16-bit and float ones have no fixed range
 
@@ -164,14 +156,6 @@ class Pictures:
         token = self.format.token_id
         return [one for at, one in enumerate(ids) if one != token or at == 0 or ids[at - 1] != token]
 
-    def thumbnails(self) -> list[str]:
-        """Return :func:`thumbnail` of the first pictures."""
-        return [thumbnail(picture) for picture in self.pictures[:SHOWN]]
-
-    def files(self) -> list[bytes]:
-        """Return the files as the data has them."""
-        return [picture.data for picture in self.pictures]
-
 
 def stored_bytes(cell: Any) -> bytes:
     """Return the bytes of a picture as a parquet file has it: ``{bytes, path}`` of ``datasets``, or bytes alone.
@@ -226,17 +210,6 @@ def pixels(picture: Picture) -> np.ndarray:
     return pixels
 
 
-def thumbnail(picture: Picture) -> str:
-    """Return the picture as the model reads it, at most ``THUMBNAIL`` pixels a side, as a data URI for a page."""
-    from PIL import Image
-
-    image = Image.fromarray(pixels(picture))
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
 def patches(picture: Picture) -> np.ndarray:
     """Return what the vision tower reads, [patches, 3 * frames * patch * patch] float32, token by token.
 
@@ -250,16 +223,3 @@ def patches(picture: Picture) -> np.ndarray:
     cut = cut.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
     cut = np.broadcast_to(cut, (*cut.shape[:5], format.frames, *cut.shape[6:]))
     return cut.reshape(rows * columns, -1)
-
-
-def keep_thumbnails(path: Path, media: Mapping[tuple[str, str], Pictures]) -> None:
-    """Add the thumbnails of validation questions, by data source and uid, to those of earlier ones. Raises OSError."""
-    try:
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        log.warning("%s is damaged (%s): written anew", path, error)
-        known = {}
-    if new := [(source, uid) for source, uid in media if uid not in known.get(source, {})]:
-        for source, uid in new:
-            known.setdefault(source, {})[uid] = media[source, uid].thumbnails()
-        write_atomic(path, json.dumps(known) + "\n")

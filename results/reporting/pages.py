@@ -43,8 +43,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text. ``prose`` columns wrap and keep their line breaks, the others stay on one line. ``pictures`` of
-    each row, data URIs, stand in its first cell; Markdown has none.
+    """Cells are text. ``prose`` columns wrap and keep their line breaks, the others stay on one line.
 
     On a narrow screen each row is a block of lines, so that nothing scrolls sideways; prose keeps its columns.
     """
@@ -53,7 +52,6 @@ class Table:
     rows: Sequence[Sequence[str]]
     prose: bool = False
     caption: str = ""
-    pictures: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,13 @@ from core.errors import InputError
 from core.files import local_path
 from core.tracking import run_manifest
 from core.tracking.run_manifest import ROOT
-from core.tracking.tracker import PICTURES, intact_rows, read_jsonl
+from core.tracking.tracker import intact_rows, read_jsonl
 from core.tracking.validation import Estimate, ValRecord
 from results.reporting.comparison import accuracy_by_question
 
 Item = TypeVar("Item")
 ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
 ANY_PATH = re.compile(r"(?<![\w/.])(?<!<path>)~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
-THUMBNAIL = "data:image/"  # how a picture of a question begins; a page loads nothing from elsewhere
 NOT_RECORDED = "not recorded"
 
 
@@ -90,17 +89,6 @@ class RecordedRun:
     @property
     def last_step(self) -> int:
         return int(self.metrics[-1]["step"]) if self.metrics else 0
-
-    def pictures(self) -> Mapping[str, Mapping[str, Sequence[str]]]:
-        """Return ``data_source -> uid -> thumbnails`` of questions whose answers were kept; none of a damaged file."""
-        try:
-            found = json.loads((self.folder / PICTURES).read_text(encoding="utf-8"))
-            return {
-                source: {uid: [one for one in each if one.startswith(THUMBNAIL)] for uid, each in of_source.items()}
-                for source, of_source in found.items()
-            }
-        except (OSError, ValueError, AttributeError, TypeError):
-            return {}  # most runs are about text alone, and a published copy has none
 
     @property
     def seconds(self) -> float:

@@ -152,14 +152,12 @@ def samples(run: RecordedRun) -> Iterator[Block]:
         [str(last[key]["input"])[-600:], _cell(last[key].get("gts")), _answer(first[key]), _answer(last[key])]
         for key in chosen
     ]
-    kept = run.pictures() if rows else {}
-    pictures = [kept.get(last[key].get("data_source"), {}).get(key, ()) for key in chosen] if kept else ()
     yield Heading(f"Samples of {run.name}")
     if len(steps) == 1:
         header, rows = ["question", "expected", f"step {steps[0]}"], [row[:3] for row in rows]
     else:
         header = ["question", "expected", f"step {steps[0]}", f"step {steps[-1]}"]
-    yield Table(header, rows, prose=True, pictures=pictures)
+    yield Table(header, rows, prose=True)
 
 
 def _sample_key(row: Mapping[str, Any]) -> Any:

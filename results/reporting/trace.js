@@ -284,9 +284,6 @@
     body.addEventListener("click", (event) => event.target.t !== undefined && go(made, event.target.t));
     return made;
   };
-  const seen = ({ pictures, more_pictures: more }) => pictures.length || more ? el("div", { class: "seen" },
-    ...pictures.map((at, i) => el("img", { src: data.pictures[at], alt: `picture ${i + 1} of the question` })),
-    more ? el("span", {}, `${more} more not shown`) : null) : "";
   const reader = async () => {
     const one = answers[state.at], choices = others(one);
     if (!choices.some((choice) => choice.id === state.beside)) state.beside = "";
@@ -299,7 +296,6 @@
       ...choices.map((choice) => el("option", { value: choice.id, selected: choice.id === state.beside }, choice.name)));
     $("reader").replaceChildren(
       el("div", { class: "question" }, one.group.question || "(no question)"),
-      seen(one.group),
       el("label", { class: "beside" }, "Beside it: ", select,
         choices.some((choice) => choice.other.group !== one.group) ? null : el("span", {}, "no other recorded step has this question")),
       el("div", { class: "panes" }, ...panes.map((each) => each.node)));

@@ -26,8 +26,6 @@ from results.reporting.trace_checks import Finding, Seen, findings
 from results.reporting.trace_reader import TracedGroup, TracedStep, TracedTrajectory, chosen_steps, has_traces
 
 HERE = Path(__file__).parent
-PICTURES = "data:image/"  # how a thumbnail begins; a page shows nothing else as one
-MOST_OF_PICTURES = 2**20  # characters of a page that thumbnails may take; the others are counted
 MOST = 200  # trajectories of a page whose steps are not named: 4 MB with 1,000 tokens each
 PAGE = "trace.html"
 ERROR = re.compile(r"^\s*(<tool_response>)?\s*error: |My previous action is invalid")
@@ -66,30 +64,6 @@ class Vocabulary:
             self.number[key] = len(self.texts)
             self.texts.append(text)
         return self.number[key]
-
-
-class Thumbnails:
-    """The pictures of all questions of a page, each once: a question recurs in several steps."""
-
-    def __init__(self) -> None:
-        self.number: dict[str, int] = {}
-        self.room = MOST_OF_PICTURES
-        self.left_out = 0
-
-    def of(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the places of a question's pictures on the page, and how many of them are not there.
-
-        Records that are older than pictures have none.
-        """
-        places = []
-        for each in about.get("pictures", ()):
-            if each not in self.number and each.startswith(PICTURES) and len(each) <= self.room:
-                self.number[each] = len(self.number)
-                self.room -= len(each)
-            places += [self.number[each]] if each in self.number else []
-        more = about.get("more_pictures", 0) + len(about.get("pictures", ())) - len(places)
-        self.left_out += more
-        return {"pictures": places, "more_pictures": more}
 
 
 def numbers(one: TracedTrajectory) -> Iterator[tuple[str, np.ndarray]]:
@@ -202,19 +176,15 @@ def trajectory(one: TracedTrajectory, found: Sequence[Finding], step: int) -> di
 
 def payload(runs: Sequence[Shown], notes: Sequence[str]) -> dict[str, Any]:
     """Return all that a page shows, as it is written into it."""
-    vocabulary, thumbnails, steps = Vocabulary(), Thumbnails(), []
+    vocabulary, steps = Vocabulary(), []
     for index, run in enumerate(runs):
         for step in run.steps:
             columns = Columns()
-            groups = [
-                {**_group(group, step, run, columns, vocabulary), **thumbnails.of(group.about)} for group in step.groups
-            ]
+            groups = [_group(group, step, run, columns, vocabulary) for group in step.groups]
             steps.append(
                 {"run": index, "step": step.step, "clip": step.meta["clip"], "groups": groups, **columns.packed()}
             )
-    notes = [*notes, f"{thumbnails.left_out} pictures are not on this page"] if thumbnails.left_out else list(notes)
-    texts, pictures = vocabulary.texts, list(thumbnails.number)
-    return {"runs": [run.name for run in runs], "notes": notes, "tokens": texts, "pictures": pictures, "steps": steps}
+    return {"runs": [run.name for run in runs], "notes": [*notes], "tokens": vocabulary.texts, "steps": steps}
 
 
 def _group(

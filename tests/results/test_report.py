@@ -183,24 +183,18 @@ def test_generated_text_cannot_act_as_markup(tmp_path):
     assert "&lt;script&gt;alert(1)&lt;/script&gt;<br>\\| x" in md
 
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def test_a_page_loads_nothing_and_says_so(runs, tmp_path):
-    """Pictures of questions are a file of the run, which may be anybody's."""
+    """Texts of a run may be anybody's."""
     folder = tmp_path / "grpo" / "run"
     shutil.copytree(runs / "grpo" / "lab_s1", folder)
-    row = {"uid": "q", "data_source": "lab", "input": "a", "output": "b", "gts": "c", "score": 0.0}
+    row = {"uid": "q", "data_source": "lab", "input": "<img src=//evil.example>", "output": "b", "gts": "c", "score": 0}
     (folder / "samples.jsonl").write_text("".join(json.dumps({**row, "step": step}) + "\n" for step in (0, 20)))
-    remote = ["http://evil.example/a.png", "//evil.example/b", "file:///etc/passwd"]
-    kept = {"lab": {"q": [*remote, "data:image/png;base64,AA=="]}}
-    (folder / "pictures.json").write_text(json.dumps(kept))
     _, text = build(folder.parent, tmp_path / "out", "run")
-    assert "data:image/png" in text and "evil" not in text and "passwd" not in text
+    assert "evil" in text and "<img" not in text
     assert POLICY in text and text.index(POLICY) < text.index("<style")
-    for kept in ("[]", '{"lab": 7}', '{"lab": {"q": [7]}}'):
-        (folder / "pictures.json").write_text(kept)
-        assert load_run(folder).pictures() == {}
 
 
 def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from core.vision.pictures import thumbnail
 from results import report
 from results.reporting.curves import curves
 from results.reporting.pages import Curves, Line, Table, without_constants
-from results.reporting.run_reader import load_run
 from tests.browser import (
     SCHEMES,
     WIDTHS,
@@ -24,7 +21,6 @@ from tests.browser import (
     pictures_without_text,
 )
 from tests.core.synthetic import configured, make_run
-from tests.pictures import picture
 
 RESULTS = Path(report.__file__).parent
 
@@ -63,21 +59,6 @@ def test_it_fits_and_can_be_read(browser, page_path, size, scheme):
         assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fill") != "rgb(0, 0, 0)"
         first = page.locator(".scroll").first
         assert first.evaluate("one => one.scrollWidth <= one.clientWidth")
-
-
-def test_pictures_stand_beside_the_answers_to_questions_about_them(browser, tmp_path):
-    run = make_run(tmp_path / "grpo" / "run")
-    rows = [{**row, "data_source": "s"} for row in load_run(run).samples]
-    (run / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    shown = {row["uid"]: [thumbnail(picture(1)), thumbnail(picture(2))] for row in rows}
-    (run / "pictures.json").write_text(json.dumps({"s": shown}))
-    assert report.main([str(run)]) == 0
-    with opened(browser, run / "report.html", width=400) as page:
-        sizes = page.eval_on_selector_all("td:first-child img", "all => all.map((one) => one.naturalWidth)")
-        assert sizes and set(sizes) == {56} and len(sizes) % 2 == 0
-        assert overflow(page) <= 0 and pictures_without_text(page) == []
-    (run / "pictures.json").write_text('{"torn')
-    assert report.main([str(run)]) == 0 and "<img" not in (run / "report.html").read_text()
 
 
 def test_a_sentence_a_picture_and_a_table_stand_first(browser, page_path):

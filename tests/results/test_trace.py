@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import io
 import json
 import re
 import zipfile
@@ -13,19 +12,15 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from core.errors import InputError
 from core.trace import FORMAT
-from core.vision.pictures import pixels
 from results import report, trace
-from results.reporting import trace_page
 from results.reporting.pages import Link
 from results.reporting.run_reader import load_run
 from results.reporting.trace_page import Shown, in_script, payload, trace_links, write_trace
 from results.reporting.trace_reader import chosen_steps, read_step, trace_files
-from tests.pictures import picture, pictures
-from tests.results.traced_run import EOS, made_groups, record, traced_config, traced_run, with_media
+from tests.results.traced_run import EOS, made_groups, record, traced_config, traced_run
 
 TOOL = " <tool_response>error: no such tool</tool_response> "
 
@@ -300,23 +295,6 @@ def test_a_dropped_group_is_shown_with_its_reason_and_is_not_checked(tmp_path):
     columns = columns_of(data["steps"][0])
     count = sum(row["length"] for row in group["trajectories"])
     assert np.isnan(columns["advantage"][-count:]).all() and not np.isnan(columns["engine"][-count:]).any()
-
-
-def test_a_question_has_its_pictures_each_once_on_a_page_and_what_is_left_out_is_counted(tmp_path, monkeypatch):
-    run = traced_run(tmp_path / "grpo" / "run", ())
-    media = pictures(*map(picture, range(10)))
-    for step in (1, 2):
-        record(traced_config(run), step, with_media(made_groups(step, 0), media))
-    data = page_data(run)
-    assert [group["pictures"] for step in data["steps"] for group in step["groups"]][:2] == [[*range(8)]] * 2
-    assert {group["more_pictures"] for step in data["steps"] for group in step["groups"]} == {2}
-    assert len(data["pictures"]) == 8 and data["notes"][-1].endswith("pictures are not on this page")
-    found = Image.open(io.BytesIO(base64.b64decode(data["pictures"][1].partition(",")[2])))
-    seen, wrong = (np.asarray(Image.fromarray(pixels(media.pictures[i])), float) for i in (1, 2))
-    assert np.abs(np.asarray(found) - seen).mean() < 25 < np.abs(np.asarray(found) - wrong).mean()
-    monkeypatch.setattr(trace_page, "MOST_OF_PICTURES", len(data["pictures"][0]))
-    bounded = page_data(run)
-    assert len(bounded["pictures"]) == 1 and bounded["steps"][0]["groups"][0]["more_pictures"] == 9
 
 
 # --- reports lead to it ---

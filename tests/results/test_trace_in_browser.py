@@ -6,9 +6,8 @@ import pytest
 
 from results.reporting.trace_page import write_trace
 from tests.browser import SCHEMES, WIDTHS, chromium, contrast, opened, overflow, pictures_without_text
-from tests.pictures import picture, pictures
 from tests.results.test_trace import TOOL, later
-from tests.results.traced_run import EVIL, made_groups, record, traced_config, traced_run, with_media
+from tests.results.traced_run import EVIL, traced_run
 
 TEXT = "\x01<script>document.title='owned'</script> é"  # the first character is a token that is a whole element
 
@@ -65,16 +64,6 @@ def test_a_token_that_is_no_text_alone_shows_its_bytes_and_what_it_is_part_of(pa
     assert [chips.nth(i).inner_text() for i in range(2)] == ["C3", "A9"]
     chips.first.hover()
     assert "part of é" in page.locator("#token").inner_text()
-
-
-def test_a_question_stands_beside_its_pictures(browser, tmp_path):
-    run = traced_run(tmp_path / "grpo" / "run", ())
-    record(traced_config(run), 1, with_media(made_groups(1, 0), pictures(*map(picture, range(9)))))
-    with opened(browser, write_trace([run], tmp_path / "page.html")[0], width=400) as page:
-        page.wait_for_selector("body[data-ready]")
-        sizes = page.eval_on_selector_all("#reader .seen img", "all => all.map((one) => one.naturalWidth)")
-        assert sizes == [56] * 8 and "1 more not shown" in page.locator("#reader .seen").inner_text()
-        assert overflow(page) <= 0 and pictures_without_text(page) == []
 
 
 def test_the_keyboard_does_all(page):

@@ -98,11 +98,6 @@ def made_groups(
     return found
 
 
-def with_media(groups: Sequence[ScoredGroup], media: Any) -> list[ScoredGroup]:
-    """The same groups, whose questions are about these media."""
-    return [dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, media=media)) for g in groups]
-
-
 def record(
     config: Config,
     step: int = 1,
