@@ -254,10 +254,6 @@ class TrainBatch:
         kept = {*names, "group"} if self.media else names
         return dataclasses.replace(self, stored={name: value for name, value in self.stored.items() if name in kept})
 
-    def media_of_rows(self) -> list[Any]:
-        """Return the media of each sequence's prompt; an empty list where none has any."""
-        return [self.media.get(group) for group in self.group.tolist()] if self.media else []
-
     def rows(self, index: Any) -> TrainBatch:
         """Return the sequences of ``index`` (a slice, a list or a tensor of numbers), with every field that is set.
 
@@ -287,25 +283,6 @@ class TrainBatch:
         """Write values of the tokens of these sequences, in their order, to their places in a tensor of all tokens."""
         for span, part in zip(self.spans(rows), values.split(self.lengths[rows].tolist()), strict=True):
             target_N[span] = part
-
-    def count(self, mask_N: Tensor) -> Tensor:
-        """Return [B] int64: of how many tokens of each sequence a mask is True."""
-        ends = self.lengths.cumsum(0)
-        before = mask_N.new_zeros(self.tokens + 1, dtype=self.lengths.dtype)  # of each token, and of the end
-        before[1:] = mask_N.cumsum(0)
-        return before[ends] - before[ends - self.lengths]
-
-    def pieces(self, tokens: int = 2**19) -> Iterator[TrainBatch]:
-        """Yield neighbouring sequences of about ``tokens`` tokens together, for sums that need memory for each token.
-
-        By default a float64 tensor of a piece has 4 MB, which stays in a cache.
-        """
-        ends, first = self.lengths.cumsum(0), 0
-        while first < len(self):
-            start = int(ends[first] - self.lengths[first])
-            end = max(first + 1, int((ends <= start + tokens).sum()))
-            yield self if end - first == len(self) else self.rows(slice(first, end))
-            first = end
 
     def blank_row(self) -> TrainBatch:
         """Return a sequence of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""

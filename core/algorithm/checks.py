@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithm.sequences import sum_by_sequence
+from core.algorithm.sequences import count_by_sequence, sum_by_sequence
 from core.errors import BrokenInvariant
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def advantages_fit(batch: TrainBatch, token_rewards_N: Tensor | None, config: Al
     """
     if config.adv_estimator not in ("grpo", "rloo") or not len(batch):
         return
-    tokens_B = batch.count(batch.response_mask)
+    tokens_B = count_by_sequence(batch.response_mask, batch.lengths)
     reward_B = batch.reward.double()
     if token_rewards_N is not None:
         reward_B = reward_B + sum_by_sequence(token_rewards_N, batch.lengths)

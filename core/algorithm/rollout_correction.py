@@ -92,7 +92,9 @@ def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entro
 def log_prob_metrics(batch: TrainBatch) -> dict[str, float]:
     """Return the mean entropy of a batch's policy tokens, ``actor/entropy``, and what :func:`add_mismatch` measures."""
     means, mismatch = MetricSums(), MetricSums()
-    for piece in batch.only((*MISMATCH_READS, "entropy")).pieces():
+    batch = batch.only((*MISMATCH_READS, "entropy"))
+    for start in range(0, len(batch), 64):  # in float64 a piece of a large batch fits where the whole would not
+        piece = batch.rows(slice(start, start + 64))
         means.tokens({"entropy": piece.entropy}, piece.response_mask)
         add_mismatch(mismatch, piece.old_log_probs, piece, piece.entropy)
     return {**means.result("actor"), **mismatch.result("rollout_corr")}

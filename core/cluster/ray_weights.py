@@ -16,7 +16,6 @@ from core.engines.weight_buckets import Checksum, Proof, merged
 from core.errors import WorkersLost
 from core.learner.model_checks import WeightSyncError, compare_probe, compare_weights
 from core.learner.models import compute_dtype
-from core.tracking.health import Repeats
 
 PHASE = "update_weights"
 
@@ -30,7 +29,6 @@ class WeightSync:
         self.broadcasts = not part.hybrid_engine
         self.dtype = compute_dtype(part.rollout.dtype) or torch.float32
         self.limit = part.rollout.update_weights_bucket_megabytes * 2**20
-        self.is_news = Repeats().is_news
         self.joined = False  # whether rank 0 and the engines are in a group
 
     def run(self, version: int, *, bf16: bool) -> dict[str, float]:
@@ -43,7 +41,7 @@ class WeightSync:
             self._transfer(version)
             ids, expected = self.watch.call("probe", "call", {rank_name(r): ("probe",) for r in self._all()})[0]
             probes = self.processes.engine.probes(ids)
-            checked = [compare_probe(expected, probe, bf16=bf16, is_news=self.is_news) for probe in probes]
+            checked = [compare_probe(expected, probe, bf16=bf16) for probe in probes]
         except WeightSyncError as error:
             raise WorkersLost(str(error)) from error
         return {"rollout_corr/probe_diff": max(checked)}

@@ -26,7 +26,6 @@ from core.learner.model_checks import compare_probe, compare_weights, probe_ids,
 from core.learner.models import compute_dtype, load_policy
 from core.learner.saving import load_model, load_optimizer, save_model
 from core.rewards.grading import RewardModelCall
-from core.tracking.health import Repeats
 from core.tracking.metrics import Profile
 from core.types import TrainBatch
 
@@ -61,7 +60,6 @@ class LocalWorkers(Learner):
         self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
         self.critic_mini_batches = mini_batching(config.critic, length)
         self.profile: Profile | None = None
-        self.probing = {"bf16": not self.full_precision, "is_news": Repeats().is_news}
 
     @property
     def threads(self) -> int:
@@ -91,7 +89,7 @@ class LocalWorkers(Learner):
             compare_weights(sent.sums, proof.sums)
         expected = probe_log_probs(self.actor)
         log_probs = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
-        return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, **self.probing)}
+        return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, bf16=not self.full_precision)}
 
     def save(self, folder: Path) -> dict[str, str]:
         """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core.algorithm import checks
 from core.algorithm.losses import loss_weights
+from core.algorithm.sequences import count_by_sequence
 from core.config import code_by_path, registry
 from core.data.draw_order import permutation
 from core.types import ScoredGroup, TrainBatch
@@ -138,9 +139,9 @@ def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) ->
     without weight never moves anything. One whose advantages are all zero does not either, if nothing but the
     policy-gradient term trains (no KL loss, no entropy bonus, no critic).
     """
-    contributes = batch.count(batch.require("loss_weight") != 0) > 0
+    contributes = count_by_sequence(batch.require("loss_weight") != 0, batch.lengths) > 0
     if only_advantages_train:
-        contributes &= batch.count(batch.require("advantages") != 0) > 0
+        contributes &= count_by_sequence(batch.require("advantages") != 0, batch.lengths) > 0
     return contributes
 
 

@@ -133,14 +133,6 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_reward_tokenizer(model: Section) -> Any:
-    """Load the reward model's own tokenizer."""
-    import transformers
-
-    path = resolve_path(model.path, REWARD_MODEL, weights=False)
-    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-
-
 def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
     """Return how the model reads prompts. Raises InputError for a model that reads media in an unknown way."""
     path = resolve_path(model.path, weights=False)
@@ -157,19 +149,16 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
     """Check that the model has positions for the longest sequence that each key's files may lead to.
 
     ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. An engine would refuse such
-    a prompt when it comes, in the middle of the run. Raises InputError.
+    a prompt in the middle of the run. Raises InputError.
     """
     model, data = config.actor_rollout_ref.model, config.data
     text = _model_config(model, resolve_path(model.path, weights=False)).get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
-    given = f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}"
-    fix = (
-        f"lower them to at most {positions} together, with data.filter_overlong_prompts=True to leave longer prompts "
-        "out, or take a model of more positions"
-    )
     problems = [
-        f"{given}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
-        f"max_position_embeddings={positions}; {fix}"
+        f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}: the "
+        f"longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
+        f"max_position_embeddings={positions}; lower them, leave longer prompts out "
+        "(data.filter_overlong_prompts=True), or take a model of more positions"
         for key, (prompt, more) in longest.items()
         if prompt + more > positions
     ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
-from core.algorithm.sequences import max_by_sequence
+from core.algorithm.sequences import count_by_sequence, max_by_sequence
 from core.data.vocabulary import unknown_among
 from core.learner.attention import use_packed_attention
 from core.learner.batching import micro_batches
@@ -188,7 +188,8 @@ class Policy(LearnerModel):
         ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
         """
         media = None
-        if media_B := batch.media_of_rows():
+        if batch.media:
+            media_B = [batch.media.get(group) for group in batch.group.tolist()]
             media = self.modality.inputs(self.module, batch.padded("input_ids").long(), media_B)
         inputs = self.pass_over(batch, media)
         return tuple(map(inputs.at_tokens, self.forward(inputs, **options)))
@@ -243,7 +244,7 @@ class TracedTokens:
         if batch.old_log_probs is None and "rollout_log_probs" in batch.stored:  # no weight has moved yet
             sampled = mask if batch.sampled_mask is None else batch.sampled_mask
             gap_N = (log_prob_N - batch.rollout_log_probs).abs().masked_fill(~sampled, 0)
-        gap_B, counts = max_by_sequence(gap_N, batch.lengths).tolist(), batch.count(mask).tolist()
+        gap_B, counts = max_by_sequence(gap_N, batch.lengths).tolist(), count_by_sequence(mask, batch.lengths).tolist()
         kept = {name: value.detach()[mask].float().cpu() for name, value in values_N.items() if value is not None}
         parts = {name: value.split(counts) for name, value in kept.items()}
         for place, number in enumerate(batch.trace_row.tolist()):

@@ -70,35 +70,25 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
 
     ``state_dict`` stands in for the model's own weights, where those are elsewhere. Raises OSError.
     """
-    config = getattr(model, "generation_config", None)
+    from transformers import GenerationConfig
+
+    own = getattr(model, "generation_config", None)
     with quiet(), full_disk_as_oserror(folder):
         try:
-            if config is not None:
-                model.generation_config = _storable(config)
+            if own is not None:
+                own.validate(strict=True)
+        except ValueError as error:  # of published models too, which load and must not end a run when it saves
+            log.info("generation_config of the model is not valid, and its ids alone are saved: %s", error)
+            ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            model.generation_config = GenerationConfig(**ids)
+        try:
             model.save_pretrained(folder, state_dict=state_dict)
         finally:
-            if config is not None:
-                model.generation_config = config
+            if own is not None:
+                model.generation_config = own
         for part in (getattr(model, "processor", None), tokenizer):
             if part is not None:
                 part.save_pretrained(folder)
-
-
-def _storable(config: Any) -> Any:
-    """Return a generation config, or its ids alone where transformers loads it and then refuses to save it.
-
-    Some published ones have a temperature beside ``do_sample=False``: a run must not die of that at its first
-    checkpoint.
-    """
-    from transformers import GenerationConfig
-
-    try:
-        config.validate(strict=True)
-    except ValueError as error:
-        log.info("generation_config of the model is not valid: %s", error)
-        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-        return GenerationConfig(**{name: getattr(config, name, None) for name in ids})
-    return config
 
 
 def load_weights(model: Any, folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.learner.models import load_classifier, load_reward_tokenizer
+from core.learner.models import REWARD_MODEL, load_classifier, resolve_path
 from core.learner.passes import ALONE, Ranks
 from core.rewards.grading import Answer, ModelScore
 
@@ -45,7 +45,10 @@ class RewardModel:
         self.any_pad = self.by_token or getattr(self.module.config, "pad_token_id", None) is None
         self.tokenizer = None
         if config.model.input_tokenizer is not None:
-            self.tokenizer = load_reward_tokenizer(config.model)
+            from transformers import AutoTokenizer
+
+            path = resolve_path(config.model.path, REWARD_MODEL, weights=False)
+            self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
             if not self.tokenizer.chat_template:
                 raise InputError(
                     f"reward_model.model.path={config.model.path}: its tokenizer has no chat template; give it one, or "

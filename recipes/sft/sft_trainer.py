@@ -7,6 +7,7 @@ only where a validation needs them.
 
 from __future__ import annotations
 
+from core.algorithm.sequences import count_by_sequence
 from core.data.prompts import PromptStream, load_val_prompts
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
@@ -59,7 +60,7 @@ class SFTTrainer(RayPPOTrainer):
 
     def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the run, which records and saves it."""
-        step, trained = metrics.step, batch.count(batch.response_mask).float()
+        step, trained = metrics.step, count_by_sequence(batch.response_mask, batch.lengths).float()
         state = LoopState(self.kl_controller, self.collect_state)
         metrics.add(
             {

@@ -149,18 +149,6 @@ def test_rows_are_those_of_the_padded_fields(batch, data):
     assert torch.equal(everything, batch.rollout_log_probs)
 
 
-@settings(max_examples=60, deadline=None)
-@given(batch=batches(), tokens=st.integers(1, 60))
-def test_pieces_hold_every_sequence_once_in_order_and_no_more_than_fit(batch, tokens):
-    batch = batch.adding(advantages=torch.arange(batch.tokens) + 0.5)
-    pieces = list(batch.pieces(tokens))
-    assert all(piece.tokens <= tokens or len(piece) == 1 for piece in pieces)
-    assert torch.equal(torch.cat([piece.advantages for piece in pieces]), batch.advantages)
-    assert sum(map(len, pieces)) == len(batch)
-    if batch.tokens > tokens and len(batch) > 1:
-        assert len(pieces) > 1
-
-
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
 def test_the_weights_of_a_mini_batch_are_those_of_its_mask(groups, mode):
     (step,) = mini_batches(make_batch(groups, PAD), prompts=2, agg_mode=mode, scale_factor=12.0)
