@@ -69,7 +69,7 @@ def _convert(found: Checkpoint, out: Path, dtype: str | None, base: str | None, 
 
     from core.learner.lora import merge_saved
     from core.learner.models import auto_class, quiet
-    from core.vision.modality import modality_of
+    from core.vision.pictures import modality_of
 
     actor = found.folder / "actor"
     wanted = getattr(torch, dtype or "float32", None)

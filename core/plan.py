@@ -154,11 +154,11 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
 
 def model_problems(config: Config) -> list[str]:
     """Return a line for each problem between the configuration and the architecture of its models."""
-    from core.vision import modality
+    from core.vision import pictures
 
     roles, critic = config.actor_rollout_ref, config.critic
     parts = {"actor_rollout_ref.actor": roles.actor, "actor_rollout_ref.ref": roles.ref}
-    problems = list(modality.problems(config, reads_pictures(roles.model.path)))
+    problems = list(pictures.problems(config, reads_pictures(roles.model.path)))
     with suppress(InputError):  # a model that is unknown or damaged: loading it reports that
         problems += _architecture(config, "actor_rollout_ref.model.path", roles.model, parts)
     if critic.enable:

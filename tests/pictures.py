@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from core.config.training_keys import ModelConfig
-from core.vision.modality import Modality
-from core.vision.pictures import Picture, PictureFormat, Pictures, read_picture
+from core.vision.pictures import Modality, Picture, PictureFormat, Pictures, read_picture
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

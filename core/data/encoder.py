@@ -11,8 +11,7 @@ from typing import Any
 
 from core.data.vocabulary import MARK, Message, template_of
 from core.errors import InputError
-from core.vision.modality import TEXT, Modality
-from core.vision.pictures import Pictures
+from core.vision.pictures import TEXT, Modality, Pictures
 
 Text = str | Sequence[Message]  # a prompt as the data has it
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")

@@ -20,8 +20,7 @@ from core.data.parquet import Example, ExampleFile, Problems
 from core.data.vocabulary import ChatError
 from core.errors import InputError
 from core.types import Prompt
-from core.vision.modality import TEXT, Modality
-from core.vision.pictures import MediaError
+from core.vision.pictures import TEXT, MediaError, Modality
 
 log = logging.getLogger(__name__)
 SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order

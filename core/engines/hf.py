@@ -24,7 +24,7 @@ from core.engines.kv_cache import ATTENTION, PROMPTS, RESPONSES, Decode, Prefill
 from core.engines.sampling import RowSettings, draw, uniforms
 from core.engines.weight_buckets import Proof, Weight, weights_checksum
 from core.errors import InputError
-from core.vision.modality import modality_of
+from core.vision.learner_pictures import picture_inputs, run_body
 from core.vision.pictures import Pictures
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ class DecodeBatch:
         self.cache = SharedPromptCache(model)
         self.max_rows, self.max_prefill_tokens = max_rows, max_prefill_tokens
         self.cache_tokens = int(cache_gib * 2**30 / self.cache.bytes_per_token)
-        self.modality = modality_of(model.config)
         self.unknown = torch.from_numpy(unknown).to(self.device)  # ids that are never drawn
         # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps.
         self.prefill_tokens = self.row_steps = 0
@@ -124,12 +123,12 @@ class DecodeBatch:
         # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
         padded = [prompt.ids[:-1] + prompt.ids[:1] * (width - prompt.stored) for prompt in prompts]
         input_ids = torch.tensor(padded, device=self.device)
-        media = self.modality.inputs(self.model, input_ids, [prompt.media for prompt in prompts])
+        media = picture_inputs(self.model, input_ids, [prompt.media for prompt in prompts])
         if media is not None:
             last_P = torch.tensor([prompt.stored - 1 for prompt in prompts], device=self.device)
             for prompt, offset in zip(prompts, media.position_offset(last_P).tolist(), strict=True):
                 prompt.offset = offset
-        self.modality.run_body(
+        run_body(
             self.model,
             input_ids,
             media,

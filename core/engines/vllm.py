@@ -27,7 +27,7 @@ from core.engines.in_process_engine import InProcessEngine, Row, positions
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import load_policy, resolve_path
-from core.vision.modality import modality_of
+from core.vision.pictures import modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config

@@ -21,7 +21,7 @@ from core.config import paths, registry
 from core.config.section import FULL_PRECISION
 from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, is_url, local_path
-from core.vision.modality import TEXT, Modality, modality_of
+from core.vision.pictures import TEXT, Modality, modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config

@@ -24,8 +24,8 @@ from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing
 from core.learner.packing import ForwardInputs, can_share, forward_inputs
 from core.types import TrainBatch
-from core.vision.learner_pictures import PictureInputs
-from core.vision.modality import modality_of
+from core.vision.learner_pictures import PictureInputs, picture_inputs, run_body
+from core.vision.pictures import modality_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,10 +108,9 @@ def token_log_probs(
     """Return [M] each: log-prob and entropy of each token that ``inputs`` predict, by a causal language model.
 
     ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
-    ``every_part`` is :meth:`Modality.run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
+    ``every_part`` is :func:`run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
-    body = modality_of(module.config).run_body
-    out = body(module, inputs.input_ids, inputs.media, every_part=every_part, use_cache=False, **inputs.inputs)
+    out = run_body(module, inputs.input_ids, inputs.media, every_part=every_part, use_cache=False, **inputs.inputs)
     # The last norm's weights are float32
     hidden_MH = _in_precision_of_passes(module, (), out.last_hidden_state[inputs.predicts])
     head = module.get_output_embeddings()
@@ -136,13 +135,13 @@ class LearnerModel:
         mesh: DeviceMesh | None = None,
     ):
         self.module, self.compute_dtype = module, compute_dtype
-        self.ranks, self.mesh, self.modality = ranks, mesh, modality_of(module.config)
+        self.ranks, self.mesh = ranks, mesh
         self.computes_on = device  # None: where the parameters are
         if compute_dtype is not None:
             module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
         self.split = 1 if mesh is None else mesh.size()  # ranks that split each pass between them
         use_packed_attention(module, self.split)
-        self.shares = can_share(module) and not self.modality.reads_media  # whose positions are not places
+        self.shares = can_share(module) and not modality_of(module.config).reads_media  # whose positions are not places
         check_packing(self)
         ranks.reshard(module)
 
@@ -190,7 +189,7 @@ class Policy(LearnerModel):
         media = None
         if batch.media:
             media_B = [batch.media.get(group) for group in batch.group.tolist()]
-            media = self.modality.inputs(self.module, batch.padded("input_ids").long(), media_B)
+            media = picture_inputs(self.module, batch.padded("input_ids").long(), media_B)
         inputs = self.pass_over(batch, media)
         return tuple(map(inputs.at_tokens, self.forward(inputs, **options)))
 

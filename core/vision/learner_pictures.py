@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.vision.pictures import Picture, Pictures, patches
+from core.vision.pictures import Picture, Pictures, modality_of, patches
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,26 @@ def freeze_vision_tower(module: nn.Module) -> None:
         key = "actor_rollout_ref.actor.freeze_vision_tower=True"
         raise InputError(f"{key}: {type(module).__name__} reads text alone and has no vision tower; leave it out")
     tower.requires_grad_(False)
+
+
+def picture_inputs(module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures | None]) -> PictureInputs | None:
+    """Return what a pass over these sequences, padded on the right, takes for pictures; None without any."""
+    return PictureInputs.of(module, ids_BT, media_B) if any(media_B) else None
+
+
+def run_body(
+    module: nn.Module, ids: Tensor, media: PictureInputs | None, *, every_part: bool = False, **inputs: Any
+) -> Any:
+    """Return what the model's body returns.
+
+    ``every_part`` runs the vision tower also where there is no picture: ranks that share a model's weights must
+    gather them in the same order, and other ranks may need it in this pass.
+    """
+    if media is not None:
+        return run_with_pictures(module, ids, media, **inputs)
+    if every_part and modality_of(module.config).reads_media:
+        return run_with_unused_tower(module, ids, **inputs)
+    return module.base_model(input_ids=ids, **inputs)
 
 
 def run_with_pictures(module: nn.Module, input_ids: Tensor, media: PictureInputs, **inputs: Any) -> Any:

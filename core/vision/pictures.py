@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core.config.problem import Problem
+from core.config.registry import ENGINES, PICTURE_MODELS
 from core.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from core.config.schema import Config
 
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
 NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")  # in config.json: around a placeholder, it
@@ -223,3 +230,77 @@ def patches(picture: Picture) -> np.ndarray:
     cut = cut.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
     cut = np.broadcast_to(cut, (*cut.shape[:5], format.frames, *cut.shape[6:]))
     return cut.reshape(rows * columns, -1)
+
+
+# -- how a model reads prompts ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Modality:
+    """A model of text alone, or with ``reads_media`` of text and pictures. ``format`` is needed for prompts alone."""
+
+    reads_media: bool = False
+    format: PictureFormat | None = None
+
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers that loads the model."""
+        return "AutoModelForImageTextToText" if self.reads_media else "AutoModelForCausalLM"
+
+    def configured(self, config: Any, path: str, tokenizer: Any) -> Modality:
+        """Return the modality ready for prompts. Raises InputError as :meth:`PictureFormat.of` does."""
+        return Modality(True, PictureFormat.of(config, path, tokenizer)) if self.reads_media else self
+
+    def read_media(self, stored: Sequence[bytes], *, decode: bool = False) -> Pictures | None:
+        """Return the pictures of a prompt from their files; ``decode`` tries all of each file. Raises MediaError."""
+        if self.reads_media:
+            return Pictures(tuple(read_picture(data, self.format, decode=decode) for data in stored), self.format)
+        if stored:
+            fix = "train a model that reads them, or leave the column out (data.image_key)"
+            raise MediaError("an example has media, and the model reads text alone", fix)
+        return None
+
+    def check_examples(self, examples: Iterable[Any], config: Any) -> None:
+        """Check that some training example has a picture where the model reads them. Raises InputError."""
+        if self.reads_media and not any(example.media for example in examples):
+            rule = "no example of the training files has a picture, and the model reads pictures"
+            fix = "name their column, or train a model of text alone"
+            raise InputError([f"data.image_key={config.image_key}: {rule}; {fix}"])
+
+    def load_processor(self, module: nn.Module, path: str) -> None:
+        """Set ``module.processor``, which checkpoints and exports of models that read pictures hold too."""
+        if self.reads_media:
+            module.processor = image_processor(path)
+
+
+TEXT = Modality()
+
+
+def modality_of(config: Any) -> Modality:
+    """Return the modality of models with this configuration of transformers."""
+    return Modality(True) if getattr(config, "model_type", None) in PICTURE_MODELS else TEXT
+
+
+def problems(config: Config, reads_pictures: bool | None) -> Iterator[Problem]:
+    """Yield the keys that do not go together with the model; ``reads_pictures`` is None where nothing is known."""
+    roles, what = config.actor_rollout_ref, "a model that reads pictures"
+    rollout, actor = roles.rollout, "actor_rollout_ref.actor"
+    if reads_pictures is False and roles.actor.freeze_vision_tower:
+        rule = "the model reads text alone and has no vision tower"
+        yield Problem(f"{actor}.freeze_vision_tower", True, rule, "leave it out")
+    if not reads_pictures:
+        return
+    for name, split in (("ulysses_sequence_parallel_size", "sequences"), ("tensor_model_parallel_size", "layers")):
+        parts = max(getattr(part, name) for part in (roles.actor, roles.ref))
+        if config.trainer.backend == "ray" and parts > 1:
+            yield Problem(f"{actor}.{name}", parts, f"does not split the {split} of {what} yet", "set it to 1")
+    if config.critic.enable:
+        key, fix = "algorithm.adv_estimator", "use an estimator without one, such as grpo"
+        yield Problem(key, config.algorithm.adv_estimator, f"{what} has no critic here", fix)
+    if config.reward_model.enable:
+        yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
+    if config.needs_engine and not ENGINES[rollout.name].reads_media:
+        yield Problem("actor_rollout_ref.rollout.name", rollout.name, f"sends no pictures of {what}", "use vllm")
+    if not config.generates:
+        rule, fix = f"fine-tuning does not train {what} yet", "give a model of text alone"
+        yield Problem("actor_rollout_ref.model.path", roles.model.path, rule, fix)

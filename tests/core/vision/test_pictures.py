@@ -12,8 +12,7 @@ from PIL import Image
 from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.learner.models import load_modality, load_tokenizer
-from core.vision.modality import TEXT
-from core.vision.pictures import MARKER, MediaError, patches, pixels, read_picture
+from core.vision.pictures import MARKER, TEXT, MediaError, patches, pixels, read_picture
 from tests.pictures import (
     KINDS,
     image_processor,
@@ -170,6 +169,6 @@ def test_how_a_model_reads_pictures_is_found_in_its_folder(tmp_path, kind):
 
 def test_a_model_that_reads_pictures_in_another_way_is_refused(tmp_path, monkeypatch):
     model = model_config(save_vision_model(tmp_path / "a"))
-    monkeypatch.setattr("core.vision.modality.PICTURE_MODELS", ("qwen2_vl", "qwen3_vl"))
+    monkeypatch.setattr("core.vision.pictures.PICTURE_MODELS", ("qwen2_vl", "qwen3_vl"))
     with pytest.raises(InputError, match="model_type qwen2_5_vl reads pictures in its own way; known are qwen2_vl, qw"):
         load_modality(model, load_tokenizer(model))
