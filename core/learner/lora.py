@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from core.config.training_keys import CriticModelConfig, ModelConfig
 
 ADAPTER = "default"  # peft's name of the one adapter there is
+PREFIX, INSIDE = "base_model.model.", f".{ADAPTER}."  # of a weight's name: in peft's files, and in the module
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
 VALUE_HEADS = ("score", "classifier")  # what transformers calls the head of a token classifier
 
@@ -44,13 +45,12 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
     from core.learner.models import located
 
     head = module.get_output_embeddings()
-    own_head = next((name for name in VALUE_HEADS if head is None and hasattr(module, name)), None)
-    excluded = [*(model.exclude_modules or ()), *([own_head] if own_head else ())]
+    own_heads = [name for name in VALUE_HEADS if head is None and hasattr(module, name)]
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
         target_modules=_names(model.target_modules),
-        exclude_modules=_names(excluded) or None,
+        exclude_modules=_names([*(model.exclude_modules or ()), *own_heads]) or None,
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
         base_model_name_or_path=located(model.path),
     )
@@ -62,16 +62,15 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
             raise InputError(f"model.target_modules={list(model.target_modules)}: {error}") from error
     if head is not None and module.get_output_embeddings() is not head:
         raise InputError("model.target_modules: the output head cannot have an adapter; leave lm_head out")
-    if own_head is not None:
-        module.get_submodule(own_head).requires_grad_(True)
+    for name in own_heads:
+        module.get_submodule(name).requires_grad_(True)
     return module
 
 
 def _names(names: Any) -> Any:
     """Return names as peft tells them apart: a list holds ends, a text is all-linear or a pattern of whole names."""
-    names = list(names)
     alone = len(names) == 1 and (names[0] == "all-linear" or re.search(r"[^\w.-]", names[0]))
-    return names[0] if alone else names
+    return names[0] if alone else list(names)
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -108,16 +107,12 @@ def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     One layer is merged at a time: there is never a second copy of the model.
     """
     adapted = layers(module)
-    own = {f"{name}.{part}" for name, layer in adapted.items() for part, _ in layer.named_parameters()}
     for name, value in module.state_dict(keep_vars=True).items():
-        owner, _, leaf = name.rpartition(".")
-        owner = owner.removesuffix(".base_layer")
-        if name not in own:
-            yield name, value
-        elif f"{owner}.base_layer.{leaf}" == name:
-            if leaf == "weight":
-                value = value + adapted[owner].get_delta_weight(ADAPTER).to(value.dtype)
-            yield f"{owner}.{leaf}", value
+        owner, is_base, leaf = name.rpartition(".base_layer.")
+        if is_base and leaf == "weight":
+            value = value + adapted[owner].get_delta_weight(ADAPTER).to(value.dtype)
+        if ".lora_" not in name:
+            yield f"{owner}.{leaf}" if is_base else name, value
 
 
 def trained_weights(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -138,7 +133,8 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
         if isinstance(value, set):  # whose order is another one in every process: files would differ
             setattr(config, name, sorted(value))
     config.save_pretrained(folder)
-    stored = {_stored_name(name): value.detach().cpu().contiguous() for name, value in weights.items()}
+    # peft's names have no adapter in them
+    stored = {PREFIX + name.replace(INSIDE, "."): value.detach().cpu().contiguous() for name, value in weights.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -147,16 +143,11 @@ def load_adapters(names: list[str], folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     found = load_file(folder / WEIGHTS)
-    wanted = {_stored_name(name): name for name in names}
+    wanted = {PREFIX + name.replace(INSIDE, "."): name for name in names}
     if wanted.keys() != found.keys():
         odd = ", ".join(sorted(wanted.keys() ^ found.keys())[:5])
         raise InputError(f"{folder / WEIGHTS} holds adapters of another shape: {odd}")
     return {wanted[name]: value for name, value in found.items()}
-
-
-def _stored_name(name: str) -> str:
-    """Return what a weight is called in peft's files."""
-    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
 def merge_saved(
@@ -181,8 +172,7 @@ def merge_saved(
     if saved is not None and saved.sha256 != found.sha256:
         raise InputError(
             f"--base={path} (weights of SHA-256 {found.sha256[:12]}): {folder} holds adapters of another base, "
-            f"{saved.path} as it was then (SHA-256 {saved.sha256[:12]}); adapters fit the weights that they were "
-            "trained on alone. Give that base"
+            f"{saved.path} as it was then (SHA-256 {saved.sha256[:12]}): give that base"
         )
     trusted = {"trust_remote_code": trust_remote_code}
     shape = AutoConfig.from_pretrained(folder, **trusted)
