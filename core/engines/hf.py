@@ -175,21 +175,18 @@ class DecodeBatch:
         return output.logits[:, -1]
 
     def _make_room(self) -> None:
-        """Allocate the stores that are too small anew, with room to spare, because growing copies all that is stored.
-        Where both together would pass the limit, both are allocated for what is there now."""
+        """Allocate both stores anew where one is too small, with room to spare, because growing copies all of it."""
         width = max(prompt.stored for prompt in self.prompts)
         longest = max(len(row.ids) for row in self.rows) + 1
         most = max(row.request.sampling.max_tokens for row in self.rows)
         needs = {PROMPTS: (len(self.prompts), width), RESPONSES: (len(self.rows), longest)}
         columns = {PROMPTS: width, RESPONSES: min(most, max(longest + longest // 2, LEAST_COLUMNS))}
         has = self.cache.allocated
-        small = {kind for kind in has if needs[kind][0] > has[kind][0] or needs[kind][1] > has[kind][1]}
-        roomy = {kind: (with_spare(needs[kind][0]), columns[kind]) for kind in has}
-        sizes = {kind: roomy[kind] if kind in small else has[kind] for kind in has}
-        if sum(map(math.prod, sizes.values())) > self.cache_tokens:
-            sizes = roomy
-        for kind in sorted(has, key=lambda kind: math.prod(sizes[kind]) - math.prod(has[kind])):  # what shrinks, first
-            if small and sizes[kind] != has[kind]:
+        if any(needs[kind][0] > has[kind][0] or needs[kind][1] > has[kind][1] for kind in has):
+            sizes = {kind: (with_spare(needs[kind][0]), columns[kind]) for kind in has}
+            for kind in sorted(
+                has, key=lambda kind: math.prod(sizes[kind]) - math.prod(has[kind])
+            ):  # what shrinks, first
                 self.cache.reserve(kind, *sizes[kind])
 
     @torch.inference_mode()

@@ -1,8 +1,8 @@
 """SGLang behind the engine contract: a running server on this machine, reached by its HTTP surface alone.
 
 ``python -m sglang.launch_server --model-path MODEL --dtype float32 --context-length LONGEST+8 --skip-tokenizer-init
---skip-server-warmup --incremental-streaming-output --sampling-mask-max-tokens VOCABULARY`` starts one (0.5.23); add
-``--enable-memory-saver`` on a GPU of the learner's, and on a CPU SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 and
+--skip-server-warmup --incremental-streaming-output --sampling-mask-max-tokens VOCABULARY`` starts one (0.5.23), which
+keeps its memory while the learner works; a CPU also needs SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 and
 ``--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule``.
 """
 
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from core.config.section import thaw
 from core.engines import SampleRequest
 from core.engines.in_process_engine import Engine, Row, positions
-from core.engines.sampling import eos_ids
 from core.engines.weight_buckets import Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import load_policy
@@ -39,8 +38,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
 CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
-# All that a model's generation_config could set beside what a request sets
-NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_p": 0.0}
+# All that a model's generation_config could set beside what a request sets; ends are decided here
+NEUTRAL = {
+    "ignore_eos": True,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "min_p": 0.0,
+}
 NEVER = -1e9  # JSON has no infinity
 GROUP = "weights"  # in which this process broadcasts to the server's
 JOIN_S = 300.0  # for the server to join it
@@ -54,7 +59,7 @@ class SGLangEngine(Engine):
     arrive together may each compute it. Weights that are not finite show in the probe alone. No pictures are sent.
 
     ``skeleton`` is the model without weights (on the meta device). At most ``max_rows`` requests are with the server
-    at once. With ``sleeps`` the server was started such that it can free its memory.
+    at once. Every response is streamed and examined here token by token, so nothing ends one of the server's accord.
     """
 
     def __init__(
@@ -66,14 +71,11 @@ class SGLangEngine(Engine):
         device: torch.device,
         max_length: int,
         max_rows: int,
-        sleeps: bool = False,
     ):
         super().__init__(tokenizer, skeleton, device, max_length)
-        self.server, self.sleeps = server, sleeps
+        self.server = server
         # Added to the logits before the log-probs are taken
         self.never = {str(one): NEVER for one in self.unknown.tolist()}
-        # What ends a response of the server's own accord
-        self.ends = self.eos | eos_ids(skeleton.config.get_text_config())
         self._names = map(str, count())
         self._room = asyncio.Semaphore(max_rows)  # of the client's thread
         self._sent: dict[str, tuple[Future, asyncio.AbstractEventLoop]] = {}
@@ -96,33 +98,31 @@ class SGLangEngine(Engine):
 
     async def _follow(self, name: str, row: Row) -> None:
         """Write what the server samples to the row until it ends, and abort the request unless the server ended it."""
-        ids = row.rule.eos | row.rule.stop_ids
-        # Each token is examined here where stop strings may end the row, or ids of the server's own must not.
-        streams = row.rule.strings is not None or (bool(ids) and not self.ends <= ids)
-        body, why = self._body(name, row, streams), None
+        why = None
         async with self._room:
             try:
-                async with aclosing(self.server.generate(body)) as parts:
+                async with aclosing(self.server.generate(self._body(name, row))) as parts:
                     async for tokens, logprobs, why in parts:
-                        left, done = list(zip(tokens, logprobs, strict=True))[::-1], False
-                        while left and not done:  # a stream may have more: several come at once to a busy process
-                            done = row.write(*left.pop())
-                        if (why is not None and not done) or (left and not streams):
-                            found = f"{why}, {len(left)} tokens after {len(row.ids)}"
-                            raise RuntimeError(f"SGLang ended a response with {found}")
-                        if done:
+                        # It stops at the last token: several come at once to a busy process
+                        if any(row.write(*pair) for pair in zip(tokens, logprobs, strict=True)):
                             return
+                        if why is not None:
+                            raise RuntimeError(f"SGLang ended a response with {why} after {len(row.ids)} tokens")
             finally:
                 if why is None:
                     self.server.send("/abort_request", {"rid": name})
 
-    def _body(self, name: str, row: Row, streams: bool) -> dict[str, Any]:
-        sampling, ids = row.request.sampling, sorted(row.rule.eos | row.rule.stop_ids)
-        params: dict[str, Any] = {**NEUTRAL, "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens}
+    def _body(self, name: str, row: Row) -> dict[str, Any]:
+        sampling = row.request.sampling
+        params: dict[str, Any] = {
+            **NEUTRAL,
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_tokens,
+            "ignore_eos": True,
+        }
         if self.never:
             params["logit_bias"] = self.never
-        params |= {"ignore_eos": streams or not ids, "stop_token_ids": ids}  # the former would ignore the latter too
-        body = {"rid": name, "input_ids": list(row.request.prompt_ids), "return_logprob": True, "stream": streams}
+        body = {"rid": name, "input_ids": list(row.request.prompt_ids), "return_logprob": True, "stream": True}
         top_k = sampling.top_k if 0 < sampling.top_k < self.vocab_size else self.vocab_size
         if sampling.temperature > 0 and (top_k < self.vocab_size or sampling.top_p < 1):
             params |= {"top_p": sampling.top_p, "top_k": top_k}
@@ -141,13 +141,11 @@ class SGLangEngine(Engine):
             future.cancel()
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
-        """Stop the server, wake it where it sleeps, and open its update."""
+        """Stop the server and open its update."""
         super().begin_update(weights)
         if self._group is None:
             self._group = self._joined()
         self.server.post("/pause_generation", {"mode": "abort"})
-        if self.asleep:
-            self.server.post("/resume_memory_occupation", {"tags": ["weights"]})
         self.server.post("/begin_weight_update", {"selector": "all"})
 
     def _joined(self) -> dist.ProcessGroupGloo:
@@ -181,15 +179,10 @@ class SGLangEngine(Engine):
 
     def _finish(self) -> list[Proof]:
         self.server.post("/end_weight_update", {})
-        if self.asleep:
-            self.server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
         self.server.post("/flush_cache", {})
         ranks = self.server.post("/weights_checker", {"action": "checksum"})["ranks"]
         self.server.post("/continue_generation", {})
         return [Proof(tuple(self._received), (int(rank["per_gpu_checksum"], 16),)) for rank in ranks]
-
-    def _sleep(self) -> None:
-        self.server.post("/release_memory_occupation", {})
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
@@ -309,7 +302,7 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SG
     skeleton = load_policy(part.model, on_meta=True)
     server = SGLangServer(thaw(rollout.engine_kwargs["sglang"])["url"], float(config.trainer.phase_timeout_s))
     try:
-        saves_memory = server.get("/server_info").get("enable_memory_saver")
+        server.get("/server_info")
     except (RuntimeError, WorkersLost) as error:
         server.close()
         raise InputError(f"{KEY}={server.url}: {error}") from error
@@ -322,5 +315,4 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SG
         device=device,
         max_length=min(longest, positions(skeleton)),
         max_rows=rollout.max_num_seqs,
-        sleeps=bool(saves_memory and rollout.free_cache_engine and model is not None),
     )
