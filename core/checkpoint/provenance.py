@@ -17,9 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from core.config import recorded
+from core.config import convert, recorded
 from core.config.problem import brief, show
-from core.config.recorded import schema_for
 from core.config.section import BOOKKEEPING, FILES, IDENTITY
 from core.errors import InputError
 from core.files import file_sha256, local_path
@@ -205,7 +204,8 @@ def _check_model(folder: Path, name: str, there: ModelFingerprint, here: ModelFi
 
 def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
     """Yield every key whose other value counts, by its role; of a file the content counts where its hash is known."""
-    schema = schema_for(run.config)
+    schemas = recorded.schemas()
+    schema = next((one for one in schemas if run.config.keys() <= convert.all_keys(one).keys()), schemas[0])
     there, here = (recorded.completed(each.config, schema) for each in (saved, run))
     sums_there, sums_here = saved.hashes(), run.hashes()
     keys = there.keys() | here.keys() | sums_there.keys() | sums_here.keys()

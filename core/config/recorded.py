@@ -68,44 +68,29 @@ def schemas() -> list[type[Config]]:
 
 
 @functools.cache
-def _of_recipes() -> dict[str, Any]:
-    """Return flat key -> default, of every recipe's own keys."""
-    own = [convert.as_json(schema()) for schema in schemas()[1:]]
-    return {key: value for values in own for key, value in values.items() if key not in convert.all_keys(Config)}
+def _defaults() -> dict[str, Any]:
+    """Return flat key -> default, of every recipe: one that another recipe's record holds means nothing."""
+    return {key: value for schema in schemas() for key, value in convert.as_json(schema()).items()}
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield flat keys and values (as JSON has them) of a configuration, nested or flat, down to the known keys."""
+def _leaves(values: Mapping[str, Any], schema: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield flat keys and values (as JSON has them) of a configuration, nested or flat, without those that are gone."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in _of_recipes() and not convert.known(key):
-            yield from _leaves(value, f"{key}.")
+        if key in verl_names.table()["gone"]:
+            continue
+        if isinstance(value, Mapping) and value and not convert.known(key, schema):
+            yield from _leaves(value, schema, f"{key}.")
         else:
             yield key, json.loads(json.dumps(value, default=str))
 
 
-def schema_for(values: Mapping[str, Any]) -> type[Config]:
-    """Return the schema that lacks fewest of the sections, then of the keys, of a nested or flat configuration."""
-    sections, usual = {key.partition(".")[0] for key in values}, _of_recipes()
-    set_keys = {key for key, value in _leaves(values) if key in usual and value != usual[key]}
-    return min(
-        schemas(), key=lambda one: (len(sections - hints(one).keys()), len(set_keys - convert.all_keys(one).keys()))
-    )
-
-
 def own_tree(values: Mapping[str, Any], schema: type[Config]) -> dict[str, Any]:
-    """Return a recorded configuration as a tree of what the schema has.
-
-    Left out are keys that are gone since it was written, secrets, which it does not hold, and keys of other recipes
-    where these have their defaults: every recipe had them once.
-    """
+    """Return a recorded configuration as a tree of what the schema has, without secrets, which it does not hold."""
     tree: dict[str, Any] = {}
-    gone, usual = verl_names.table()["gone"], _of_recipes()
-    for key, value in _leaves(without_hidden(values)):
-        others_default = not convert.known(key, schema) and key in usual and usual[key] == value
-        *parents, name = parts = key.split(".")
-        is_gone = any(".".join(parts[:depth]) in gone for depth in range(1, len(parts) + 1))
-        if not is_gone and not others_default:
+    for key, value in _leaves(without_hidden(values), schema):
+        if convert.known(key, schema):
+            *parents, name = key.split(".")
             functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = value
     return tree
 
@@ -113,12 +98,14 @@ def own_tree(values: Mapping[str, Any], schema: type[Config]) -> dict[str, Any]:
 def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "") -> dict[str, Any]:
     """Return flat key -> value (as JSON has it) of a configuration that any version wrote, nested or flat.
 
-    A key that ``values`` lacks has its default, which may follow from others. So two versions' records of the same
-    settings are equal.
+    A key that ``values`` lacks has its default, which may follow from others. What the schema refuses or lacks is as it
+    was recorded, but for other recipes' defaults. So two versions' records of the same settings are equal.
     """
     problems: list[Problem] = []
     complete = convert.as_json(resolve(validated(schema, own_tree(values, schema), problems), recipe))
-    return complete | dict(_leaves({problem.key: problem.value for problem in problems}))
+    left = ((key, value) for key, value in _leaves(values, schema) if not convert.known(key, schema))
+    lacking = {key: value for key, value in left if key not in _defaults() or _defaults()[key] != value}
+    return complete | lacking | {problem.key: problem.value for problem in problems}
 
 
 def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
