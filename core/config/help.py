@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from core.config import composition, convert, recipes, rules, verl_names
+from core.config import composition, convert, recipes, verl_names
 from core.config.defaults import resolve
 from core.config.problem import show
 from core.config.recorded import validated
@@ -25,7 +25,7 @@ NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "
 
 def shown(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tuple[str, bool]:
     """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all of them."""
-    entries = list(explained(recipe, overrides, with_reasons=bool(words)))
+    entries = list(explained(recipe, overrides))
     others = [(key, text, text) for key, text in verl_names.described(recipe)] if words else []
     hits = [[one for one in some if _matches(words, f"{one[0]} {one[1]}")] for some in (entries, others)]
     lines = [] if words else _usage(recipe)
@@ -34,35 +34,28 @@ def shown(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tuple[
     lines += [line for head, _, text in hits[1] for line in _item(head, text)]
     if lines:
         return "\n".join(lines), True
-    parts = {}
-    for key in convert.all_keys(recipes.schema_of(recipe)):
-        name = key.rpartition(".")[2]
-        parts |= {part: key for part in (name, *name.split("_")) if part not in parts}
-    near = difflib.get_close_matches("_".join(words).lower(), parts, n=3, cutoff=0.7)
-    close = f"close names: {', '.join(dict.fromkeys(parts[name] for name in near))}"
     nothing = f"--help {' '.join(words)}: no key has this in its name, its comment or its choices"
-    return f"{nothing}; {close if near else 'no name is close to it'}", False
+    by_name = {key.rpartition(".")[2]: key for key in reversed(convert.all_keys(recipes.schema_of(recipe)))}
+    near = difflib.get_close_matches("_".join(words).lower(), by_name, n=3, cutoff=0.7)
+    return f"{nothing}; close names: {', '.join(by_name[name] for name in near) or 'none'}", False
 
 
-def explained(recipe: str, overrides: Sequence[str], with_reasons: bool) -> Iterator[tuple[str, str, str]]:
+def explained(recipe: str, overrides: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Yield ``key=default``, the words that a search reads, and what is said, of every key of the recipe.
 
-    Defaults are those under the overrides. Why a key does nothing is said where few are listed.
+    Defaults are those under the overrides.
     """
     schema, layers = recipes.schema_of(recipe), composition.read(overrides, recipe)
     plain = validated(schema, composition.tree(layers), [])
     config = resolve(plain, recipe)
-    view = rules.View(config, layers.given, recipe)
     for key, hint in convert.all_keys(schema).items():
         section, comments = schema, []  # a section's description is its keys' too
         for name in key.split("."):
             comments.append(section.model_fields[name].description)
             section = type(getattr(section(), name))
         default, resolved = convert.get(plain, key), convert.get(config, key)
-        unused = rules.unmet(view, key) if with_reasons else ""
         words = [*filter(None, comments), type_text(hint)]
         said = [*words, f"null is {show(resolved)} here" if default != resolved else ""]
-        said.append(f"does nothing here: {unused}" if unused else "")
         text = " ".join(f"{part[0].upper()}{part[1:]}." for part in said if part)
         yield f"{key}={show(default, key)}", " ".join(words), text
 
