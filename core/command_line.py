@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, to_yaml
 from core.config.defaults import resolve
-from core.config.problem import show
+from core.config.section import show
 from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, printable, write_failed
 from core.plan import model_problems, plan_lines
 from core.tracking import run_manifest

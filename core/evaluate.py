@@ -30,7 +30,7 @@ from core import answers as files
 from core.command_line import is_dry_run
 from core.config import Config, code_keys, convert, examine, recipes
 from core.config.paths import is_local
-from core.config.problem import show
+from core.config.section import show
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
 from core.files import file_sha256, is_url, write_atomic, written_here
 from core.tracking import run_manifest

@@ -36,9 +36,8 @@ import yaml
 
 from core.config import compose, registry
 from core.config.paths import is_local
-from core.config.problem import Problem
 from core.config.schema import Config
-from core.config.section import FULL_PRECISION
+from core.config.section import FULL_PRECISION, Problem
 from core.errors import MEMORY_KEYS, InputError
 from core.learner.step_settings import CPU_LOGITS, head_logits
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config import convert, recorded
-from core.config.problem import brief, show
-from core.config.section import BOOKKEEPING, FILES, IDENTITY
+from core.config.section import BOOKKEEPING, FILES, IDENTITY, brief, show
 from core.errors import InputError
 from core.files import file_sha256, local_path
 

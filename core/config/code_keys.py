@@ -13,9 +13,8 @@ from typing import Any, get_args
 
 from core.config import convert, recipes
 from core.config.composition import examine
-from core.config.problem import show
 from core.config.schema import Config
-from core.config.section import ARGUMENTS, CODE, CONSENT, OWN_CODE, Limit, hints, mark, thaw
+from core.config.section import ARGUMENTS, CODE, CONSENT, OWN_CODE, Limit, hints, mark, show, thaw
 from core.errors import InputError
 
 

@@ -29,11 +29,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from core.config import convert, defaults, recipes, rules, verl_names
-from core.config.problem import Problem, brief, show
 from core.config.recorded import own_tree, validated
 from core.config.schema import Config
 from core.config.secret_keys import without_login
-from core.config.section import without
+from core.config.section import Problem, brief, show, without
 from core.config.verl_names import CommandLine, nearest, unknown_key
 from core.errors import InputError
 

@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from core.config import composition, convert, recipes, verl_names
 from core.config.defaults import resolve
-from core.config.problem import show
 from core.config.recorded import validated
-from core.config.section import MAPPING, Limit, NumberOrText, Open, optional
+from core.config.section import MAPPING, Limit, NumberOrText, Open, optional, show
 
 WIDEST = 120  # columns, also where the terminal is wider
 NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NumberOrText: "a number or text"}

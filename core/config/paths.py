@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.config import convert, registry
-from core.config.problem import Problem
 from core.config.schema import Config
+from core.config.section import Problem
 from core.files import is_url, url_problem
 
 POLICY, REWARD = "actor_rollout_ref.model.path", "reward_model.model.path"

@@ -13,16 +13,17 @@ from typing import Any
 
 from core.config import convert, recipes, verl_names
 from core.config.defaults import resolve
-from core.config.problem import Problem, show
 from core.config.schema import Config
 from core.config.secret_keys import without_hidden
 from core.config.section import (
     IDENTITY,
     MAPPING,
+    Problem,
     build,
     hints,
     is_section,
     mark,
+    show,
 )
 from core.config.verl_names import CommandLine, unknown_key
 

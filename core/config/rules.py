@@ -14,9 +14,8 @@ from typing import Any
 
 from core.config import convert, defaults, recipes, registry, rules_rollout, rules_training
 from core.config.paths import is_local
-from core.config.problem import Problem
 from core.config.schema import Config
-from core.config.section import Section, mark
+from core.config.section import Problem, Section, mark
 from core.files import is_url
 
 SHORT = {

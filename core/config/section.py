@@ -7,6 +7,7 @@ in another form than the type (``1e3`` for a count, one text for a list of one) 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import sys
 import types
@@ -24,6 +25,9 @@ from pydantic import (
     field_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+from core.config.secret_keys import hidden
+from core.errors import one_line
 
 
 class FrozenDict(dict):
@@ -209,6 +213,41 @@ def _typed(hint: Any, value: Any) -> Any:
     if hint is float and number:
         return float(value) if abs(value) <= sys.float_info.max else refuse("a number")
     return str(value) if hint is str and number and isinstance(value, int) else value  # trainer.experiment_name=7
+
+
+# --- problems, and values as messages show them: in one line, without secrets ---
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key, its value, the rule that it breaks and what to do; as text one line."""
+
+    key: str
+    value: Any
+    rule: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.key}={brief(show(self.value, self.key))}: {self.rule}"
+        return one_line(text + (f"; {self.fix}" if self.fix else ""))
+
+
+def show(value: Any, key: str = "") -> str:
+    """Return the value of a key for a message: as one would type it, in one line, without secrets."""
+    return typed(hidden(thaw(value), key))
+
+
+def typed(value: Any) -> str:
+    """Return a value as one would type it on the command line, in one line. Only for what runs: it shows secrets."""
+    value = thaw(value)
+    if value is None or isinstance(value, bool | list | dict):
+        return one_line(json.dumps(value, default=str, ensure_ascii=False))
+    return repr(value) if isinstance(value, float) else one_line(str(value))
+
+
+def brief(text: str) -> str:
+    """Return what was typed for a message: in one line, cut where it is longer than a screen's width."""
+    return one_line(text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)")
 
 
 # --- from an untyped tree ---

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from core.config import convert, recipes
-from core.config.problem import Problem, show
 from core.config.schema import Config
-from core.config.section import hints
+from core.config.section import Problem, hints, show
 
 FILE = Path(__file__).with_name("verl_names.yaml")
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))

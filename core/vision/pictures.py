@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.config.problem import Problem
 from core.config.registry import ENGINES, PICTURE_MODELS
+from core.config.section import Problem
 from core.errors import InputError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from core.config.convert import read_yaml
-from core.config.problem import show
+from core.config.section import show
 from core.errors import InputError
 from core.tracking.validation import Estimate, wilson
 from results.reporting.accuracies import macro_average

@@ -17,7 +17,7 @@ from typing import Any
 
 from core.config import compose, convert, recipes
 from core.config.paths import run_folder
-from core.config.problem import typed
+from core.config.section import typed
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
 from results.reporting.run_scripts import Script, read_script
