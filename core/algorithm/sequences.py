@@ -12,6 +12,8 @@ from torch import Tensor
 
 def sum_by_sequence(values_N: Tensor, lengths_B: Tensor) -> Tensor:
     """Return [B]: the sum over each sequence's tokens, 0 of none. ``values_N`` are floats."""
+    if not len(lengths_B):  # a rank may have no sequence, which segment_reduce refuses
+        return values_N.new_zeros(0)
     return torch.segment_reduce(values_N, "sum", lengths=lengths_B)
 
 

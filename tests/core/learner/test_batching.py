@@ -210,3 +210,11 @@ def test_idle_rows_are_those_that_cannot_move_a_weight(groups):
     assert float(busy.loss_weight.sum()) == pytest.approx(2 / 5)  # weights were made over all rows
     busy, idle = split_zero_gradient(step, only_advantages_train=False)
     assert busy.reward.tolist() == [1.0, 2.0] and len(idle) == 2
+
+
+def test_a_rank_without_a_sequence_has_none_that_moves_a_weight(groups):
+    """Ranks whose share is empty still take part in every pass: splitting nothing gives nothing."""
+    (step,) = mini_batches(make_batch(groups, PAD), prompts=2, scale_factor=12.0)
+    nothing = step.adding(advantages=step.loss_weight).rows([])
+    for only_advantages_train in (True, False):
+        assert len(contributing_sequences(nothing, only_advantages_train=only_advantages_train)) == 0
