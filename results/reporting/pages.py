@@ -155,6 +155,7 @@ def _style(index: int, ground: str) -> dict[str, Any]:
         "svg.fonttype": "none",
         "text.parse_math": False,  # a run may be named a$b
         "axes.formatter.useoffset": False,
+        "axes.formatter.limits": (-9, 9),  # 0.00001 on the axis itself, not 1e-5 above it
         "svg.hashsalt": f"panel{index}",
         "font.family": "sans-serif",
         "font.size": 9,

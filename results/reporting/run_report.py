@@ -52,9 +52,15 @@ def _yaml(value: Any) -> str:
 
 def headline(runs: Sequence[RecordedRun]) -> str:
     """Return a line for each experiment and data source: accuracy before and after, interval, questions."""
-    found = experiments([comparable(run) for run in runs])
+    found = experiments(_in_one_unit(runs))
     lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
     return "\n".join(lines or ["no validation was recorded", *filter(None, map(_training_rewards, runs))])
+
+
+def _in_one_unit(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+    """Return the runs' summaries: what is a score in one run stands beside no percentage of another."""
+    scored = sorted(frozenset().union(*(run.scored for run in runs)))
+    return [{**comparable(run), "scored": scored} for run in runs]
 
 
 def _training_rewards(run: RecordedRun) -> str:
@@ -72,7 +78,7 @@ def _training_rewards(run: RecordedRun) -> str:
 
 def learnt(runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequence[Block]) -> Iterator[Block]:
     """Yield what is looked at first: a sentence an experiment, one picture, one table; the rest of it is folded."""
-    summaries = [comparable(run) for run in runs]
+    summaries = _in_one_unit(runs)
     whole = experiment_table(summaries)
     first = [whole.header.index(name) for name in FIRST]
     short = Table([whole.header[at] for at in first], [[row[at] for at in first] for row in whole.rows])

@@ -162,6 +162,9 @@ def test_a_score_is_no_accuracy_and_equal_names_are_told_apart(root, tmp_path, c
     assert "score on lab/hops" in text and "accuracy" not in text and "%" not in text and "points" not in text
     last = text.splitlines()[-1]
     assert last.startswith("b/grpo/one − a/grpo/one on lab/hops: -0.2") and "b/grpo/one is worse" in last
+    plain = str(root / "grpo/slow")  # a percentage beside the score of the same source would be read in its unit
+    assert report.main([str(tmp_path / "a/grpo/one"), plain, "--out", str(tmp_path)]) == 0
+    assert "%" not in capsys.readouterr().out
 
 
 # --- what the tables state ---
