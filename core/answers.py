@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 OF_PROMPT = ("uid", "ordinal", "data_source", "ground_truth", "extra_info", "style", "opened_tag")
-OF_EPISODE = ("turns", "tool_calls", "user_scores", "tool_rewards", "tool_scores")
+OF_EPISODE = ("turns", "tool_calls", "user_scores", "tool_rewards")
 Key = tuple[int, int]  # ordinal of the question, number of the sample
 
 

@@ -122,10 +122,15 @@ def _problems_of_files(config: Config) -> list[str]:
     """Return the problems with users' programs and with what episodes read."""
     lines: list[str] = []
     if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
-        from core.rollout.tools import file_problems
+        from core.rollout.tools import BaseInteraction, BaseTool, load_listed
 
         options = config.actor_rollout_ref.rollout.multi_turn
-        lines += file_problems(options.tool_config_path, options.interaction_config_path)
+        for path, base in ((options.tool_config_path, BaseTool), (options.interaction_config_path, BaseInteraction)):
+            if path is None or Path(path).expanduser().is_file():  # another check reports a file that is not there
+                try:
+                    load_listed(path, base)
+                except InputError as error:
+                    lines += error.problems
     return lines
 
 

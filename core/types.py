@@ -94,7 +94,6 @@ class Trajectory:
     tool_calls: int = 0
     user_scores: tuple[float, ...] = ()  # what a simulated user gave the policy's turns, in their order
     tool_rewards: tuple[float, ...] = ()  # what tools gave the policy's calls, in their order
-    tool_scores: Mapping[str, float] = field(default_factory=dict)  # tool's name -> what it gave the whole episode
 
     def __post_init__(self) -> None:
         dtypes = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "logprobs": np.float32}

@@ -65,7 +65,6 @@ class MultiTurnConfig(Section):
 
     enable: bool = key(False, "trajectories are episodes in which the policy calls tools")
     max_assistant_turns: Count | None = key(None, "turns of the policy; null: until the response is full")
-    max_user_turns: Count | None = key(None, "turns in which tools or a user answer; null: no limit of its own")
     max_tool_calls: Count | None = key(None, "tool calls of an episode; null: no limit of its own")
     max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
     tool_config_path: str | None = files(None, "YAML file with the tools, see core/rollout/tools.py", code=CODE)

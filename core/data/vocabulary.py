@@ -1,17 +1,13 @@
 """What a tokenizer knows: its ids, the ids that end a turn, and what its chat template writes around messages.
 
-Engines, episodes, learners and data all read it here, so that what ends a turn or may be sampled is decided once. Short
-conversations are rendered with marks in place of texts, and what stands between the marks is the frame of a reply. A
-template that refuses a role, drops its text or changes it is found so, before a run begins. How prompts become ids is
-in ``core/data/encoder.py``.
+Engines, episodes, learners and data all read it here, so that what ends a turn or may be sampled is decided once. A
+short conversation is rendered with marks in place of texts: what stands between the marks is the frame of a reply.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +15,6 @@ import numpy as np
 Message = Mapping[str, Any]
 Render = Callable[..., str]  # (messages, **arguments of the template) -> text; raises ChatError
 MARK = "mark7c1f52e9"  # letters and digits: no template escapes or trims it
-PROBE = 'a "b"\\\n<é>'  # what an answer may hold and a template may escape
-WRITTEN: tuple[Callable[[str], str], ...] = (  # how templates write a text: as it is, or as JSON does (Llama 3.1)
-    lambda text: text,
-    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
-)
 UNTIL_ASSISTANT = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
 # No tokenizer takes half a surrogate pair and no file holds one; a NUL ends the text in what reads C strings.
 UNWRITABLE = re.compile("[\ud800-\udfff\x00]")
@@ -74,31 +65,21 @@ def end_ids(tokenizer: Any, generation: Any = None) -> frozenset[int]:
 
 
 def template_ends(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return the tokens, with their ids, by which the chat template ends an assistant's message.
-
-    The token behind a last message is one (``<end_of_turn>``). Where another one follows a message that is not the
-    last (gpt-oss: ``<|end|>``, and ``<|return|>`` at the end), it is one too, unless it differs by who speaks next:
-    then it begins the next message, as GLM's ``<|user|>`` does.
-    """
+    """Return the token, with its id, by which the chat template ends a last message of the assistant; {} without."""
     kwargs = {**(template_kwargs or {}), "add_generation_prompt": False}
-    if not (kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)):
+    if not has_template(tokenizer, kwargs):
         return {}
-    tokens, render = whole_tokens(tokenizer), template_of(tokenizer, kwargs)
+    tokens = whole_tokens(tokenizer)
     try:
-        ends = {first_token(written_behind(render), tokens)} - {None}
+        end = first_token(written_behind(template_of(tokenizer, kwargs)), tokens)
     except ChatError:
         return {}  # a template without assistant messages: reported where one is needed
-    between = []
-    for role in ("user", "assistant", "tool") if ends else ():
-        try:
-            between.append(first_token(written_behind(render, {"role": role, "content": "."}), tokens))
-        except ChatError:  # many templates refuse two assistants in a row, or tools
-            continue
-    if len(between) > 1 and len(set(between)) == 1:
-        asked = [{"role": "user", "content": MARK}]
-        begins = render(asked, add_generation_prompt=True).removeprefix(render(asked))
-        ends |= set(between) - {None, first_token(begins, tokens)}
-    return {token: tokens[token] for token in sorted(ends)}
+    return {} if end is None else {end: tokens[end]}
+
+
+def has_template(tokenizer: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the tokenizer, or the template's arguments, have a chat template."""
+    return bool(kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
 
 
 def whole_tokens(tokenizer: Any) -> dict[str, int]:
@@ -118,14 +99,6 @@ def first_token(text: str, tokens: Mapping[str, int]) -> str | None:
 
 class ChatError(ValueError):
     """The chat template refuses a chat."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What stands before, between and behind the texts of messages, and how each text is written."""
-
-    pieces: tuple[str, ...]
-    written: Callable[[str], str]
 
 
 def template_of(tokenizer: Any, kwargs: Mapping[str, Any]) -> Render:
@@ -149,23 +122,14 @@ def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:
     return after
 
 
-def reply_frame(render: Render, role: str, count: int = 1) -> Frame:
-    """Return what the template writes around ``count`` messages of a role that follow an assistant's message.
+def reply_frame(render: Render, role: str, count: int = 1) -> tuple[str, ...]:
+    """Return what the template writes before, between and behind ``count`` messages of a role after the assistant's.
 
     The first piece begins behind the assistant's text, the last one ends with the beginning of the next turn. Raises
-    ChatError where the template refuses the role, drops the text, or writes it in a way that is not known.
+    ChatError where the template refuses the role or drops the text.
     """
-
-    def behind(text: str) -> list[str]:
-        replies = [{"role": role, "content": text}] * count
-        return written_behind(render, *replies, add_generation_prompt=True).split(MARK)
-
-    pieces = behind(MARK)
+    replies = [{"role": role, "content": MARK}] * count
+    pieces = written_behind(render, *replies, add_generation_prompt=True).split(MARK)
     if len(pieces) != count + 1:
         raise ChatError(f"it writes {len(pieces) - 1} of the texts of {count} message(s) of role {role!r}")
-    probed = behind(MARK + PROBE + MARK)
-    for written in WRITTEN:
-        if probed[1::2] == [written(PROBE)] * count:
-            return Frame(tuple(pieces), written)
-    became = "".join(probed[1:2])[:60]
-    raise ChatError(f"it changes the text of messages of role {role!r}: {PROBE!r} becomes {became!r}")
+    return tuple(pieces)

@@ -246,7 +246,7 @@ def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
         "num_tool_calls": trajectory.tool_calls,
         "turn_scores": users,
         "tool_rewards": list(trajectory.tool_rewards),
-        "rollout_reward_scores": {**trajectory.tool_scores, **({"user_turn_rewards": users} if users else {})},
+        "rollout_reward_scores": {"user_turn_rewards": users} if users else {},
     }
 
 

@@ -197,7 +197,6 @@ class Episode:
         self.turns = self.tool_calls = 0
         self.user_scores: list[float] = []  # what simulated users gave the policy's turns
         self.tool_rewards: list[float] = []  # what tools gave the policy's calls
-        self.tool_scores: dict[str, float] = {}  # tool's name -> what it gave the whole episode
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
         self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
         self._calls = calls or Barrier()
@@ -249,13 +248,11 @@ class Episode:
         self.stop = wrote.stop
         return Turn(text, wrote.stop)
 
-    async def call(self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
-        """Await a tool and count it. Raises TimeoutError after ``timeout_s``, and what the tool raises."""
-        self.tool_calls += 1
-        return await self.wait(job, timeout_s)
-
-    async def wait(self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
-        """Await what is no tool, a simulated user say, as :meth:`call` does, and do not count it."""
+    async def call(
+        self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None, *, counted: bool = True
+    ) -> Any:
+        """Await a tool, as a call if it is ``counted``. Raises TimeoutError after ``timeout_s``, and what it raises."""
+        self.tool_calls += counted
 
         async def bounded() -> Any:
             async with asyncio.timeout(timeout_s):
@@ -314,5 +311,4 @@ class Episode:
             tool_calls=self.tool_calls,
             user_scores=tuple(self.user_scores),
             tool_rewards=tuple(self.tool_rewards),
-            tool_scores=dict(self.tool_scores),
         )

@@ -1,10 +1,7 @@
-"""Tools that a policy may call, simulated users that answer it, and the YAML files that list them.
-
-Methods and files are verl's. Of a tool ``create`` is awaited when an episode begins, ``execute`` for each call,
-``calc_reward`` and ``release`` when the episode has ended::
+"""Tools that a policy may call, simulated users that answer it, and the YAML files that list them, in verl's form.
 
     tools:                                           # multi_turn.tool_config_path
-      - class_name: core.rollout.tools.Calculator    # or path/to/file.py:Class
+      - class_name: recipes.lab.tools.Calculator     # or path/to/file.py:Class
         config: {}                                   # for the class
         tool_schema: {type: function, function: {name: calculator, parameters: {...}}}   # or the class's own
 
@@ -13,16 +10,18 @@ Methods and files are verl's. Of a tool ``create`` is awaited when an episode be
         class_name: path/to/file.py:Checker
         config: {}
 
-An example chooses among the tools, ``extra_info.tool_selection: [calculator]``, and gives their methods arguments,
-``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}, execute_kwargs: {...}}}``. Without a selection it has all
-tools, with ``need_tools_kwargs: true`` those that ``tools_kwargs`` names. It has the user that
+An example has all tools, or those of ``extra_info.tool_selection: [calculator]``, and gives their methods arguments,
+``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}, execute_kwargs: {...}}}``. It has the user that
 ``extra_info.interaction_kwargs: {name: checker, ...}`` names, who gets what else stands there; without it, none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ from pydantic import BaseModel, ConfigDict
 from core.config.code_by_path import absent, load_object
 from core.errors import InputError
 
-TOOLS_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-USERS_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
 class ToolError(Exception):
@@ -56,19 +54,21 @@ class OpenAIFunctionToolSchema(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What ``execute`` answers. Pictures and videos are not supported: they count as the tool's failure."""
+    """What ``execute`` answers: text. Pictures and videos are not supported: they count as the tool's failure."""
+
+    model_config = ConfigDict(extra="forbid")
 
     text: str | None = None
-    image: list[Any] | None = None
-    video: list[Any] | None = None
 
 
 class BaseTool:
     """A tool. One object serves all episodes of a run, many at a time; an episode's state is kept by its instance id.
 
-    Its methods run on the run's event loop: await what takes time, in a thread where it blocks (``asyncio.to_thread``).
+    A method that is a coroutine runs on the run's event loop and must not block it. A plain ``def`` may block: it has
+    a thread of its own, which is left behind at the deadline.
     """
 
+    KEY, SECTION, BEGIN, END = f"{MULTI_TURN}.tool_config_path", "tools", "create", "release"
     tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
@@ -105,14 +105,10 @@ class BaseTool:
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         """Return the answer for the policy, the reward of the call or None, and metrics, which are not read.
 
-        Raises ToolError for a call that makes no sense. Anything else that it raises is answered with an error and
-        counted (``agent/failed_calls``). A text alone will do as well.
+        A text alone will do as well. Raises ToolError for a call that makes no sense. Anything else that it raises is
+        answered with an error and counted (``agent/failed_calls``).
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
-
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        """Return the tool's reward for the whole episode."""
-        return None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Let go of an episode's state."""
@@ -126,6 +122,9 @@ class BaseInteraction:
 
     Every method but :meth:`close` gets the example's ``interaction_kwargs`` as ``kwargs``. See :class:`BaseTool`.
     """
+
+    KEY, SECTION = f"{MULTI_TURN}.interaction_config_path", "interaction"
+    BEGIN, END = "start_interaction", "finalize_interaction"
 
     def __init__(self, config: dict[str, Any]):
         """``config`` is the file's, with the user's name. Raises ValueError for what it cannot mean."""
@@ -153,83 +152,82 @@ class BaseInteraction:
         """Let go of what the object holds."""
 
 
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """Return what a function that may block returns. Nobody waits for its daemon thread: no deadline, no exit."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def work() -> None:
+        try:
+            settle = partial(future.set_result, function())
+        except BaseException as error:
+            settle = partial(future.set_exception, error)
+        with suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(lambda: future.done() or settle())
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future
+
+
 # --- the files ---
 
 
-def load_tools(path: str | Path) -> dict[str, BaseTool]:
-    """Return name -> tool, in the file's order. Raises InputError with every problem of the file."""
+class Entry(BaseModel):
+    """What a file has of a tool, or of a user, whose name it gives."""
 
-    def made(entry: Any) -> BaseTool:
-        kind = _class_of(entry, BaseTool, ("name", "config", "tool_schema"), Path(path))
-        if (server := (entry.get("config") or {}).get("type", "native")) != "native":
-            raise ValueError(f"config.type={server!r} is not supported; write a class whose execute() asks the server")
-        if kind.execute is BaseTool.execute:
-            raise ValueError(f"{kind.__name__} has no execute of its own; its calls would do nothing")
-        config = {name: value for name, value in (entry.get("config") or {}).items() if name != "type"}
-        return kind(config, entry.get("tool_schema") and OpenAIFunctionToolSchema.model_validate(entry["tool_schema"]))
+    model_config = ConfigDict(extra="forbid")
 
-    return _made_by_name(path, TOOLS_KEY, "tools", made)
+    class_name: str
+    config: dict[str, Any] = {}
+    tool_schema: OpenAIFunctionToolSchema | None = None
+    name: str | None = None
 
-
-def load_users(path: str | Path) -> dict[str, BaseInteraction]:
-    """Return name -> user, in the file's order. Raises InputError as :func:`load_tools` does."""
-
-    def made(entry: Any) -> BaseInteraction:
-        kind = _class_of(entry, BaseInteraction, ("name", "config"), Path(path))
-        name = entry.get("name") or kind.__name__.removesuffix("Interaction").lower()
-        return kind({**dict(entry.get("config") or {}), "name": str(name)})
-
-    return _made_by_name(path, USERS_KEY, "interaction", made)
+    def made(self, base: type, file: Path) -> BaseTool | BaseInteraction:
+        """Return the object; its class may be one of the file's project. Raises what loading and making it raises."""
+        where = self.class_name
+        kind = load_object(where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name", beside=file)
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            raise ValueError(f"{where} does not extend core.rollout.tools.{base.__name__}")
+        if base is BaseTool:
+            return kind({name: value for name, value in self.config.items() if name != "type"}, self.tool_schema)
+        return kind({**self.config, "name": self.name or kind.__name__.removesuffix("Interaction").lower()})
 
 
-def file_problems(tools: str | None, users: str | None) -> list[str]:
-    """Return the problems of the files of tools and users that are there."""
-    problems: list[str] = []
-    for path, load in ((tools, load_tools), (users, load_users)):
-        if path is not None and Path(path).expanduser().is_file():
-            try:
-                load(path)
-            except InputError as error:
-                problems += error.problems
-    return problems
+def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
+    """Return name -> tool or user of the ``base``, in the file's order; none without a file.
 
-
-def _made_by_name(path: str | Path, key: str, section: str, made: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return name -> what ``made`` makes of each entry of a YAML file. Raises InputError with every problem."""
-    where = f"{key}={path}"
+    Raises InputError with every problem of the file.
+    """
+    if path is None:
+        return {}
+    where = f"{base.KEY}={path}"
     try:
         content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise InputError(f"{where}: cannot be read ({error})") from error
-    entries = content.get(section) if isinstance(content, Mapping) else content
+    entries = content.get(base.SECTION) if isinstance(content, Mapping) else content
     if not isinstance(entries, list) or not entries:
-        raise InputError(f"{where}: must hold a list under {section!r}; the head of core/rollout/tools.py has the form")
+        rule = f"must hold a list under {base.SECTION!r}"
+        raise InputError(f"{where}: {rule}; the head of core/rollout/tools.py has the form")
     by_name: dict[str, Any] = {}
     problems = []
     for number, entry in enumerate(entries):
         try:
-            one = made(entry)
+            one = Entry.model_validate(entry).made(base, Path(path))
             if one.name in by_name:
                 raise ValueError(f"a second one is named {one.name!r}")
             by_name[one.name] = one
         except Exception as error:  # the class of an entry may be a user's
             fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
-            what = str(error) if isinstance(error, InputError | ValueError) else f"{type(error).__name__}: {error}"
-            problems.append(f"{where}: {section}[{number}]: {' '.join(what.split())}{fix}")
+            problems.append(f"{where}: {base.SECTION}[{number}]: {described(error)}{fix}")
     if problems:
         raise InputError(problems)
     return by_name
 
 
-def _class_of(entry: Any, base: type, optional: tuple[str, ...], file: Path) -> type:
-    """Return the class of an entry whose form is right; the module may be one of the file's project."""
-    if not isinstance(entry, Mapping) or not {"class_name"} <= entry.keys() <= {"class_name", *optional}:
-        raise ValueError(f"must hold class_name, and may hold {', '.join(optional)}")
-    where = entry["class_name"]
-    kind = load_object(where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name", beside=file)
-    if not (isinstance(kind, type) and issubclass(kind, base)):
-        raise ValueError(f"{where} does not extend core.rollout.tools.{base.__name__}")
-    return kind
+def described(error: Exception) -> str:
+    """Return an error's type and text in one line."""
+    return " ".join(f"{type(error).__name__}: {error}"[:1000].split())[:300]
 
 
 # --- an example's ---
@@ -240,14 +238,9 @@ def chosen_tools(tools: Mapping[str, BaseTool], extra_info: Mapping[str, Any]) -
     names, kwargs = extra_info.get("tool_selection"), extra_info.get("tools_kwargs") or {}
     if isinstance(names, str) or not isinstance(kwargs, Mapping):
         raise ValueError("extra_info.tool_selection must be a list of names, and tools_kwargs a struct")
-    if names is None and extra_info.get("need_tools_kwargs"):
-        # parquet gives every example every field of a struct: those without a value are not the example's
-        names = [name for name, value in kwargs.items() if value is not None]
-    if names is None:
-        return dict(tools)
-    if unknown := [name for name in names if name not in tools]:
-        raise ValueError(f"extra_info asks for {', '.join(unknown)}; {TOOLS_KEY} has {', '.join(tools)}")
-    return {name: tools[name] for name in names}
+    if unknown := [name for name in names or () if name not in tools]:
+        raise ValueError(f"extra_info asks for {', '.join(unknown)}; {BaseTool.KEY} has {', '.join(tools)}")
+    return {name: tools[name] for name in (tools if names is None else names)}
 
 
 def chosen_user(users: Mapping[str, BaseInteraction], extra_info: Mapping[str, Any]) -> BaseInteraction | None:
@@ -256,69 +249,7 @@ def chosen_user(users: Mapping[str, BaseInteraction], extra_info: Mapping[str, A
     if kwargs is None:
         return None
     name = kwargs.get("name") if isinstance(kwargs, Mapping) else kwargs
-    if name not in users:
-        raise ValueError(
-            f"extra_info.interaction_kwargs chooses {name!r}; {USERS_KEY} has {', '.join(users) or 'none'}"
-        )
+    if name not in users or name is kwargs:
+        has = f"{BaseInteraction.KEY} has {', '.join(users) or 'none'}"
+        raise ValueError(f"extra_info.interaction_kwargs chooses {name!r}; {has}")
     return users[name]
-
-
-# --- tools that come along ---
-
-
-def _function(name: str, description: str, parameter: str, meaning: str) -> Mapping[str, Any]:
-    properties = {parameter: {"type": "string", "description": meaning}}
-    parameters = {"type": "object", "properties": properties, "required": [parameter]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-class Calculator(BaseTool):
-    """Arithmetic on numbers, without ``eval``."""
-
-    tool_schema = _function(
-        "calculator",
-        "Computes an arithmetic expression of numbers, + - * / // ** and parentheses.",
-        *("expression", "for example (3 + 4) * 12"),
-    )
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
-        from reward_scores.arithmetic import CannotEvaluate, evaluate
-
-        try:
-            value = evaluate(parameters["expression"])
-            return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-        except (CannotEvaluate, ValueError) as error:  # the latter for a number of more than 4,300 digits
-            raise ToolError(f"cannot compute that: {error}") from error
-
-
-class PythonSandbox(BaseTool):
-    """Runs a script where it can harm nothing (:mod:`reward_scores.sandbox`) and returns what it printed.
-
-    ``config``: ``seconds`` of processor time and ``memory_mb`` of a script. Raises SandboxUnavailable, when made,
-    where this machine cannot isolate a program.
-    """
-
-    tool_schema = _function(
-        "python", "Runs a Python script in an empty sandbox and returns what it prints.", "code", "the script"
-    )
-
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
-        from reward_scores.sandbox import Limits, required_isolation
-
-        super().__init__(config, tool_schema)
-        self.how = required_isolation()
-        self.limits = Limits(seconds=float(config.get("seconds", 5)), memory_mb=int(config.get("memory_mb", 512)))
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
-        return await asyncio.to_thread(self._run, parameters["code"])
-
-    def _run(self, code: str) -> str:
-        from reward_scores.sandbox import Sandbox
-
-        with Sandbox(self.limits, self.how) as box:
-            ran = box.run(code)
-        if ran.status == "ok":
-            return ran.stdout
-        last = (ran.stderr.strip().splitlines() or [""])[-1]
-        reasons = {"timeout": "it took too long", "output": "it printed too much"}
-        raise ToolError(reasons.get(ran.status) or last or "it ended early and printed no reason")

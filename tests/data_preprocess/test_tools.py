@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from core.data.parquet import ExampleFile
-from core.rollout.tools import chosen_tools, load_tools
+from core.rollout.tools import BaseTool, chosen_tools, load_listed
 from data_preprocess import gsm8k, gsm8k_multiturn_w_tool
 from data_preprocess.cli import run
 
@@ -26,5 +26,5 @@ def test_rows_are_gsm8ks_with_tools_that_the_file_has(tmp_path):
     row, plain = file.example(0), gsm8k.row(examples[0], "test", 0)
     assert row.prompt[0] == {"role": "system", "content": gsm8k_multiturn_w_tool.SYSTEM}
     assert list(row.prompt[1:]) == plain["prompt"] and row.ground_truth == plain["reward_model"]["ground_truth"]
-    tools = load_tools(ROOT / "recipes" / "lab" / "tools.yaml")
+    tools = load_listed(ROOT / "recipes" / "lab" / "tools.yaml", BaseTool)
     assert list(chosen_tools(tools, row.extra_info)) == list(gsm8k_multiturn_w_tool.TOOLS)

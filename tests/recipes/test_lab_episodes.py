@@ -13,7 +13,7 @@ from core.data.parquet import ExampleFile
 from core.engines import SamplingParams
 from core.rollout.agent_loop import Episode, Limits
 from core.rollout.tool_agent import ToolAgentLoop
-from core.rollout.tools import load_tools
+from core.rollout.tools import BaseTool, load_listed
 from core.types import Prompt
 from recipes.lab import guesses, sums, warm_start
 from recipes.lab.tokenizer import build_tokenizer
@@ -105,7 +105,7 @@ def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
     words = build_tokenizer(sums.ALPHABET, sums.WORDS)
     one = sums.splits(10, 10)["train"][0]
     (call, _), (said, by_policy), (answer, _) = sums.calling(one, words.eos_token)
-    tool = load_tools(ROOT / "recipes" / "lab" / "tools.yaml")["calculator"]
+    tool = load_listed(ROOT / "recipes" / "lab" / "tools.yaml", BaseTool)["calculator"]
     arguments = json.loads(call.removeprefix("<tool_call>").split("</tool_call>")[0])["arguments"]
     assert tool.problem(arguments) is None
     assert said == f"<tool_response>{asyncio.run(tool.execute('0', arguments))}</tool_response>" and not by_policy

@@ -63,9 +63,7 @@ def group(ordinal: int) -> ScoredGroup:
         Score(1.0, {"format": 0.1, "acc": 1.0}, pred="4", notes={"why": "right"}),
         Score(-0.0, status=ScoreStatus.TIMEOUT, masked=True),
     )
-    return ScoredGroup(
-        prompt, (trajectory(4, ordinal), trajectory(0, 9, tool_scores={"search": 0.5})), scores, scores[0]
-    )
+    return ScoredGroup(prompt, (trajectory(4, ordinal), trajectory(0, 9, tool_rewards=(0.5,))), scores, scores[0])
 
 
 PROMPTS = {ordinal: group(ordinal).prompt for ordinal in (12, 15)}

@@ -86,7 +86,7 @@ FAMILIES = {
     "glm4": family(GLM4, "<|endoftext|>", "[gMASK] <|user|> <|assistant|> <|observation|>", ""),
     "llama3": family(LLAMA3, "<|eot_id|>", "<|start_header_id|> <|end_header_id|>", "<|eot_id|>"),
     "mistral": family(MISTRAL, "</s>", "[INST] [/INST] [TOOL_RESULTS] [/TOOL_RESULTS]", "</s>"),
-    "gpt-oss": family(GPT_OSS, "<|return|>", "<|start|> <|message|> <|end|>", "<|return|> <|end|>"),
+    "gpt-oss": family(GPT_OSS, "<|return|>", "<|start|> <|message|> <|end|>", "<|return|>"),
     "plain": family(PLAIN, "<eos>", "<|im_start|>", ""),
     "end of the last alone": family(LAST_ONLY, "<eos>", "<|im_start|>", "<eos>"),
 }
