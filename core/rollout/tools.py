@@ -172,7 +172,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
 # --- the files ---
 
 
-class Entry(BaseModel):
+class ListedClass(BaseModel):
     """What a file has of a tool, or of a user, whose name it gives."""
 
     model_config = ConfigDict(extra="forbid")
@@ -213,7 +213,7 @@ def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
     problems = []
     for number, entry in enumerate(entries):
         try:
-            one = Entry.model_validate(entry).made(base, Path(path))
+            one = ListedClass.model_validate(entry).made(base, Path(path))
             if one.name in by_name:
                 raise ValueError(f"a second one is named {one.name!r}")
             by_name[one.name] = one
