@@ -1,15 +1,13 @@
 """The in-process engine: a transformers model, decoded by our own loop.
 
-Every sequence that is computed is one that still grows. A prompt is prefilled but for its last token, which is the
-first input of each of its sequences, so that the first token is drawn like every other one.
+Every sequence that is computed is one that still grows. A prompt is prefilled once for all its rows, but for its last
+token, which is the first input of each of them, so that the first token is drawn like every other one.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,223 +18,27 @@ from core.algorithm import checks
 from core.config.section import FULL_PRECISION
 from core.engines import SampleRequest
 from core.engines.in_process_engine import InProcessEngine, Row
-from core.engines.kv_cache import ATTENTION, PROMPTS, RESPONSES, Decode, Prefill, SharedPromptCache
+from core.engines.kv_cache import ATTENTION, RowCache
 from core.engines.sampling import RowSettings, draw, uniforms
 from core.engines.weight_buckets import Proof, Weight, weights_checksum
 from core.errors import InputError
+from core.learner.models import load_policy
 from core.vision.learner_pictures import picture_inputs, run_body
-from core.vision.pictures import Pictures
 
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-LEAST_COLUMNS = 64  # of the first store of responses; more are allocated as they grow
-
-
-@dataclass(eq=False)
-class StoredPrompt:
-    """A prompt that rows continue. Equal ids with other media are another prompt.
-
-    ``stored`` of its tokens are in the cache: all but the last, which is the first input of each of its rows.
-    ``offset`` is added to the count of tokens before one for its position: below zero where there are media, because a
-    picture takes fewer positions than tokens.
-    """
-
-    ids: tuple[int, ...]
-    media: Pictures | None
-    offset: int = 0
-    rows: int = 0
-
-    @property
-    def stored(self) -> int:
-        return len(self.ids) - 1
-
-
-class DecodeBatch:
-    """The rows that decode. Place ``i`` of the response store is ``rows[i]``'s, which continues ``prompt_of[i]``; place
-    ``j`` of the prompt store is ``prompts[j]``'s. At most ``max_rows`` decode at once, several prompts are prefilled by
-    passes of at most ``max_prefill_tokens``, and both stores together hold at most ``cache_tokens``.
-    """
-
-    def __init__(self, model: Any, unknown: np.ndarray, *, max_rows: int, max_prefill_tokens: int, cache_gib: float):
-        self.model, self.device = model, model.device
-        self.cache = SharedPromptCache(model)
-        self.max_rows, self.max_prefill_tokens = max_rows, max_prefill_tokens
-        self.cache_tokens = int(cache_gib * 2**30 / self.cache.bytes_per_token)
-        self.unknown = torch.from_numpy(unknown).to(self.device)  # ids that are never drawn
-        # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps.
-        self.prefill_tokens = self.row_steps = 0
-        self.clear()
-
-    def clear(self) -> None:
-        self.rows: list[Row] = []
-        self.prompt_of: list[StoredPrompt] = []
-        self.prompts: list[StoredPrompt] = []
-        self.settings: RowSettings | None = None
-        self.cache.free()
-
-    def room_for(self, waiting: Sequence[Row]) -> int:
-        """Return how many of these, in their order, may join now without ever exceeding the limits."""
-        prompts = {(prompt.ids, prompt.media) for prompt in self.prompts}
-        width = max((len(prompt.ids) for prompt in self.prompts), default=0)
-        budget = max((row.request.sampling.max_tokens for row in self.rows), default=0)
-        for joining, row in enumerate(waiting):
-            request, count = row.request, len(self.rows) + joining + 1
-            budget, width = max(budget, request.sampling.max_tokens), max(width, len(request.prompt_ids))
-            prompts.add((request.prompt_ids, request.media))
-            if count > self.max_rows or most_stored(count, budget, len(prompts), width) > self.cache_tokens:
-                return joining
-        return len(waiting)
-
-    @torch.inference_mode()
-    def admit(self, rows: Sequence[Row]) -> None:
-        """Add rows, with one prefill for all that share a prompt; a prompt that is decoding already needs none."""
-        held = {(prompt.ids, prompt.media): prompt for prompt in self.prompts}
-        fresh = []
-        for row in rows:
-            key = (row.request.prompt_ids, row.request.media)
-            if key not in held:
-                held[key] = StoredPrompt(*key)
-                fresh.append(held[key])
-            held[key].rows += 1
-            self.rows.append(row)
-            self.prompt_of.append(held[key])
-        fresh.sort(key=lambda prompt: prompt.stored)  # prompts of one pass have about one length
-        begin = len(self.prompts)
-        self.prompts += fresh
-        self.settings = None
-        if fresh:
-            self._make_room()
-            self._prefill(begin)
-
-    def _prefill(self, begin: int) -> None:
-        """Fill the prompt store from place ``begin`` on; the prompts there are sorted by length."""
-        while begin < len(self.prompts):
-            end, width = begin + 1, self.prompts[begin].stored
-            while end < len(self.prompts) and (end + 1 - begin) * self.prompts[end].stored <= self.max_prefill_tokens:
-                end, width = end + 1, self.prompts[end].stored
-            if width:
-                self._prefill_pass(begin, self.prompts[begin:end], width)
-            begin = end
-
-    def _prefill_pass(self, begin: int, prompts: Sequence[StoredPrompt], width: int) -> None:
-        # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
-        padded = [prompt.ids[:-1] + prompt.ids[:1] * (width - prompt.stored) for prompt in prompts]
-        input_ids = torch.tensor(padded, device=self.device)
-        media = picture_inputs(self.model, input_ids, [prompt.media for prompt in prompts])
-        if media is not None:
-            last_P = torch.tensor([prompt.stored - 1 for prompt in prompts], device=self.device)
-            for prompt, offset in zip(prompts, media.position_offset(last_P).tolist(), strict=True):
-                prompt.offset = offset
-        run_body(
-            self.model,
-            input_ids,
-            media,
-            position_ids=torch.arange(width, device=self.device)[None],
-            past_key_values=self.cache.begin(Prefill(begin)),
-            use_cache=True,
-        )
-        self.prefill_tokens += sum(prompt.stored for prompt in prompts)
-
-    @torch.inference_mode()
-    def step(self) -> list[Row]:
-        """Write a token of every row; return the rows that ended with it, which have left the batch."""
-        logits_NV = self._forward()
-        if self.settings is None:
-            sampling = [row.request.sampling for row in self.rows]
-            self.settings = RowSettings.of(sampling, logits_NV.shape[1], self.device)
-        if len(self.unknown):
-            logits_NV = logits_NV.index_fill(1, self.unknown, -math.inf)
-        seed_N = np.array([row.request.seed % 2**64 for row in self.rows], np.uint64)
-        position_N = np.array([len(row.ids) for row in self.rows], np.uint64)
-        uniform_N = torch.from_numpy(uniforms(seed_N, position_N)).to(self.device)
-        token_N, logprob_N = draw(logits_NV, self.settings, uniform_N)
-        self.row_steps += len(self.rows)
-        written = zip(self.rows, token_N.tolist(), logprob_N.tolist(), strict=True)
-        finished = [row for row, token, logprob in written if row.write(token, logprob)]
-        self.remove(finished)
-        return finished
-
-    def _forward(self) -> Tensor:
-        self._make_room()
-        place = {id(prompt): number for number, prompt in enumerate(self.prompts)}
-        prompt_N = np.array([place[id(prompt)] for prompt in self.prompt_of])
-        length_N = np.array([len(row.ids) for row in self.rows])
-        position_N = length_N + np.array([prompt.stored + prompt.offset for prompt in self.prompt_of])
-        plan = Decode(prompt_N, np.array([prompt.stored for prompt in self.prompts]), length_N, self.device)
-        tokens = [row.ids[-1] if row.ids else row.request.prompt_ids[-1] for row in self.rows]
-        output = self.model(
-            input_ids=torch.tensor(tokens, device=self.device)[:, None],
-            position_ids=torch.from_numpy(position_N).to(self.device)[:, None],
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device),  # a stand-in: used unchanged
-            past_key_values=self.cache.begin(plan),
-            use_cache=True,
-        )
-        return output.logits[:, -1]
-
-    def _make_room(self) -> None:
-        """Allocate both stores anew where one is too small, with room to spare, because growing copies all of it."""
-        width = max(prompt.stored for prompt in self.prompts)
-        longest = max(len(row.ids) for row in self.rows) + 1
-        most = max(row.request.sampling.max_tokens for row in self.rows)
-        needs = {PROMPTS: (len(self.prompts), width), RESPONSES: (len(self.rows), longest)}
-        columns = {PROMPTS: width, RESPONSES: min(most, max(longest + longest // 2, LEAST_COLUMNS))}
-        has = self.cache.allocated
-        if any(needs[kind][0] > has[kind][0] or needs[kind][1] > has[kind][1] for kind in has):
-            sizes = {kind: (with_spare(needs[kind][0]), columns[kind]) for kind in has}
-            for kind in sorted(
-                has, key=lambda kind: math.prod(sizes[kind]) - math.prod(has[kind])
-            ):  # what shrinks, first
-                self.cache.reserve(kind, *sizes[kind])
-
-    @torch.inference_mode()
-    def remove(self, rows: Sequence[Row]) -> None:
-        """Remove these rows, and the prompts that no row continues; the last ones move into their places."""
-        gone = set(map(id, rows))
-        places = [place for place, row in enumerate(self.rows) if id(row) in gone]
-        if not places:
-            return
-        for place in places:
-            self.prompt_of[place].rows -= 1
-        for to, origin in self._close_gaps(RESPONSES, self.rows, places, [len(row.ids) for row in self.rows]):
-            self.prompt_of[to] = self.prompt_of[origin]
-        del self.prompt_of[len(self.rows) :]
-        self.settings = None
-        unused = [place for place, prompt in enumerate(self.prompts) if not prompt.rows]
-        self._close_gaps(PROMPTS, self.prompts, unused, [prompt.stored for prompt in self.prompts])
-
-    def _close_gaps(self, kind: str, held: list, gone: list[int], stored: list[int]) -> list[tuple[int, int]]:
-        """Move the last places into those that are ``gone`` (ascending), in the list and in the store; return the moves
-        (to, from). ``stored`` has the tokens of each place."""
-        left, leaving = len(held) - len(gone), set(gone)
-        holes, movers = [i for i in gone if i < left], [i for i in range(left, len(held)) if i not in leaving]
-        if columns := max((stored[mover] for mover in movers), default=0):
-            self.cache.copy(kind, holes, movers, columns)
-        moves = list(zip(holes, movers, strict=True))
-        for to, origin in moves:
-            held[to] = held[origin]
-        del held[left:]
-        return moves
-
-
-def most_stored(rows: int, budget: int, prompts: int, width: int) -> int:
-    """Return the most tokens allocated for this number of rows of ``budget`` tokens and prompts of ``width``."""
-    return with_spare(rows) * budget + with_spare(prompts) * width
-
-
-def with_spare(places: int) -> int:
-    """Return how many places are allocated, because more come one by one."""
-    return places + places // 4
+SPARE_COLUMNS = 64  # at least, of the cache: growing it copies all of it
 
 
 class HFEngine(InProcessEngine):
     """Satisfies :class:`core.engines.RolloutEngine` for causal language models of transformers that attend to all
     former tokens.
 
-    ``model`` is copied, unless ``adopt`` hands it over. ``dtype`` of the weights is the model's by default. At most
-    ``max_batch_rows`` samples decode at once, their keys and values fill at most ``cache_gib`` GiB, and a prefill sends
-    about ``max_prefill_tokens`` through the model at once; what does not fit waits in the order of arrival. Raises
-    InputError for a model that it cannot run.
+    ``model`` becomes the engine's own; ``dtype`` of the weights is the model's by default. At most ``max_batch_rows``
+    samples decode at once, their keys and values fill at most ``cache_gib`` GiB, and a prefill sends about
+    ``max_prefill_tokens`` through the model at once; what does not fit waits in the order of arrival. Place ``i`` of
+    the cache is ``rows[i]``'s. Raises InputError for a model that it cannot run.
     """
 
     def __init__(
@@ -248,38 +50,149 @@ class HFEngine(InProcessEngine):
         max_batch_rows: int = 1024,
         max_prefill_tokens: int = 8192,
         cache_gib: float = 4.0,
-        adopt: bool = False,
     ):
-        model = _prepared(model if adopt else copy.deepcopy(model), dtype)
-        super().__init__(tokenizer, model, model.device)
-        limits = {"max_rows": max_batch_rows, "max_prefill_tokens": max_prefill_tokens, "cache_gib": cache_gib}
-        self.batch = DecodeBatch(model, self.unknown, **limits)
+        super().__init__(tokenizer, _prepared(model, dtype), model.device)
+        self.max_rows, self.max_prefill_tokens = max_batch_rows, max_prefill_tokens
+        self.cache = RowCache(model)
+        self.cache_tokens = int(cache_gib * 2**30 / self.cache.bytes_per_token)
+        self.rows: list[Row] = []
+        self.settings: RowSettings | None = None  # of the rows as they are
+        self.never_drawn = torch.from_numpy(self.unknown).to(self.device)
+        # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps
+        self.prefill_tokens = self.row_steps = 0
 
     def _check(self, request: SampleRequest) -> None:
         super()._check(request)
-        prompt, budget = request.prompt_ids, request.sampling.max_tokens
-        if most_stored(1, budget, 1, len(prompt)) > self.batch.cache_tokens:
+        if (most := _most_stored(1, _most_columns(request))) > self.cache_tokens:
             raise ValueError(
-                f"prompt of {len(prompt)} tokens + max_tokens={budget} is more than the cache holds "
-                f"({self.batch.cache_tokens} tokens): raise the engine's cache_gib"
+                f"prompt and max_tokens are {most} tokens, more than the cache holds ({self.cache_tokens}): raise "
+                "actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib"
             )
 
     def _running(self) -> list[Row]:
-        return self.batch.rows
+        return self.rows
 
+    def _room(self) -> int:
+        """Return how many of those that wait, in their order, may join now without ever exceeding the limits."""
+        columns = max((_most_columns(row.request) for row in self.rows), default=0)
+        for joining, row in enumerate(self._waiting):
+            count, columns = len(self.rows) + joining + 1, max(columns, _most_columns(row.request))
+            if count > self.max_rows or _most_stored(count, columns) > self.cache_tokens:
+                return joining
+        return len(self._waiting)
+
+    @torch.inference_mode()
     def _admit(self) -> None:
-        if count := self.batch.room_for(self._waiting):
-            joining, self._waiting = self._waiting[:count], self._waiting[count:]
-            self.batch.admit(joining)
+        """Add the rows that have room, with one prefill for all that share a prompt; one that is decoding needs none."""
+        if not (count := self._room()):
+            return
+        joining, self._waiting = self._waiting[:count], self._waiting[count:]
+        place = {_prompt(row): number for number, row in enumerate(self.rows)}
+        first = {_prompt(row): row for row in reversed(joining) if _prompt(row) not in place}
+        fresh = sorted(first.values(), key=_stored)  # prompts of one pass have about one length
+        begin = len(self.rows)
+        self.rows += fresh
+        place |= {_prompt(row): begin + number for number, row in enumerate(fresh)}
+        sharing = [row for row in joining if first.get(_prompt(row)) is not row]
+        to = list(range(len(self.rows), len(self.rows) + len(sharing)))
+        self.rows += sharing
+        self.settings = None
+        self._make_room()
+        self._prefill(begin, begin + len(fresh))
+        origin = [place[_prompt(row)] for row in sharing]
+        self.cache.copy(to, origin, max(map(_stored, sharing), default=0))
+        for row, number in zip(sharing, origin, strict=True):
+            row.offset = self.rows[number].offset
 
+    def _prefill(self, begin: int, stop: int) -> None:
+        """Fill these places, whose prompts are sorted by length."""
+        while begin < stop:
+            end = begin + 1
+            while end < stop and (end + 1 - begin) * _stored(self.rows[end]) <= self.max_prefill_tokens:
+                end += 1
+            if width := _stored(self.rows[end - 1]):
+                self._prefill_pass(begin, self.rows[begin:end], width)
+            begin = end
+
+    def _prefill_pass(self, begin: int, rows: Sequence[Row], width: int) -> None:
+        # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
+        prompts = [row.request.prompt_ids for row in rows]
+        padded = [(*prompt[:-1], *prompt[:1] * (width - len(prompt) + 1)) for prompt in prompts]
+        input_ids = torch.tensor(padded, device=self.device)
+        media = picture_inputs(self.model, input_ids, [row.request.media for row in rows])
+        if media is not None:
+            last_N = torch.tensor([_stored(row) - 1 for row in rows], device=self.device)
+            for row, offset in zip(rows, media.position_offset(last_N).tolist(), strict=True):
+                row.offset = offset
+        position_ids, cache = torch.arange(width, device=self.device)[None], self.cache.prefill(begin)
+        run_body(self.model, input_ids, media, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        self.prefill_tokens += sum(map(_stored, rows))
+
+    @torch.inference_mode()
     def _advance(self) -> list[Row]:
-        return self.batch.step()
+        """Write a token of every row; return the rows that ended with it, which have left."""
+        logits_NV = self._forward()
+        if self.settings is None:
+            sampling = [row.request.sampling for row in self.rows]
+            self.settings = RowSettings.of(sampling, logits_NV.shape[1], self.device)
+        if len(self.never_drawn):
+            logits_NV = logits_NV.index_fill(1, self.never_drawn, -math.inf)
+        seed_N = np.array([row.request.seed % 2**64 for row in self.rows], np.uint64)
+        written_N = np.array([len(row.ids) for row in self.rows], np.uint64)
+        uniform_N = torch.from_numpy(uniforms(seed_N, written_N)).to(self.device)
+        token_N, logprob_N = draw(logits_NV, self.settings, uniform_N)
+        self.row_steps += len(self.rows)
+        written = zip(self.rows, token_N.tolist(), logprob_N.tolist(), strict=True)
+        finished = [row for row, token, logprob in written if row.write(token, logprob)]
+        self._remove(finished)
+        return finished
+
+    def _forward(self) -> Tensor:
+        """Return the logits of each row's next token, [N, V]."""
+        self._make_room()
+        tokens = [(row.ids or row.request.prompt_ids)[-1] for row in self.rows]
+        column_N = torch.tensor([_stored(row) + len(row.ids) for row in self.rows], device=self.device)
+        offset_N = torch.tensor([row.offset for row in self.rows], device=self.device)
+        cache = self.cache.decode(column_N)
+        return self.model(
+            input_ids=torch.tensor(tokens, device=self.device)[:, None],
+            position_ids=(column_N + offset_N)[:, None],
+            attention_mask=cache.mask,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+
+    def _make_room(self) -> None:
+        """Allocate the cache anew where it is too small, with room to spare, because growing copies all of it."""
+        columns = max(_stored(row) + len(row.ids) for row in self.rows) + 1
+        if len(self.rows) > self.cache.places or columns > self.cache.columns:
+            most = max(_most_columns(row.request) for row in self.rows)
+            spare = max(columns // 2, SPARE_COLUMNS)
+            self.cache.reserve(_with_spare(len(self.rows)), min(most, columns + spare))
+
+    @torch.inference_mode()
+    def _remove(self, rows: Sequence[Row]) -> None:
+        """Remove these rows; the last ones move into their places."""
+        if not rows:
+            return
+        gone = set(map(id, rows))
+        left = len(self.rows) - len(gone)
+        holes = [place for place, row in enumerate(self.rows[:left]) if id(row) in gone]
+        movers = [place for place, row in enumerate(self.rows[left:], left) if id(row) not in gone]
+        columns = [_stored(self.rows[place]) + len(self.rows[place].ids) for place in movers]
+        self.cache.copy(holes, movers, max(columns, default=0))
+        for to, origin in zip(holes, movers, strict=True):
+            self.rows[to] = self.rows[origin]
+        del self.rows[left:]
+        self.settings = None
 
     def _drop(self, rows: list[Row]) -> None:
-        if len(rows) == len(self.batch.rows):
-            self.batch.clear()
+        if len(rows) == len(self.rows):
+            self.rows = []
+            self.settings = None
+            self.cache.free()
         else:
-            self.batch.remove(rows)
+            self._remove(rows)
 
     @torch.no_grad()
     def _copy(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
@@ -304,7 +217,30 @@ class HFEngine(InProcessEngine):
         return logprob_TV.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
     def _free(self) -> None:
-        self.model = self.batch.model = None
+        self.model = None
+
+
+def _prompt(row: Row) -> tuple[Any, ...]:
+    """Return what a row continues: equal ids with other media are another prompt."""
+    return row.request.prompt_ids, row.request.media
+
+
+def _stored(row: Row) -> int:
+    """Return how many tokens of its prompt are computed ahead: all but the last."""
+    return len(row.request.prompt_ids) - 1
+
+
+def _most_columns(request: SampleRequest) -> int:
+    return len(request.prompt_ids) - 1 + request.sampling.max_tokens
+
+
+def _most_stored(rows: int, columns: int) -> int:
+    return _with_spare(rows) * columns
+
+
+def _with_spare(rows: int) -> int:
+    """Return how many places are allocated, because more come one by one."""
+    return rows + rows // 4
 
 
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -324,11 +260,9 @@ def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> HFEngine:
     """Make the engine; ``rollout.engine_kwargs.hf.*`` are keyword arguments of :class:`HFEngine`."""
-    from core.learner.models import load_policy
-
     rollout = config.actor_rollout_ref.rollout
     options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
     options |= rollout.engine_kwargs.get("hf", {})
     dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
     policy = model() if model is not None else load_policy(config.actor_rollout_ref.model, dtype).to(device)
-    return HFEngine(policy, tokenizer, dtype=dtype, adopt=True, **options)
+    return HFEngine(policy, tokenizer, dtype=dtype, **options)

@@ -56,6 +56,7 @@ class Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
+    offset: int = 0  # of positions from the count of tokens, below zero behind pictures
 
     def write(self, token: int, logprob: float) -> bool:
         """Append the next token, set ``stop``, and return whether the token was the last.

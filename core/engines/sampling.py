@@ -50,35 +50,34 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How each row is sampled, as tensors.
-
-    Greedy rows have temperature 1 and no truncation here: their log-probs are those of the full distribution.
-    """
+    """How each row is sampled, as tensors [N]. Greedy rows have temperature 1 and no truncation here: their log-probs
+    are those of the full distribution."""
 
     temperature_N: Tensor
     top_k_N: Tensor  # the vocabulary's size where it is off
-    top_p_N: Tensor  # 1 where it is off
+    top_p_N: Tensor  # infinite where it is off: a running sum may round to 1 before the last token
     greedy_N: Tensor
+    truncates: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSettings:
-        rows = len(params)
-        if len(set(map(id, params))) == 1:  # the usual case, and the reason for expand below
-            params = params[:1]
         greedy = [p.temperature == 0 for p in params]
-        heat = [p.temperature or 1.0 for p in params]
         top_k = [vocab_size if p.top_k < 0 or p.temperature == 0 else min(p.top_k, vocab_size) for p in params]
-        top_p = [1.0 if p.temperature == 0 else p.top_p for p in params]
-        formats = (torch.float32, torch.int64, torch.float64, torch.bool)
-        columns = zip((heat, top_k, top_p, greedy), formats, strict=True)
-        return cls(*(torch.tensor(values, dtype=dtype, device=device).expand(rows) for values, dtype in columns))
+        top_p = [p.top_p if p.top_p < 1 and p.temperature else math.inf for p in params]
+        return cls(
+            torch.tensor([p.temperature or 1.0 for p in params], device=device),
+            torch.tensor(top_k, device=device),
+            torch.tensor(top_p, dtype=torch.float64, device=device),
+            torch.tensor(greedy, device=device),
+            min(top_k) < vocab_size or min(top_p) < math.inf,
+        )
 
 
 def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the next token of every row and its log-prob under the distribution that it was drawn from.
 
-    Temperature, then top-k, then top-p of what is left, in the order of transformers and vLLM. The token is the
-    inverse of the distribution function at ``uniform_N``. The log-prob of a row without a finite distribution is NaN.
+    The token is the inverse of the distribution function at ``uniform_N``. The log-prob of a row without a finite
+    distribution is NaN.
 
     Shapes:
         logits_NV  [N, V], any float type
@@ -93,66 +92,44 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
     return token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()
 
 
+def _inverse(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """Return the first token whose running sum of probabilities exceeds that share of the whole, [N] int64.
+
+    Its block is found first, then its place there (a running sum over the vocabulary is slow on a CPU), both in
+    float64: in float32 rare tokens would be out of reach.
+    """
+    rows, vocab_size = prob_NV.shape
+    width = 1 << round(math.log2(vocab_size) / 2)
+    if missing := -vocab_size % width:
+        prob_NV = torch.nn.functional.pad(prob_NV, (0, missing))
+    block_NSW = prob_NV.unflatten(1, (-1, width))
+    sum_NS = block_NSW.sum(-1).double().cumsum(-1)
+    target_N1 = uniform_N[:, None] * sum_NS[:, -1:]
+    block_N1 = torch.searchsorted(sum_NS, target_N1, right=True).clamp_(max=sum_NS.shape[1] - 1)  # NaN is beyond all
+    before_N1 = torch.nn.functional.pad(sum_NS, (1, 0)).gather(1, block_N1)
+    sum_NW = block_NSW[torch.arange(rows, device=prob_NV.device), block_N1[:, 0]].double().cumsum(-1)
+    # Rounding must not lift the target to the block's sum: behind it there are only tokens of mass 0.
+    last_N1 = torch.nextafter(sum_NW[:, -1:], torch.zeros_like(target_N1))
+    token_N1 = torch.searchsorted(sum_NW, torch.minimum(target_N1 - before_N1, last_N1), right=True)
+    return (block_N1 * width + token_N1)[:, 0].clamp_(max=vocab_size - 1)
+
+
 def processed_logits(logits_NV: Tensor, settings: RowSettings) -> Tensor:
-    """Return logits after temperature, top-k and top-p, -inf for what was cut off. [N, V] float32."""
+    """Return logits after temperature, then top-k (ties with the k-th stay), then top-p of what is left (the smallest
+    set of most probable tokens with at least that mass), in the order of transformers and vLLM; -inf for what was cut
+    off. [N, V] float32."""
     logits_NV = logits_NV.float()
     if (settings.temperature_N != 1).any():
         logits_NV = logits_NV / settings.temperature_N[:, None]
-    logits_NV = _keep_top_k(logits_NV, settings.top_k_N)
-    return _keep_top_p(logits_NV, settings.top_p_N)
-
-
-def _keep_top_k(logits_NV: Tensor, top_k_N: Tensor) -> Tensor:
-    """Set what is below the k-th largest logit to -inf; ties with it stay."""
-    cut = (top_k_N < logits_NV.shape[1]).nonzero()[:, 0]
-    if not len(cut):
+    if not settings.truncates:
         return logits_NV
-    logits_kept, k = logits_NV[cut], top_k_N[cut]
-    largest = logits_kept.topk(int(k.max()), dim=-1).values
-    logits_kept = logits_kept.masked_fill(logits_kept < largest.gather(-1, k[:, None] - 1), -torch.inf)
-    return logits_NV.index_copy(0, cut, logits_kept)
-
-
-def _keep_top_p(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """Set what is outside the smallest set of most probable tokens with at least ``top_p`` of the mass to -inf."""
-    cut = (top_p_N < 1).nonzero()[:, 0]
-    if not len(cut):
-        return logits_NV
-    ordered, index = logits_NV[cut].sort(dim=-1, descending=True, stable=True)
-    probs = ordered.softmax(-1)
-    mass_before = probs.cumsum(-1, dtype=torch.float64) - probs
-    ordered = ordered.masked_fill(mass_before >= top_p_N[cut, None], -torch.inf)
-    return logits_NV.index_copy(0, cut, torch.empty_like(ordered).scatter_(-1, index, ordered))
-
-
-def _inverse(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """Return the token at ``uniform_N`` of each row's cumulated probabilities: first its block, then within it.
-
-    A running sum over the vocabulary is slow on a CPU and, in float32, blind to rare tokens; sums of about
-    sqrt(V) blocks and a running sum over one block, both in float64, are neither.
-    """
-    vocab_size = prob_NV.shape[1]
-    width = 1 << round(math.log2(vocab_size) / 2)
-    whole = vocab_size - vocab_size % width
-    block_NS = prob_NV[:, :whole].unflatten(1, (-1, width)).sum(-1)
-    if whole < vocab_size:
-        block_NS = torch.cat([block_NS, prob_NV[:, whole:].sum(-1, keepdim=True)], 1)
-    block_N1, before_N1, target_N1 = _search(block_NS.double(), uniform_N[:, None] * block_NS.double().sum(-1, True))
-    token_NW = block_N1 * width + torch.arange(width, device=prob_NV.device)
-    inner_NW = prob_NV.gather(1, token_NW.clamp(max=vocab_size - 1)).double()
-    inner_NW = inner_NW.masked_fill_(token_NW >= vocab_size, 0)
-    inner_N1 = _search(inner_NW, target_N1 - before_N1)[0]
-    return token_NW.gather(1, inner_N1)[:, 0].clamp_(max=vocab_size - 1)  # beyond the end for NaN alone
-
-
-def _search(mass_NS: Tensor, target_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first cell whose running sum exceeds the target, the sum before that cell, and the target used."""
-    sum_NS = mass_NS.cumsum(-1)
-    total_N1 = sum_NS[:, -1:]
-    # Rounding must not lift the target to the total: behind it there is no cell, or only cells of mass 0.
-    target_N1 = torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
-    cell_N1 = torch.searchsorted(sum_NS, target_N1, right=True).clamp_(max=mass_NS.shape[1] - 1)
-    return cell_N1, sum_NS.gather(1, cell_N1) - mass_NS.gather(1, cell_N1), target_N1
+    ordered_NV, index_NV = logits_NV.sort(dim=-1, descending=True, stable=True)
+    kth_N1 = ordered_NV.gather(-1, settings.top_k_N[:, None] - 1)
+    ordered_NV = ordered_NV.masked_fill(ordered_NV < kth_N1, -torch.inf)
+    prob_NV = ordered_NV.softmax(-1)
+    mass_before_NV = prob_NV.cumsum(-1, dtype=torch.float64) - prob_NV
+    ordered_NV = ordered_NV.masked_fill(mass_before_NV >= settings.top_p_N[:, None], -torch.inf)
+    return torch.empty_like(logits_NV).scatter_(-1, index_NV, ordered_NV)
 
 
 # -- what ends a response ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import math
 import statistics
@@ -98,7 +99,7 @@ def measure(run: Callable[[int], int], seed: int) -> tuple[float, float]:
 def compare(name: str, most: int, mean: int | None, dtype: torch.dtype, repeats: int) -> dict:
     """Medians, extremes and the ratio of medians for one workload; the order is swapped every repeat."""
     model = model_3m(mean).to(dtype)
-    engine = HFEngine(model, tiny_tokenizer())
+    engine = HFEngine(copy.deepcopy(model), tiny_tokenizer())
     fixed = mean is None
     sides = {
         "engine": lambda seed: engine_run(engine, most, fixed, seed),

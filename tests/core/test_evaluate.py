@@ -209,8 +209,8 @@ def test_a_killed_generation_goes_on_with_what_is_missing(files, tmp_path):
     out = tmp_path / "killed.jsonl"
     slow = tmp_path / "slowly.py"  # so that the kill lands in mid-generation
     slow.write_text(
-        "import sys, time\nfrom core.engines import hf\nstep = hf.DecodeBatch.step\n"
-        "hf.DecodeBatch.step = lambda self: (time.sleep(0.02), step(self))[1]\n"
+        "import sys, time\nfrom core.engines import hf\nstep = hf.HFEngine._advance\n"
+        "hf.HFEngine._advance = lambda self: (time.sleep(0.02), step(self))[1]\n"
         "from core.evaluate import main\nsys.exit(main())\n"
     )
     longer = ("actor_rollout_ref.rollout.max_num_seqs=8", "data.max_response_length=40")

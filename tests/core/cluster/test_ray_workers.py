@@ -239,7 +239,7 @@ class TestRayEngine(ModelEngineContract):
 
     def counts(self, engine: RayEngine) -> Counts:
         return Counts(
-            *call(self.shared, lambda process: (process.engine.batch.prefill_tokens, process.engine.batch.row_steps))
+            *call(self.shared, lambda process: (process.engine.prefill_tokens, process.engine.row_steps))
         )
 
 

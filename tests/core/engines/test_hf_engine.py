@@ -36,7 +36,7 @@ class TestHF(ModelEngineContract):
         return HFEngine(self.model(), tiny_tokenizer())
 
     def counts(self, engine: HFEngine) -> Counts:
-        return Counts(engine.batch.prefill_tokens, engine.batch.row_steps)
+        return Counts(engine.prefill_tokens, engine.row_steps)
 
 
 class TestScripted(EngineContract):
@@ -104,15 +104,10 @@ def test_a_model_that_would_decode_wrongly_is_refused():
             HFEngine(model, tiny_tokenizer())
 
 
-def test_the_engine_keeps_its_own_copy_without_dropout():
-    model = tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
-    before = HFEngine(model, tiny_tokenizer()).probe((4, 5, 6))
-    engine = HFEngine(model.train(), tiny_tokenizer())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    np.testing.assert_array_equal(engine.probe((4, 5, 6)), before)
-    assert model.config._attn_implementation == "sdpa" and all(p.requires_grad for p in model.parameters())
+def test_dropout_is_off():
+    still, dropping = tiny_model("gpt2"), tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    probes = [HFEngine(model.train(), tiny_tokenizer()).probe((4, 5, 6)) for model in (still, dropping)]
+    np.testing.assert_array_equal(*probes)
 
 
 def test_bf16_keeps_the_rotary_frequencies():
@@ -229,13 +224,13 @@ def test_arrivals_and_aborts_at_random_change_no_response(seed):
         expected = undisturbed[i]
         assert (ids(result), result.stop) == (ids(expected), expected.stop)
         np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-5)
-    assert set(engine.batch.cache.allocated.values()) == {(0, 0)}  # nothing is held while idle
+    assert (engine.cache.places, engine.cache.columns) == (0, 0)  # nothing is held while idle
 
 
 def test_limits_hold_and_what_does_not_fit_waits(monkeypatch):
     engine = HFEngine(tiny_model(), tiny_tokenizer(), max_batch_rows=7)
-    seen, step = [], engine.batch.step
-    monkeypatch.setattr(engine.batch, "step", lambda: seen.append(len(engine.batch.rows)) or step())
+    seen, step = [], engine._advance
+    monkeypatch.setattr(engine, "_advance", lambda: seen.append(len(engine.rows)) or step())
     requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=5 + i % 9, ignore_eos=True) for i in range(40)]
     trajectories = sample_all(engine, requests)
     assert [t.seed for t in trajectories] == list(range(40))
@@ -249,12 +244,12 @@ PER_TOKEN = 2 * 2 * 2 * 8 * 4  # of the tiny model: layers, keys and values, hea
 def engine_of(tokens: int) -> tuple[HFEngine, list[int]]:
     """An engine whose cache holds so many tokens, and the bytes of the stores after each allocation."""
     engine = HFEngine(tiny_model(), tiny_tokenizer(), cache_gib=tokens * PER_TOKEN / 2**30)
-    cache, held = engine.batch.cache, []
+    cache, held = engine.cache, []
     reserve = cache.reserve
 
     def watched(*args):
         reserve(*args)
-        held.append(sum(t.nbytes for layers in cache.stores.values() for layer in layers for t in layer))
+        held.append(sum(t.nbytes for layer in cache.stores for t in layer))
 
     cache.reserve = watched
     return engine, held
@@ -271,26 +266,6 @@ def test_the_cache_stays_within_its_bytes():
     assert sample_all(tight, [ask(max_tokens=60)])
 
 
-def test_room_for_prompts_comes_out_of_the_room_of_former_responses():
-    engine, held = engine_of(2000)
-
-    async def two_waves():
-        async def wave(prompts, budget):
-            requests = [ask(prompt, seed=i, max_tokens=budget, ignore_eos=True) for i, prompt in enumerate(prompts)]
-            return await asyncio.gather(*map(engine.sample, requests))
-
-        lasting = asyncio.ensure_future(engine.sample(ask((4,), max_tokens=126, ignore_eos=True)))
-        first = await wave([HELLO] * 11, 90)
-        second = await wave([tuple(range(4 + i, 94)) for i in range(8)], 4)
-        return [await lasting, *first, *second]
-
-    for trajectory in run(two_waves()):
-        expected = full_logprobs(tiny_model(), ask(tuple(trajectory.prompt_ids.tolist())), ids(trajectory))
-        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
-    assert max(held) <= 2000 * PER_TOKEN
-    assert any(later < earlier for earlier, later in zip(held, held[1:], strict=False)), "no store had to shrink"
-
-
 def test_a_late_sample_shares_the_prompt_that_is_decoding():
     engine = HFEngine(tiny_model(), tiny_tokenizer())
     prompt = tuple(range(4, 54))
@@ -304,7 +279,7 @@ def test_a_late_sample_shares_the_prompt_that_is_decoding():
     for trajectory in run(late()):
         expected = full_logprobs(tiny_model(), ask(prompt), ids(trajectory))
         np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
-    assert engine.batch.prefill_tokens == len(prompt) - 1 + len(HELLO) - 1
+    assert engine.prefill_tokens == len(prompt) - 1 + len(HELLO) - 1
 
 
 def test_ids_outside_of_the_vocabulary_are_refused():
@@ -335,8 +310,8 @@ def made(**options):
 def test_make_engine_follows_the_configuration():
     engine = made(engine_kwargs={"hf": {"cache_gib": 0.5}})
     assert isinstance(engine, HFEngine)
-    assert engine.batch.max_rows == 9 and engine.batch.max_prefill_tokens == 512
-    assert engine.batch.cache_tokens == 0.5 * 2**30 / PER_TOKEN
+    assert engine.max_rows == 9 and engine.max_prefill_tokens == 512
+    assert engine.cache_tokens == 0.5 * 2**30 / PER_TOKEN
     assert made(dtype="bfloat16").model.dtype == torch.bfloat16
 
 

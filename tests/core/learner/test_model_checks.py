@@ -72,7 +72,7 @@ def test_a_model_that_reads_packed_sequences_otherwise_is_refused(monkeypatch):
 
 def test_the_noise_of_log_probs_bounds_how_far_an_engine_in_bf16_is_from_the_learner(real_width):
     ids = tuple(torch.randint(4, VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(0)).tolist())
-    engine = HFEngine(real_width, tiny_tokenizer(), dtype=torch.bfloat16)
+    engine = HFEngine(copy.deepcopy(real_width), tiny_tokenizer(), dtype=torch.bfloat16)
     costs, distances = [], []
     for dtype in (None, torch.bfloat16):
         policy = Policy(copy.deepcopy(real_width), temperature=1.0, compute_dtype=dtype)

@@ -77,15 +77,15 @@ def test_results_are_handed_out_together_and_in_order():
 
 def decoded_together(seed: int) -> list[tuple[int, ...]]:
     """Which samples (by seed) each step of the engine decoded, under scores that take their time."""
-    engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer(), adopt=True)
-    barrier, slow, steps, step = held(), Slow(seed), [], engine.batch.step
+    engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer())
+    barrier, slow, steps, step = held(), Slow(seed), [], engine._advance
     engine.before_step = barrier.settled
 
     def watched():
-        steps.append(tuple(row.request.seed for row in engine.batch.rows))
+        steps.append(tuple(row.request.seed for row in engine.rows))
         return step()
 
-    engine.batch.step = watched
+    engine._advance = watched
 
     async def roll(ordinal):
         prompt = Prompt(ordinal, f"q{ordinal}", (1, 2, 3 + ordinal % 50), (), None, "x")

@@ -41,7 +41,7 @@ def prompts(kind: str) -> list[Prompt]:
 
 def sampled(model, asked: list[Prompt], n: int = 3) -> TrainBatch:
     """A batch of answers of different lengths, as an engine with a copy of the model wrote them."""
-    engine = HFEngine(model, TOKENIZER)
+    engine = HFEngine(copy.deepcopy(model), TOKENIZER)
 
     async def sample():
         def one(p: Prompt, i: int):
