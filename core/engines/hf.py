@@ -83,7 +83,7 @@ class HFEngine(InProcessEngine):
 
     @torch.inference_mode()
     def _admit(self) -> None:
-        """Add the rows that have room, with one prefill for all that share a prompt; one that is decoding needs none."""
+        """Add the rows that have room, with one prefill for all that share a prompt; none for one in decoding."""
         if not (count := self._room()):
             return
         joining, self._waiting = self._waiting[:count], self._waiting[count:]

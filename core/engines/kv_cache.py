@@ -21,7 +21,7 @@ ATTENTION = "rows_in_places"  # the name under which transformers finds attend
 
 
 class RowCache(Cache):
-    """The ``past_key_values`` of a transformers model: each layer has keys and values ``[places, heads, columns, dim]``.
+    """``past_key_values`` of a transformers model: a layer has keys and values ``[places, heads, columns, dim]``.
 
     Raises InputError for a model that stores something other than keys and values of all its tokens.
     """
