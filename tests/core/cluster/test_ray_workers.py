@@ -238,9 +238,7 @@ class TestRayEngine(ModelEngineContract):
         assert self.counts(engine).row_steps - before <= 40 * 240 / 2
 
     def counts(self, engine: RayEngine) -> Counts:
-        return Counts(
-            *call(self.shared, lambda process: (process.engine.prefill_tokens, process.engine.row_steps))
-        )
+        return Counts(*call(self.shared, lambda process: (process.engine.prefill_tokens, process.engine.row_steps)))
 
 
 @pytest.mark.slow
