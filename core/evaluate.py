@@ -325,7 +325,7 @@ async def _scored(layer: RewardLayer, answers: Sequence[Mapping[str, Any]]) -> l
 
     async def group(lines: Sequence[Mapping[str, Any]]) -> ScoredGroup:
         prompt, trajectories = files.prompt_of(lines[0]), tuple(map(files.trajectory_of, lines))
-        scores = await layer.score_group(prompt, trajectories)
+        scores = await asyncio.gather(*(layer.score(prompt, one) for one in trajectories))
         scored()
         return ScoredGroup(prompt, trajectories, tuple(scores))
 

@@ -41,7 +41,7 @@ LAYERS = (
     ("algorithm", "checkpoint", "data"),
     ("vision",),
     ("config",),
-    ("types", "errors", "files", "answer_cache", "__init__"),
+    ("types", "errors", "files", "__init__"),
 )
 # Commands at the top of core that belong to an extension.
 COMMANDS = ("plan", "evaluate")

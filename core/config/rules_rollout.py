@@ -108,7 +108,7 @@ def episodes_repeat(c: View) -> Broken:
 
 def who_grades(c: View) -> Broken:
     if c.reward.reward_manager == "batch" and not c.custom.path:
-        rule = "calls a function of yours with lists of answers, and there is none"
+        rule = "calls a function of yours with lists, and there is none"
         yield "reward_model.reward_manager", rule, "set custom_reward_function.path, or use prime"
     if c.reward.memory_limit_mb is not None and c.reward.memory_limit_mb < 256:
         rule = "is too little for a grader that has only started; at least 256"

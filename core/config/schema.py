@@ -222,10 +222,11 @@ class CustomRewardFunctionConfig(Section):
 
 class RewardModelConfig(Section):
     reward_manager: Literal[*registry.REWARD_MANAGERS] = key(
-        "naive", "who grades: this process (naive), graders (prime, dapo), graders with a function of lists (batch)"
+        "naive",
+        "who grades: this process (naive), graders (prime, dapo), graders with a function of lists (batch)",
     )
     num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", GRADERS)
-    timeout_s: Positive = execution(10.0, "seconds for an answer (batch: a call) with its tests", GRADERS)
+    timeout_s: Positive = execution(10.0, "seconds for an answer with its tests", GRADERS)
     memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", GRADERS)
     num_examine: Size = bookkeeping(0, "answers of each data source that a training step prints", "generates")
     val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")

@@ -1,27 +1,33 @@
-"""What is graded, by which scorer, and what its result is: a score, or the reason why there is none."""
+"""What is graded, by which scorer (a user's own function among them), and what its result is."""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import dataclasses
+import inspect
 import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core.rewards.custom_reward import CustomFunction
+from core.config.code_by_path import absent, load_module, load_object
+from core.errors import InputError
 from reward_scores import Scorer, scorer_for
-from reward_scores.score import Score, ScoreStatus
+from reward_scores.score import Score, ScoreStatus, any_ground_truth
 
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a user's function
+CUSTOM = "custom_reward_function"
 RETURN = "return a number, or a dict with the number under 'score'"
 LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
 LONGEST_NOTE = 1_000  # characters of a part that is kept as text
 # What calls a user's function: these frames are no part of its traceback
-CALLERS = ("core/rewards/grading.py", "core/rewards/graders.py", "core/rewards/custom_reward.py")
-CALLERS += ("reward_scores/score.py", "/asyncio/")
+CALLERS = ("core/rewards/", "reward_scores/score.py", "/asyncio/")
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,80 @@ class ScoreError(ValueError):
     """A reward function returned what is no score; the message holds what to return."""
 
 
+class CustomFunction:
+    """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
+
+    It is called by argument name, as verl does, with those of the four that it takes; it must take ``solution_str``.
+    ``path`` is a Python file or a module's name, whose ``EXAMPLES`` and ``check_ground_truth`` are used like a
+    scorer's. One of ``lists`` (verl's batch manager) takes lists, here of one answer, and returns a list. ``settings``
+    are the arguments that make it anew in another process. Raises InputError.
+    """
+
+    def __init__(
+        self, path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None, lists: bool = False
+    ):
+        self.settings = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "lists": lists}
+        self.lists, self.known = lists, tuple(f"{name}s" for name in ARGUMENTS) if lists else ARGUMENTS
+        self.name, self.kwargs = f"{path}:{name}", dict(kwargs or {})
+        where = path.removeprefix("file://").removeprefix("pkg://")
+        try:
+            self.function: Callable[..., Any] = load_object(f"{where}:{name}", f"{CUSTOM}.path")
+            module = load_module(where, f"{CUSTOM}.path={where}")
+        except InputError:
+            raise
+        except Exception as error:  # of the user's module, which may raise anything
+            fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
+            trace = traceback.format_exc(limit=-3).rstrip()
+            raise InputError(f"{CUSTOM}.path={where}: importing it failed{fix}\n{trace}") from error
+        self.arguments = self._arguments(f"{CUSTOM}.name={name}")
+        self.examples = tuple(getattr(module, "EXAMPLES", ()))
+        self.check_ground_truth = getattr(module, "check_ground_truth", any_ground_truth)
+
+    def _arguments(self, where: str) -> tuple[str, ...]:
+        """Return the arguments that the function is called with. Raises InputError where it cannot be called so."""
+        if not callable(self.function):
+            raise InputError(f"{where}: {self.name} is not a function")
+        if taken := sorted(set(self.kwargs) & set(self.known)):
+            raise InputError(f"{CUSTOM}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
+        signature = inspect.signature(self.function)
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        arguments = tuple(name for name in self.known if takes_all or name in signature.parameters)
+        try:
+            if self.known[1] not in arguments:
+                raise TypeError(f"it has no argument {self.known[1]}")
+            signature.bind(**dict.fromkeys(arguments), **self.kwargs)
+        except TypeError as error:
+            rule = f"it is called by name with ({', '.join([*self.known, *self.kwargs])}), which it refuses: {error}"
+            raise InputError(f"{where}: {rule}; rename its arguments, or correct {CUSTOM}.reward_kwargs") from error
+        return arguments
+
+    def scorer(self, data_source: str) -> Scorer:
+        """Return the function in the shape of a built-in scorer, for one data source."""
+        return Scorer(self.name, partial(self._call, data_source), self.examples, self.check_ground_truth)
+
+    def _call(self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Any:
+        # Copies: what the function does to its arguments must not reach the example in memory.
+        values = (data_source, response, *copy.deepcopy((ground_truth, dict(extra_info))))
+        values = [[value] for value in values] if self.lists else values
+        given = {name: value for name, value in zip(self.known, values, strict=True) if name in self.arguments}
+        result = self.function(**given, **self.kwargs)
+        return _first(result) if self.lists else result
+
+
+def _first(results: Any) -> Any:
+    """Return the one result of a function of lists. Raises ScoreError unless there is one."""
+    if inspect.isawaitable(results):
+
+        async def awaited() -> Any:
+            return _first(await results)
+
+        return awaited()
+    results = results.tolist() if hasattr(results, "tolist") else results
+    if not isinstance(results, list | tuple) or len(results) != 1:
+        raise ScoreError(f"a reward function of lists must return one result an answer: got {results!r:.100} for one")
+    return results[0]
+
+
 class Scorers:
     """The scorers of a run and their options: the table of :mod:`reward_scores`, or the user's function for all."""
 
@@ -101,6 +181,40 @@ class Scorers:
         return scorer(job.response, job.ground_truth, job.extra_info, **self.options(scorer))
 
 
+class JoinedCalls:
+    """Calls a function of many, one call at a time, with what arrived during the call before."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]):
+        self.function = function
+        self._waiting: list[tuple[Any, asyncio.Future]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def submit(self, item: Any) -> Any:
+        """Return the result of one item, or raise what the call raised that had it."""
+        loop = asyncio.get_running_loop()
+        self._waiting.append((item, answer := loop.create_future()))
+        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
+            self._task = loop.create_task(self._run())
+        return await answer
+
+    async def _run(self) -> None:
+        await asyncio.sleep(0)  # lets what arrives in the same turn of the event loop join the first call
+        while waiting := [(item, answer) for item, answer in self._waiting if not answer.done()]:
+            self._waiting = []
+            try:
+                results = self.function([item for item, _ in waiting])
+                results = await results if inspect.isawaitable(results) else results
+            except Exception as error:  # every caller gets it; the next call goes on
+                results = [error] * len(waiting)
+            for (_, answer), result in zip(waiting, results, strict=True):
+                if answer.done():  # the caller was cancelled
+                    continue
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
+
+
 def crash(error: BaseException) -> Failure:
     """Return the failure of a scorer that raised: the user's own traceback, without the frames that called it."""
     if isinstance(error, ScoreError):
@@ -112,26 +226,8 @@ def crash(error: BaseException) -> Failure:
     return Failure(ScoreStatus.CRASH, "".join(lines))
 
 
-# -- what a scorer returned -----------------------------------------------------------------------------
-
-
-def as_results(result: Any, count: int) -> list[Score | Failure]:
-    """Read what a function of lists returned. Raises ScoreError unless it is one result an answer."""
-    results = result.tolist() if hasattr(result, "tolist") else result
-    if not isinstance(results, list | tuple) or len(results) != count:
-        has = f"{len(results)} results" if isinstance(results, list | tuple) else f"{result!r:.100}"
-        raise ScoreError(f"a batched reward function must return one result an answer: got {has} for {count} answers")
-    found: list[Score | Failure] = []
-    for one in results:
-        try:
-            found.append(as_score(one))
-        except ScoreError as error:  # it costs its own answer only
-            found.append(crash(error))
-    return found
-
-
 def as_score(result: Any) -> Score:
-    """Read a number, a dict with ``score``, or a :class:`Score`, as a Score.
+    """Read what a scorer returned: a number, a dict with ``score``, or a :class:`Score`.
 
     Of a dict, ``pred`` is the answer that was read, other finite numbers (``acc`` among them) are parts, and anything
     else is kept as text (``notes``). The status is OK where ``acc`` (the score itself, unless given) is above 0.
@@ -140,12 +236,12 @@ def as_score(result: Any) -> Score:
     if isinstance(result, Score):
         parts, notes = _parts(result.parts)
         return dataclasses.replace(result, value=_number(result.value), parts=parts, notes={**result.notes, **notes})
-    fields = result if isinstance(result, Mapping) else {"score": result}
+    fields = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in fields:
         has = ", ".join(map(repr, fields)) or "nothing"
         raise ScoreError(f"the reward function returned a dict without 'score' (it has {has}); {RETURN}")
-    value, pred = _number(fields["score"]), fields.get("pred")
-    parts, notes = _parts({name: part for name, part in fields.items() if name not in ("score", "pred")})
+    value, pred = _number(fields.pop("score")), fields.pop("pred", None)
+    parts, notes = _parts(fields)
     status = ScoreStatus.OK if parts.get("acc", value) > 0 else ScoreStatus.WRONG
     return Score(value, parts, status, pred=None if pred is None else str(pred), notes=notes)
 
@@ -154,11 +250,9 @@ def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
     """Return the parts that are finite numbers, and the others as texts. Raises ScoreError for ``acc`` among these."""
     parts, notes = {}, {}
     for name, part in given.items():
-        if part is None:
-            continue
-        if name == "acc" or _finite(part) is not None:
+        if name == "acc" and part is not None or _finite(part) is not None:
             parts[str(name)] = _number(part, name)
-        else:
+        elif part is not None:
             notes[str(name)] = str(part)[:LONGEST_NOTE]
     return parts, notes
 

@@ -1,11 +1,9 @@
 """A judge: a generative model behind a URL that grades answers (``reward_model.judge``), in place of a classifier.
 
-* A policy that is trained on a judge's numbers learns to address the judge. Its text is therefore enclosed in tags with
-  a mark that is a hash of the text, so that no text holds its own closing tag, and the first lines tell the judge that
-  nothing between tags is an instruction. Answers that hold such tags or a number in the judge's form are counted.
-* Anything doubtful in a reply is no number: the answer has no score, and ``reward_model.on_error`` decides.
-* Replies are kept on disk by the content of their request, as they came, nonsense included: at temperature 0 another
-  try would give the same. A run that is repeated or resumed sends no request twice, and needs no server for those.
+A policy that is trained on a judge's numbers learns to address the judge. Its text is therefore enclosed in tags with a
+mark that is a hash of the text, so that no text holds its own closing tag. Anything doubtful in a reply is no number:
+the answer has no score, and ``reward_model.on_error`` decides. Replies are kept on disk by their request, nonsense
+included, so that a run is repeated or resumed without the server.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ import json
 import logging
 import os
 import re
-from collections import Counter
+import sqlite3
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.answer_cache import AnswerCache
+import diskcache
+
 from core.errors import InputError
 from core.rewards.grading import Answer, ModelScore
 from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
@@ -45,7 +43,6 @@ GUARD = (
 )
 NUMBER = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
 PROBE_S = 20.0  # for the list of models, when a run starts
-FAILURES = ("timeout", "connect", "busy", "status", "refused", "nonsense")
 
 
 class JudgeLost(RuntimeError):
@@ -56,29 +53,22 @@ class NoNumber(ValueError):
     """A reply from which no number can be read."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """A server's reply as it is kept."""
-
-    text: str
-    finish: str
-    tokens: int
-
-
 class Judge:
-    """Grades answers by ``reward_model.judge``. Raises InputError for a template that cannot be used."""
+    """Grades answers by ``reward_model.judge``. Raises InputError for a template or a folder that cannot be used."""
 
     def __init__(self, config: JudgeConfig):
         self.config, self.url = config, config.url.rstrip("/")
         self.template = _read_template(config.template or TEMPLATE)
         self.reads_reference = "{reference}" in self.template
-        self.cache = AnswerCache(Path(config.cache_dir).expanduser() / "replies", f"{KEY}.cache_dir")
+        folder = Path(config.cache_dir).expanduser() / "replies"
+        try:  # JSON and never pickles: a folder may come from somebody else
+            self.kept = diskcache.Cache(folder, disk=diskcache.JSONDisk, eviction_policy="none")
+        except (sqlite3.Error, OSError) as error:
+            raise InputError(f"{KEY}.cache_dir: {folder} cannot be opened ({error}); name another folder") from error
         token = os.environ.get(config.api_key_env)  # a server of one's own needs none
         headers = {"authorization": f"Bearer {token}"} if token else {}
         options = HttpOptions(config.timeout_s, config.give_up_s, connections=config.max_concurrent, headers=headers)
         self.http = HttpClient("judge", options)
-        self._counts: Counter[str] = Counter()
-        self._requested: dict[str, asyncio.Task[Reply]] = {}
         self._failed_in_row = 0
 
     async def run(self, answer: Answer) -> ModelScore:
@@ -90,38 +80,31 @@ class Judge:
 
         Where no server can be reached but replies are kept, a run may be a repetition and begins.
         """
-        config, where = self.config, f"{KEY}.url={self.config.url}"
         try:
             reply = self.http.loop.submit(self.http.send_once("GET", f"{self.url}/models", longest_s=PROBE_S)).result()
             models = [str(model["id"]) for model in reply.json()["data"]]
         except (RequestFailed, KeyError, TypeError) as failure:
-            if getattr(failure, "kind", "") == "connect" and not len(self.cache):
-                rule = f"cannot be reached ({failure}); start the server, or name one that runs"
-                raise InputError(f"{where}: {rule}") from failure
-            if getattr(failure, "status", 0) in (401, 403):
-                fix = f"the environment variable {config.api_key_env} ({KEY}.api_key_env) must hold its key"
-                raise InputError(f"{where}: refuses access ({failure}); {fix}") from failure
-            log.warning("%s: lists no models (%s), so that %s.model is unchecked", where, failure, KEY)
+            away, refused = getattr(failure, "kind", "") == "connect", getattr(failure, "status", 0) in (401, 403)
+            if refused or (away and not len(self.kept)):
+                fix = f"start the server, and export its key as {self.config.api_key_env} if it needs one"
+                raise InputError(f"{KEY}.url={self.config.url}: cannot be used ({failure}); {fix}") from failure
+            log.warning("%s: lists no models (%s), so that %s.model is unchecked", self.url, failure, KEY)
             return
-        if models and config.model not in models:
-            raise InputError(f"{KEY}.model={config.model}: {where} has {', '.join(models)}; name one of these")
+        if models and self.config.model not in models:
+            rule = f"{self.config.url} has {', '.join(models)}; name one of these"
+            raise InputError(f"{KEY}.model={self.config.model}: {rule}")
 
     def usage(self, prefix: str) -> dict[str, float]:
-        """Return what the judge did since the last call: requests, kept replies, retries, tokens, failures by kind."""
-
-        def take() -> Counter[str]:
-            taken, self._counts = self._counts, Counter()
-            return taken
-
-        counts, sent = self.http.loop.call(take), self.http.take_counts()
-        values = {"requests": sent["attempts"], "retries": sent["retries"]}
-        values |= {name: counts[name] for name in ("cached", "tokens", *(f"failures_{kind}" for kind in FAILURES))}
-        return {f"{prefix}_{name}": float(value) for name, value in values.items()}
+        """Return what the judge did since the last call: requests, retries, kept replies, tokens, failures."""
+        counts = self.http.take_counts()
+        counts["requests"] = counts["attempts"]
+        names = ("requests", "retries", "cached", "tokens", "failures")
+        return {f"{prefix}_{name}": float(counts[name]) for name in names}
 
     def close(self) -> None:
         """End connections, thread and cache. A second call does nothing."""
         self.http.close()
-        self.cache.close()
+        self.kept.close()
 
     # -- on the client's thread ----------------------------------------------------------------------
 
@@ -131,25 +114,24 @@ class Judge:
             reply = await self._reply(self._body(texts))
             value = self.read(reply)
         except (RequestFailed, NoNumber) as failure:
-            kind = getattr(failure, "kind", "nonsense")
-            self._counts[f"failures_{'status' if kind == 'reply' else kind}"] += 1
+            self.http.counts["failures"] += 1
             self._failed_in_row += 1
             if self._failed_in_row >= self.config.max_failures:
                 rule = f"{self._failed_in_row} answers in a row had no number, the last one because of: {failure}"
                 fix = "The run ends, and the same command goes on from its last checkpoint"
                 raise JudgeLost(f"{KEY}.url={self.config.url}: {rule}. {fix}") from failure
-            return ModelScore(error=f"{failure!s:.300}", timed_out=kind == "timeout")
+            return ModelScore(error=f"{failure!s:.300}", timed_out=getattr(failure, "kind", "") == "timeout")
         self._failed_in_row = 0
         addressed = NUMBER.search(texts["response"]) or TAG.search(texts["response"])
-        notes = {"judge_addressed": addressed is not None, "judge_tokens": reply.tokens}
-        return ModelScore(value, notes={name: float(number) for name, number in notes.items()})
+        notes = {"judge_addressed": float(addressed is not None), "judge_tokens": float(reply["tokens"])}
+        return ModelScore(value, notes=notes)
 
-    def read(self, reply: Reply) -> float:
+    def read(self, reply: Mapping[str, Any]) -> float:
         """Return the number of a reply. Raises NoNumber."""
-        config, shown = self.config, f"in {reply.text[-200:]!r}"
-        if reply.finish == "length":  # [[1 may have been about to become [[10]]
+        config, shown = self.config, f"in {reply['text'][-200:]!r}"
+        if reply["finish"] == "length":  # [[1 may have been about to become [[10]]
             raise NoNumber(f"the reply was cut off at {KEY}.max_tokens={config.max_tokens}")
-        values = {float(one) for one in NUMBER.findall(reply.text)}
+        values = {float(one) for one in NUMBER.findall(reply["text"])}
         if len(values) != 1:  # several, such as one quoted from the answer: which is the judge's own is a guess
             raise NoNumber(f"{len(values)} numbers as [[1]] {shown}")
         (value,) = values
@@ -163,31 +145,16 @@ class Judge:
         body |= {"messages": [{"role": "user", "content": fill(self.template, texts)}], **self.config.extra}
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _reply(self, body: Mapping[str, Any]) -> Reply:
-        """Return the reply to a request, kept or new; equal requests are one. Raises RequestFailed.
-
-        A caller that is cancelled leaves the request to those who wait for it too.
-        """
+    async def _reply(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the reply to a request, kept or new. Raises RequestFailed."""
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        if (kept := self.cache.get(key)) is not None:
-            try:
-                reply = Reply(**kept)
-                self._counts["cached"] += 1
-                return reply
-            except TypeError as error:
-                self.cache.warn(f"a kept reply is damaged ({error}): it is requested again")
-        if key not in self._requested:
-            self._requested[key] = asyncio.ensure_future(self._request(key, body))
-        return await asyncio.shield(self._requested[key])
-
-    async def _request(self, key: str, body: Mapping[str, Any]) -> Reply:
-        try:
-            reply = await self.http.request("POST", f"{self.url}/chat/completions", body, _read_completion)
-        finally:
-            del self._requested[key]
-        self.cache.set({key: asdict(reply)})
-        self._counts["tokens"] += reply.tokens
-        return reply
+        if (kept := self.kept.get(key, retry=True)) is not None:
+            self.http.counts["cached"] += 1
+            return kept
+        reply = await self.http.request("POST", f"{self.url}/chat/completions", body, _read_completion)
+        self.http.counts["tokens"] += reply["tokens"]
+        self.kept.add(key, reply, retry=True)
+        return self.kept.get(key, retry=True)  # the first of equal requests at the same time, so that a replay agrees
 
 
 def shown_texts(answer: Answer) -> dict[str, str]:
@@ -232,11 +199,11 @@ def _read_template(path: str | Path) -> str:
     return text
 
 
-def _read_completion(reply: HttpReply) -> Reply:
+def _read_completion(reply: HttpReply) -> dict[str, Any]:
     answer = reply.json()
     try:
-        choice = answer["choices"][0]
-        tokens = (answer.get("usage") or {}).get("total_tokens", 0)
-        return Reply(choice["message"].get("content") or "", choice.get("finish_reason") or "", tokens)
+        choice, tokens = answer["choices"][0], (answer.get("usage") or {}).get("total_tokens", 0)
+        text = choice["message"].get("content") or ""
+        return {"text": text, "finish": choice.get("finish_reason") or "", "tokens": tokens}
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}") from error

@@ -9,15 +9,13 @@ import asyncio
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards.custom_reward import CustomFunction
 from core.rewards.graders import GraderPool, InProcess
-from core.rewards.grading import Answer, Failure, Job, ModelScore, RewardModelCall, Scorers
-from core.rewards.request_batcher import RequestBatcher
+from core.rewards.grading import Answer, CustomFunction, Failure, Job, JoinedCalls, ModelScore, RewardModelCall, Scorers
 from core.rewards.scorer_check import MODEL_STYLE, check_scorers, option_problems, written
 from core.types import Prompt, Trajectory
 from reward_scores.score import Score, ScoreStatus
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COUNTS = {"zero": "it counts 0", "mask": "it carries no loss"}  # by reward_model.on_error
 RUN_PROGRAMS = ("prime_code", "unit_tests")  # scorers that do
 TESTS_SHARE = 0.8  # of reward_model.timeout_s: a slow program is a wrong answer, not a failing scorer
 
@@ -45,12 +42,11 @@ class RewardLayer:
     def __init__(self, config: Config):
         reward, custom = config.reward_model, config.custom_reward_function
         self.config: RewardModelConfig = reward
-        # A function of lists takes the answers to a prompt in one call
-        self.batched = bool(custom.path) and reward.reward_manager == "batch"
         problems, function = option_problems(reward.reward_kwargs or {}), None
         if custom.path:
             try:
-                function = CustomFunction(custom.path, custom.name, custom.reward_kwargs, self.batched)
+                lists = reward.reward_manager == "batch"
+                function = CustomFunction(custom.path, custom.name, custom.reward_kwargs, lists)
             except InputError as error:
                 problems += error.problems
         if problems:
@@ -66,13 +62,13 @@ class RewardLayer:
             from core.rewards.judge import Judge
 
             self.judge = Judge(reward.judge)
-        self._reward_model: RequestBatcher | None = None
+        self._reward_model: JoinedCalls | None = None
         self.failures = Failures(reward.on_error)
         self.known: Mapping[str, tuple[str, Score]] = {}  # data source -> an answer that was graded at start
 
     def attach(self, reward_model: RewardModelCall) -> None:
         """Use this reward model: the workers load it after the layer is made."""
-        self._reward_model = RequestBatcher(lambda answers, _: reward_model(answers))
+        self._reward_model = JoinedCalls(reward_model)
 
     def check(self, rows: Iterable[Prompt | Example]) -> None:
         """Check every row of the data, and grade known answers where the answers will be graded; ask for the judge.
@@ -89,27 +85,27 @@ class RewardLayer:
         return self.manager is not self.pool and not self.pool.settings["preload"] and self.judge is None
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
-        """Score an answer; see :meth:`score_group`."""
-        return (await self.score_group(prompt, [trajectory]))[0]
-
-    async def score_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """Score answers to a prompt; a function of lists gets them in one call, in this order.
+        """Score an answer.
 
         For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
         ``reward_model.weight`` times the model's number is added. A failing scorer raises RewardError only with
         ``on_error=raise``.
         """
-        jobs = [self.job(prompt, trajectory) for trajectory in trajectories]
-        by_model = self.config.enable and prompt.style == MODEL_STYLE
-        rules = models = [None] * len(jobs)
-        if by_model:
-            models = await self._ask_model(prompt, trajectories)
+        job = self.job(prompt, trajectory)
+        if self.config.enable and prompt.style == MODEL_STYLE:
+            rule, model = None, await self._ask_model(prompt, trajectory)
         elif self.config.enable and self.config.weight:
-            rules, models = await asyncio.gather(self.grade(jobs), self._ask_model(prompt, trajectories))
+            rule, model = await asyncio.gather(self.manager.run(job), self._ask_model(prompt, trajectory))
         else:
-            rules = await self.grade(jobs)
-        results = map(self._combined, rules, models)
-        return [self._decided(result, job, prompt.uid) for result, job in zip(results, jobs, strict=True)]
+            rule, model = await self.manager.run(job), None
+        result = self._combined(rule, model)
+        self.failures.count(result, job, prompt.uid)
+        if not isinstance(result, Failure):
+            return result
+        if self.config.on_error == "raise":
+            way_out = "reward_model.on_error=zero or =mask goes on without it"
+            raise RewardError(described(result, job, prompt.uid) + way_out)
+        return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
     def job(self, prompt: Prompt | Example, trajectory: Trajectory) -> Job:
         """Return what a scorer gets: what the policy wrote, and how it came about."""
@@ -117,30 +113,22 @@ class RewardLayer:
         extra_info = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory, opened)}
         return Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
 
-    async def grade(self, jobs: Sequence[Job]) -> list[Score | Failure]:
-        """Return the scorers' results: of one call for a function of lists."""
-        if self.batched:
-            return await self.manager.run_together(jobs)
-        return await asyncio.gather(*map(self.manager.run, jobs))
-
-    def grade_texts(self, row: Prompt | Example, responses: Sequence[str], ground_truth: Any) -> list[Score | Failure]:
-        """Grade answers that are known before the run. A user's function has the row's ``extra_info`` beside them."""
-        jobs = [dataclasses.replace(self.job(row, written(one)), ground_truth=ground_truth) for one in responses]
+    def grade_text(self, row: Prompt | Example, response: str, ground_truth: Any) -> Score | Failure:
+        """Grade an answer that is known before the run. A user's function has the row's ``extra_info`` beside it."""
+        job = dataclasses.replace(self.job(row, written(response)), ground_truth=ground_truth)
         if self.scorers.custom is None:  # a built-in scorer's examples are to no row
-            jobs = [dataclasses.replace(job, extra_info={}) for job in jobs]
-        return asyncio.run(self.grade(jobs))
+            job = dataclasses.replace(job, extra_info={})
+        return asyncio.run(self.manager.run(job))
 
-    async def _ask_model(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[ModelScore]:
-        """Return the numbers of the judge or the reward model."""
-        answers = []
-        for one in trajectories:
-            ids = (*one.prompt_ids.tolist(), *one.response_ids.tolist())
-            answers.append(Answer(prompt.messages, one.response_text, ids, prompt.ground_truth))
+    async def _ask_model(self, prompt: Prompt, trajectory: Trajectory) -> ModelScore:
+        """Return the number of the judge or the reward model."""
+        ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
+        answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if self.judge is not None:
-            return await asyncio.gather(*map(self.judge.run, answers))
+            return await self.judge.run(answer)
         if self._reward_model is None:
             raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
-        return await self._reward_model.submit(answers)
+        return await self._reward_model.submit(answer)
 
     def _combined(self, rule: Score | Failure | None, model: ModelScore | None) -> Score | Failure:
         if model is None or isinstance(rule, Failure):
@@ -153,16 +141,6 @@ class RewardLayer:
             return Score(model.value, model.parts)
         value, parts = rule.value + self.config.weight * model.value, {**rule.parts, **model.parts}
         return dataclasses.replace(rule, value=value, parts=parts)
-
-    def _decided(self, result: Score | Failure, job: Job, uid: str) -> Score:
-        """Count a result, and make of a failure what ``reward_model.on_error`` says."""
-        self.failures.count(result, job, uid)
-        if not isinstance(result, Failure):
-            return result
-        if self.config.on_error == "raise":
-            way_out = "reward_model.on_error=zero or =mask goes on without it"
-            raise RewardError(described(result, job, uid) + way_out)
-        return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
     def usage(self, prefix: str) -> dict[str, float]:
         """Return what a judge cost since the last call, under names with this prefix; nothing without a judge."""
@@ -190,9 +168,9 @@ class Failures:
         self.all_answers, self.all_failed = self.all_answers + 1, self.all_failed + failed
         if failed and not self.first:
             self.first = described(result, job, uid)
-            if self.on_error in COUNTS:  # otherwise the run ends with it
-                text = "%s(reward_model.on_error=%s: %s. Shown once; reward/failed_rate has the share of each step)"
-                log.warning(text, self.first, self.on_error, COUNTS[self.on_error])
+            if self.on_error != "raise":  # the run ends with it
+                text = "%s(reward_model.on_error=%s. Shown once; reward/failed_rate has the share of each step)"
+                log.warning(text, self.first, self.on_error)
 
     def rate(self, name: str) -> dict[str, float]:
         """Return the share of failures since the last call, dropped groups included; nothing without answers."""

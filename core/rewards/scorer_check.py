@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import logging
@@ -38,15 +37,13 @@ def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
     for name, options in reward_kwargs.items():
         key = f"reward_model.reward_kwargs.{name}"
         if name not in scorers:
-            near = difflib.get_close_matches(str(name), scorers, n=1) or sorted(scorers)
-            problems.append(f"{key}: not a scorer's name; use {', '.join(near)}")
+            problems.append(f"{key}: not a scorer's name; use one of {', '.join(sorted(scorers))}")
         elif not isinstance(options or {}, Mapping):
             problems.append(f"{key}={options!r}: must map the scorer's options to values, as in {{method: flexible}}")
         else:
             known = list(inspect.signature(scorers[name].score).parameters)[3:]
             if unknown := sorted(set(options or {}) - set(known)):
-                has = f"it has {', '.join(known)}" if known else "it has none"
-                problems.append(f"{key}: no option {', '.join(unknown)}; {has}")
+                problems.append(f"{key}: no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
     return problems
 
 
@@ -139,7 +136,7 @@ def _check_examples(problems: Problems, scorer: Scorer, layer: RewardLayer, row:
     """Check that a scorer grades its own examples as stated; return one of them with its score."""
     graded = None
     for response, ground_truth, acc in scorer.examples:
-        (result,) = layer.grade_texts(row, [response], ground_truth)
+        result = layer.grade_text(row, response, ground_truth)
         what = f"its own example {response!r:.200} (ground truth {ground_truth!r:.100})"
         if isinstance(result, Failure):
             reason = f"failed ({result.status.value}): {result.detail.strip().splitlines()[-1]}"
@@ -153,24 +150,19 @@ def _check_examples(problems: Problems, scorer: Scorer, layer: RewardLayer, row:
 
 def _try(problems: Problems, layer: RewardLayer, row: Row) -> tuple[str, Score] | None:
     """Have a user's function grade answers to a row until one has a score, and return it; a problem where none has."""
-    answers = trial_answers(layer.scorers.scorer(row.data_source), row.ground_truth)
     failures: list[Failure] = []
-    # A function of lists may compare answers: all of them in one call, and where that fails each of them twice
-    for together in [answers, *((one, one) for one in answers)] if layer.batched else [(one,) for one in answers]:
-        for answer, result in zip(together, layer.grade_texts(row, together, row.ground_truth), strict=True):
-            if not isinstance(result, Failure):
-                return answer, result
-            failures.append(result)
+    for answer in trial_answers(layer.scorers.scorer(row.data_source), row.ground_truth):
+        result = layer.grade_text(row, answer, row.ground_truth)
+        if not isinstance(result, Failure):
+            return answer, result
+        failures.append(result)
     trace = failures[0].detail.strip()
     rule = (
         f"failed on every answer tried for data_source={row.data_source!r} ({where_of(row)}), with ground_truth "
         f"{type(row.ground_truth).__name__} {row.ground_truth!r:.100} and extra_info of "
         f"{', '.join(map(str, layer.job(row, written('')).extra_info))}: {trace.splitlines()[-1]}"
     )
-    fix = (
-        "correct the function or the data; if it is to fail on such answers, give its module "
-        f"EXAMPLES = ((answer, ground_truth, acc), ...)\n{trace}"
-    )
+    fix = f"correct it or the data, or give its module EXAMPLES = ((answer, ground_truth, acc), ...)\n{trace}"
     problems.add(f"custom_reward_function.path={layer.scorers.custom.name}", rule, fix)
     return None
 
@@ -191,21 +183,6 @@ def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
     return (gold, usual, json.dumps({"answer": gold}), "")
 
 
-def _check_text(tokenizer: Any, answer: str, ids: Sequence[int]) -> None:
-    """Warn where a scorer would not read what the policy wrote: text for scorers is decoded without special tokens."""
-    read = tokenizer.decode(ids, skip_special_tokens=True)
-    lost = [token for token in tokenizer.all_special_tokens if answer.count(token) > read.count(token)]
-    if lost:
-        log.warning(
-            "the scorer's own example %r holds %s, special tokens of this tokenizer, which are not in the text that a "
-            "scorer reads: an answer is scored as %r. To keep them set special to false for them in tokenizer.json and "
-            "tokenizer_config.json of actor_rollout_ref.model.path",
-            answer,
-            ", ".join(map(repr, lost)),
-            read,
-        )
-
-
 def check_hooks(
     rows: Sequence[Example],
     known: Known,
@@ -224,7 +201,11 @@ def check_hooks(
         if row.style == MODEL_STYLE:
             answer, score = "", Score(0.0, ModelScore(0.0).parts)
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
-        _check_text(tokenizer, answer, ids)
+        read = tokenizer.decode(ids, skip_special_tokens=True)  # as text for scorers is
+        if lost := [token for token in tokenizer.all_special_tokens if answer.count(token) > read.count(token)]:
+            fix = "set special to false for them in the model's tokenizer.json and tokenizer_config.json"
+            rule = "are special tokens of this tokenizer, which a scorer does not see"
+            log.warning("the scorer's example %r: %s %s; %s", answer, ", ".join(map(repr, lost)), rule, fix)
         length = len(ids)
         trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
         shaped = shape_reward(score.keeping_raw(), trajectory)

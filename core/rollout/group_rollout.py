@@ -97,16 +97,8 @@ class GroupRollout:
     async def answers(
         self, prompt: Prompt, indices: Sequence[int], sampling: SamplingParams
     ) -> list[tuple[Trajectory, Score]]:
-        """Return an answer for each sample index, with the scorer's score.
-
-        Each is scored while others still decode, except by a function of lists, which gets them together.
-        """
-        if not self.reward.batched:
-            return await asyncio.gather(*(self.answer(prompt, index, sampling) for index in indices))
-        trajectories = await asyncio.gather(*(self.sample(prompt, index, sampling) for index in indices))
-        with self.clock.busy("reward"):
-            scores = await self.scoring.run(lambda: self.reward.score_group(prompt, trajectories))
-        return [(one, score.keeping_raw()) for one, score in zip(trajectories, scores, strict=True)]
+        """Return an answer for each sample index, with the scorer's score. Each is scored while others still decode."""
+        return await asyncio.gather(*(self.answer(prompt, index, sampling) for index in indices))
 
     async def answer(self, prompt: Prompt, index: int, sampling: SamplingParams) -> tuple[Trajectory, Score]:
         """Return one trajectory and the scorer's score of it."""

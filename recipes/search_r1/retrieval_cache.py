@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from core.answer_cache import AnswerCache
+import diskcache
+
 from recipes.search_r1.index.passages import Passage, RetrievalError
 from recipes.search_r1.wire import from_kept
 
@@ -28,19 +29,20 @@ class Cache:
         if not re.fullmatch(r"[\w-][\w.-]*", identity):  # it may come from a server, and becomes a folder's name
             raise RetrievalError(f"the index is named {identity!r}, which cannot be the name of a folder in cache_dir")
         self.path = folder / identity
-        self._answers = AnswerCache(self.path, "retriever.client.cache_dir")
+        self._answers = diskcache.Cache(self.path, disk=diskcache.JSONDisk, eviction_policy="none")
 
     def get(self, query: str, topk: int) -> list[Passage] | None:
-        kept = self._answers.get(json.dumps([query, topk]))
+        kept = self._answers.get(json.dumps([query, topk]), retry=True)
         try:
             return None if kept is None else from_kept(kept, topk)
-        except RetrievalError as error:
-            self._answers.warn(f"a kept answer is damaged ({error}): it is requested again")
+        except RetrievalError:  # damaged, or of another program: it is requested again
             return None
 
     def put(self, found: Mapping[str, Sequence[Passage]], queries: Sequence[str], topk: int) -> None:
-        kept = {query: json.dumps([asdict(passage) for passage in found[query]]) for query in queries}
-        self._answers.set({json.dumps([query, topk]): passages for query, passages in kept.items()})
+        with self._answers.transact(retry=True):
+            for query in queries:
+                passages = json.dumps([asdict(passage) for passage in found[query]])
+                self._answers.set(json.dumps([query, topk]), passages)
 
     def close(self) -> None:
         self._answers.close()

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,15 +30,18 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from core.command_line import is_dry_run
-from core.rewards.request_batcher import QueueFull, RequestBatcher
+from core.rewards.grading import JoinedCalls
 from recipes.search_r1.index.opening import make_retriever
-from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, Passage, RetrievalError, Retriever, RetrieverOptions
+from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, RetrievalError, Retriever, RetrieverOptions
 from recipes.search_r1.wire import IDENTITY, to_wire
 
 log = logging.getLogger(__name__)
 LARGEST_BODY = 16 * 2**20  # bytes
 MOST_QUERIES, MOST_PASSAGES, DEFAULT_TOPK = 1024, 100, 3
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+SearchRequest = tuple[list[str], int]  # queries, topk
 
 
 class Search(BaseModel):
@@ -57,19 +61,28 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
     thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")  # the one that owns the retriever
     counts: Counter[str] = Counter()
 
-    async def search_all(queries: list[str], topk: int) -> list[list[Passage]]:
-        found = await asyncio.get_running_loop().run_in_executor(thread, retriever.retrieve, queries, topk)
-        counts.update(batches=1, queries=len(queries))
-        return found
+    async def search_all(requests: list[SearchRequest]) -> list[Any]:
+        """Return the passages of each request, or what its batch raised."""
+        counts["waiting"] -= sum(len(queries) for queries, _ in requests)
+        found: dict[int, Any] = {}
+        for batch in _batches(requests, max_batch):
+            queries, topk = [query for at in batch for query in requests[at][0]], requests[batch[0]][1]
+            try:
+                passages = await asyncio.get_running_loop().run_in_executor(thread, retriever.retrieve, queries, topk)
+                if len(passages) != len(queries):
+                    raise ValueError(f"{len(passages)} results for {len(queries)} items")
+                rest = iter(passages)
+                found |= {at: list(islice(rest, len(requests[at][0]))) for at in batch}
+            except Exception as error:  # the requests of this batch get it; the others go on
+                found |= dict.fromkeys(batch, error)
+            counts.update(batches=1, queries=len(queries))
+        return [found[at] for at in range(len(requests))]
 
-    # A batch has one topk: an approximate index may find other passages for another number, and an answer must not
-    # depend on the requests beside it
-    batcher = RequestBatcher(search_all, max_batch=max_batch, max_waiting=max_waiting)
+    calls = JoinedCalls(search_all)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await batcher.close()
         thread.shutdown()
 
     app = FastAPI(title="retrieval", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -77,10 +90,13 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
 
     @app.post("/retrieve")
     async def retrieve(search: Search) -> Response:
+        asked = len(search.queries)
+        if counts["waiting"] and counts["waiting"] + asked > max_waiting:
+            rule = f"{counts['waiting']} items wait, at most {max_waiting} may"
+            return _json({"error": f"busy: {rule}; ask again later"}, 503, {"retry-after": "1"})
+        counts["waiting"] += asked
         try:
-            found = await batcher.submit(search.queries, search.topk or topk)
-        except QueueFull as error:
-            return _json({"error": f"busy: {error}; ask again later"}, 503, {"retry-after": "1"})
+            found = await calls.submit((search.queries, search.topk or topk))
         except Exception as error:  # the client must hear of it, and the server must live on
             log.exception("a search failed")
             return _json({"error": f"the search failed: {type(error).__name__}: {error}"}, 500)
@@ -95,7 +111,7 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
                 "rows": len(retriever),
                 "corpus_hash": retriever.corpus_hash,
                 "fingerprint": retriever.fingerprint,
-                "waiting": batcher.waiting,
+                "waiting": counts["waiting"],
                 "batches": counts["batches"],
                 "queries": counts["queries"],
             },
@@ -104,6 +120,22 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
 
     _guard(app)
     return app
+
+
+def _batches(requests: Sequence[SearchRequest], max_batch: int) -> list[list[int]]:
+    """Return the numbers of the requests of each call: of one topk, at most ``max_batch`` queries or one request.
+
+    An approximate index may find other passages for another topk, and an answer must not depend on the others.
+    """
+    batches: list[list[int]] = []
+    for at in sorted(range(len(requests)), key=lambda at: requests[at][1]):
+        last = batches[-1] if batches else [at]
+        size = sum(len(requests[one][0]) for one in {*last, at})
+        if batches and requests[last[0]][1] == requests[at][1] and size <= max_batch:
+            last.append(at)
+        else:
+            batches.append([at])
+    return batches
 
 
 def _guard(app: FastAPI) -> None:

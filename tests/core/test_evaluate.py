@@ -388,17 +388,6 @@ def test_where_every_answer_failed_there_is_no_report(files, copied, capsys):
     assert "failed on every answer tried for data_source='tests/letters'" in capsys.readouterr().err
 
 
-def test_a_function_of_lists_scores_the_answers_to_a_question_in_one_call(files, copied):
-    (copied.parent / "lists.py").write_text(
-        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
-        "    return [{'score': 1.0, 'together': len(solution_strs)}] * len(solution_strs)\n"
-    )
-    lists = [f"custom_reward_function.path={copied.parent}/lists.py", "reward_model.reward_manager=batch"]
-    assert evaluate.main(["score", str(copied), *lists]) == 0
-    rows = map(json.loads, copied.with_name("shared.scores-lists.jsonl").read_text().splitlines())
-    assert all(row["together"] == [4.0] * 4 for row in rows)
-
-
 def test_a_wrong_data_set_is_refused(files, copied, capsys):
     none = "custom_reward_function.path=null"
     assert evaluate.main(["score", str(copied), none]) == 2

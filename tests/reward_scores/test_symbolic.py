@@ -13,9 +13,8 @@ import pytest
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards.custom_reward import CustomFunction
 from core.rewards.graders import GraderPool, InProcess
-from core.rewards.grading import Job, Scorers
+from core.rewards.grading import CustomFunction, Job, Scorers
 from core.rewards.layer import RewardLayer
 from reward_scores import SCORERS, prime_math, symbolic
 from reward_scores.score import ScoreStatus

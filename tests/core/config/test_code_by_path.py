@@ -13,9 +13,8 @@ import pytest
 
 from core.config.code_by_path import load_object
 from core.errors import InputError
-from core.rewards.custom_reward import CustomFunction
 from core.rewards.graders import GraderPool
-from core.rewards.grading import Job, Scorers
+from core.rewards.grading import CustomFunction, Job, Scorers
 
 REWARD = (
     "from words import weight\n\ndef compute_score(solution_str, **kwargs):\n    return weight * len(solution_str)\n"

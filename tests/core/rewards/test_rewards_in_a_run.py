@@ -1,9 +1,8 @@
-"""Scoring in whole runs: a function of lists gets the answers to a prompt, and runs without any score stop."""
+"""Scoring in whole runs: runs without any score stop."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,35 +11,11 @@ from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.scripted_run import configured, prepare, scripted
 
 NO_BUFFER = "reward_model.overlong_buffer.enable=False"
-LISTS = """
-import json
-def compute_score(solution_strs, extra_infos):
-    with open(__file__ + ".calls", "a") as file:
-        file.write(json.dumps([e["index"] for e in extra_infos]) + "\\n")
-    return [float(text == max(solution_strs) != "0") for text in solution_strs]  # the answers are compared
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("scored"))
-
-
-def test_the_answers_to_a_prompt_are_one_call_in_training_and_validation_and_a_greedy_one_its_own(folder, write):
-    path = write(LISTS)
-    keys = [f"custom_reward_function.path={path}", "reward_model.reward_manager=batch", "reward_model.num_workers=1"]
-    keys += ["trainer.val_before_train=True", "data.val_max_samples=3", "algorithm.adv_estimator=remax"]
-    keys += [f"actor_rollout_ref.rollout.val_kwargs.{one}" for one in ("n=2", "do_sample=True", "temperature=1.0")]
-    run = scripted()(configured(folder, "lists", *keys, steps=1), lambda request, _: str(request.seed % 5))
-    run.init_workers()
-    seen = Path(path + ".calls")
-    seen.unlink()  # calls at start
-    run.fit()
-    calls = [json.loads(line) for line in seen.read_text().splitlines()]
-    index_of = [run.stream.prompt(ordinal).extra_info["index"] for ordinal in range(4)]
-    validation, training = calls[:3], calls[3:]
-    assert sorted(map(len, validation)) == [2, 2, 2] and sorted(map(len, training)) == [1] * 4 + [2] * 4
-    assert all(len(set(call)) == 1 for call in calls) and {call[0] for call in training} == set(index_of)
 
 
 def test_a_run_whose_every_answer_fails_stops_before_its_first_update(folder, caplog):
