@@ -91,7 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m core.export",
         description="Write a checkpoint's policy as a model.",
-        epilog="With a model card, and a push to a hub: python -m results.model_card.",
     )
     add = parser.add_argument
     add("source", help="The run folder (its newest checkpoint is taken), or a global_step_N, or the URL of one.")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,34 +66,12 @@ def _report(args: argparse.Namespace, bad: list[str]) -> str:
             runs.append(load_run(run_copy(name)))
         except InputError as error:
             bad.append(str(error))
-    try:
-        return _written(runs, args)
-    except InputError:
-        raise
-    except Exception as error:  # of a run in which nobody foresaw what is wrong: it is looked for
-        sound = [run for run in runs if _can_be_shown(run, bad)]
-        if len(sound) == len(runs):
-            raise error
-        return _written(sound, args)
-
-
-def _written(runs: Sequence[RecordedRun], args: argparse.Namespace) -> str:
     if not runs:
         return ""
     runs = told_apart(runs)
     path = write_report(runs, args.out or _default_folder(runs), args.baseline)
     last = verdicts(with_baseline(group_runs(runs), args.baseline))
     return printable("\n".join([headline(runs), f"report: {path}", *last, ""]))
-
-
-def _can_be_shown(run: RecordedRun, bad: list[str]) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            write_report([run], Path(folder))
-        except Exception as error:
-            bad.append(f"{run.folder}: cannot be shown ({type(error).__name__}: {str(error)[:300]})")
-            return False
-    return True
 
 
 def _default_folder(runs: Sequence[RecordedRun]) -> Path:

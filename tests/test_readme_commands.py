@@ -37,7 +37,6 @@ REFUSALS = {
     r"data_preprocess\.check my/": (1, "does not exist"),  # as above
     r"core\.evaluate generate search_r1 --run": (2, "neither a checkpoint"),  # the lab's run is not there
     r"core\.export outputs/": (2, "neither a checkpoint"),  # the stand-in for the lab's run has none
-    r"results\.model_card outputs/": (2, "neither a checkpoint"),  # as above
     r"results\.trace outputs/": (2, "no step is recorded"),  # as above
     r"main_sft data\.train_files=\./outputs/kept": (2, "does not exist"),  # what was kept is not there
     r"^curl ": (7, ""),  # no server listens in a dry run
