@@ -1,15 +1,8 @@
 """Streaming collection: the P lowest ordinals that pass ``keep_group``, whatever finishes first.
 
-Groups are drawn in the order of their ordinals, scored and filtered as they finish while others still
-decode. Which groups a step trains on depends on the ordinals and on ``keep_group`` alone, never on
-finishing times: dropping what finishes late would train silently on short answers.
-Timing decides only how many ordinals beyond the last chosen one were begun in vain.
-
-**One step ahead** (``trainer.max_staleness=1``). While a step updates the policy, :func:`collect_ahead` has the next
-step's first ordinals answered and filtered by the policy that the update starts from: as many as this step went through
-and, where groups are dropped, a tenth more; all of them and no others. What the next step lacks beyond them its own
-policy answers, and what it does not reach is drawn again. Which policy answers and filters an ordinal is thus fixed,
-whatever finishes when.
+Groups are drawn in the order of their ordinals, scored and filtered as they finish while others still decode. Which
+groups a step trains on depends on the ordinals and on ``keep_group`` alone: dropping what finishes late would train
+silently on short answers. Timing decides only how many ordinals beyond the last chosen one were begun in vain.
 """
 
 from __future__ import annotations
@@ -36,9 +29,9 @@ STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sam
 class CollectState:
     """What collecting carries from step to step, and what a checkpoint stores of it.
 
-    ``carried`` holds the groups, kept or dropped, beyond the last group that was trained on;
-    it stays empty unless ``trainer.max_staleness`` lets a group train a later step. ``keep_rate`` is the
-    share of groups that passed, as last seen; it steers how many are begun at once.
+    ``carried`` holds the groups, kept or dropped, from ``next_ordinal`` on; it stays empty unless
+    ``trainer.max_staleness`` lets a group train a later step. ``keep_rate`` is the share of groups that passed, as last
+    seen; it steers how many are begun at once.
     """
 
     next_ordinal: int = 0
@@ -93,17 +86,17 @@ async def collect(
 ) -> Collected:
     """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known, and abort the others.
 
-    Raises :class:`Exhausted` where ``limits.drawn`` prompts do not contain enough of them: always with
-    none, otherwise only if ``limits.raise_on_exhausted``. Raises :class:`StopRequested` when ``stop_requested()``
-    turns true. ``ahead``: :func:`collect_ahead` follows.
+    ``ahead``: :func:`collect_ahead` follows. Raises :class:`Exhausted` where ``limits.drawn`` prompts do not contain
+    enough of them: always with none, otherwise only if ``limits.raise_on_exhausted``. Raises :class:`StopRequested`
+    when ``stop_requested()`` turns true.
     """
-    groups, drawing = _Groups(roll_group, keep_group, state.carried), state.next_ordinal
+    groups, drawing = _Groups(roll_group, keep_group, state, limits), state.next_ordinal
     try:
         while not stop_requested():
-            while groups.may_begin(drawing, state.keep_rate, limits):  # carried groups alone may be enough
+            while groups.may_begin(drawing):  # carried groups alone may be enough
                 groups.begin(drawing)
                 drawing += 1
-            if not groups.in_flight or groups.settled(state.next_ordinal, limits.wanted):
+            if not groups.in_flight or groups.settled(state.next_ordinal):
                 break
             await groups.filter_finished()
         else:
@@ -112,11 +105,10 @@ async def collect(
         aborted = await groups.abort()
     chosen = groups.passed(drawing)[: limits.wanted]
     if len(chosen) < limits.wanted:
-        dropped = sum(isinstance(one, Dropped) for one in groups.decided.values())
         message = (
             f"{len(chosen)} of the {limits.wanted} groups a step needs passed keep_group after {groups.drawn} prompts "
-            f"({dropped} dropped): the data may be too easy or too hard for the policy; raise {limits.keys}, or "
-            "change the data"
+            f"({len(groups.decided) - groups.kept} dropped): the data may be too easy or too hard for the policy; "
+            f"raise {limits.keys}, or change the data"
         )
         if limits.raise_on_exhausted or not chosen:
             raise Exhausted(message)
@@ -125,45 +117,36 @@ async def collect(
     through = following - state.next_ordinal
     spare = -(-through // 10) if through > len(chosen) else 0
     window = range(following, following + min(through + spare, limits.drawn)) if ahead else range(0)
-    return _collected(groups, chosen, state, limits, window, following, aborted)
-
-
-def _collected(
-    groups: _Groups,
-    chosen: list[ScoredGroup],
-    state: CollectState,
-    limits: CollectLimits,
-    window: range,
-    following: int,
-    aborted: int,
-) -> Collected:
+    too_old = set(state.carried) if ahead else set()  # for the next step
+    dropped = [one for ordinal, one in groups.decided.items() if ordinal < following and isinstance(one, Dropped)]
     surplus = {ordinal: one for ordinal, one in groups.decided.items() if ordinal >= following}
-    dropped = [v for o, v in groups.decided.items() if o < following and isinstance(v, Dropped)]
-    old = set(state.carried) if window else set()  # too old for the next step
+    carried = {ordinal: one for ordinal, one in surplus.items() if ordinal not in too_old}
     metrics = {
         "collect/prompts_drawn": groups.drawn,
         "collect/prompts_dropped": len(dropped),
-        "collect/keep_rate": groups.keep_rate(state.keep_rate, limits.wanted),
+        "collect/keep_rate": groups.keep_rate,
         "collect/dropped_tokens": sum(one.tokens for one in dropped),
         "collect/surplus_groups": sum(isinstance(one, ScoredGroup) for one in surplus.values()),
         "collect/aborted_groups": aborted,
-        "collect/wasted_tokens": sum(v.tokens for o, v in surplus.items() if o not in window or o in old),
+        "collect/wasted_tokens": sum(one.tokens for o, one in surplus.items() if o not in window or o in too_old),
         "collect/next_ordinal": following,
     }
-    carried = {ordinal: one for ordinal, one in surplus.items() if ordinal not in old}
-    return Collected(tuple(chosen), CollectState(following, metrics["collect/keep_rate"], carried), metrics, window)
+    return Collected(tuple(chosen), CollectState(following, groups.keep_rate, carried), metrics, window)
 
 
 async def collect_ahead(
     roll_group: RollGroup, keep_group: KeepGroup, collected: Collected, limits: CollectLimits
 ) -> CollectState:
-    """Have the ordinals of ``collected.window`` answered and filtered with the current policy.
+    """Have the ordinals of ``collected.window`` answered and filtered with the current policy, and no others.
 
-    Keeps what ``collected.state`` has of those ordinals; the same policy answered them. Nothing else is begun.
+    They are as many as the step went through and, where groups are dropped, a tenth more. What the next step lacks
+    beyond them its own policy answers, and what it does not reach is drawn again: which policy answers and filters an
+    ordinal is fixed, whatever finishes when.
     """
     state, window = collected.state, collected.window
-    groups = _Groups(roll_group, keep_group, {o: one for o, one in state.carried.items() if o in window})
-    missing = [ordinal for ordinal in window if ordinal not in groups.decided]
+    known = {ordinal: one for ordinal, one in state.carried.items() if ordinal in window}
+    groups = _Groups(roll_group, keep_group, CollectState(state.next_ordinal, state.keep_rate, known), limits)
+    missing = [ordinal for ordinal in window if ordinal not in known]
     try:
         while missing or groups.in_flight:
             while missing and len(groups.in_flight) < limits.in_flight:
@@ -172,7 +155,7 @@ async def collect_ahead(
     finally:
         await groups.abort()
     carried = {ordinal: groups.decided[ordinal] for ordinal in window}
-    return CollectState(state.next_ordinal, groups.keep_rate(state.keep_rate, limits.wanted), carried)
+    return CollectState(state.next_ordinal, groups.keep_rate, carried)
 
 
 def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
@@ -187,9 +170,10 @@ def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
 class _Groups:
     """The groups of one call: in flight, and decided, which is kept or dropped."""
 
-    def __init__(self, roll_group: RollGroup, keep_group: KeepGroup, decided: Mapping[int, FilteredGroup]):
-        self.roll_group, self.keep_group = roll_group, keep_group
-        self.decided: dict[int, FilteredGroup] = dict(decided)
+    def __init__(self, roll_group: RollGroup, keep_group: KeepGroup, state: CollectState, limits: CollectLimits):
+        self.roll_group, self.keep_group, self.limits = roll_group, keep_group, limits
+        self.last_rate = state.keep_rate
+        self.decided: dict[int, FilteredGroup] = dict(state.carried)
         self.in_flight: dict[asyncio.Task, int] = {}
         self.drawn = len(self.decided)  # for this step, some of them ahead of it
 
@@ -219,26 +203,30 @@ class _Groups:
         found = (self.decided[ordinal] for ordinal in sorted(self.decided) if ordinal < below)
         return [one for one in found if isinstance(one, ScoredGroup)]
 
-    def may_begin(self, drawing: int, keep_rate: float, limits: CollectLimits) -> bool:
+    def may_begin(self, drawing: int) -> bool:
         """Return whether the ordinal ``drawing`` is expected to be needed, and may be drawn."""
-        if len(self.in_flight) >= limits.in_flight or self.drawn >= limits.drawn:
+        if len(self.in_flight) >= self.limits.in_flight or self.drawn >= self.limits.drawn:
             return False
         # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.
-        expected = len(self.in_flight) * max(self.keep_rate(keep_rate, limits.wanted), 0.01)
-        return len(self.passed(drawing)) + expected < limits.wanted
+        expected = len(self.in_flight) * max(self.keep_rate, 0.01)
+        return len(self.passed(drawing)) + expected < self.limits.wanted
 
-    def keep_rate(self, last: float, wanted: int) -> float:
-        """Return the last step's rate, corrected by what was seen; one step's worth of groups weighs as much."""
-        passed = sum(isinstance(one, ScoredGroup) for one in self.decided.values())
-        return (last * wanted + passed) / (wanted + len(self.decided))
+    @property
+    def kept(self) -> int:
+        return sum(isinstance(one, ScoredGroup) for one in self.decided.values())
 
-    def settled(self, ordinal: int, wanted: int) -> bool:
-        """Return whether the lowest ``wanted`` from ``ordinal`` on that pass are known: none below is undecided."""
-        kept = 0
-        while ordinal in self.decided and kept < wanted:
-            kept += isinstance(self.decided[ordinal], ScoredGroup)
-            ordinal += 1
-        return kept == wanted
+    @property
+    def keep_rate(self) -> float:
+        """The last step's rate, corrected by what was seen; one step's worth of groups weighs as much."""
+        wanted = self.limits.wanted
+        return (self.last_rate * wanted + self.kept) / (wanted + len(self.decided))
+
+    def settled(self, first: int) -> bool:
+        """Return whether the lowest ordinals from ``first`` on that pass are known: none below is undecided."""
+        end = first
+        while end in self.decided:
+            end += 1
+        return len(self.passed(end)) >= self.limits.wanted
 
 
 class Ahead:
