@@ -208,10 +208,8 @@ class RayPPOTrainer:
 
     async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
         """Return one trajectory. Base: an episode of the configured agent loop, or else one turn of the engine."""
-        if self.agent_loop is None:
-            return await self.sampler.sample_turn(prompt, sample_index, sampling)
         length = self.config.data.max_response_length
-        return await self.sampler.play(prompt, sample_index, sampling, Limits(length, turn=length))
+        return await self.sampler.sample(prompt, sample_index, sampling, Limits(length, turn=length))
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score that trains; validation never calls it. Base: the scorer's."""
@@ -426,8 +424,14 @@ class RayPPOTrainer:
     async def evaluate(self) -> Sequence[ScoredGroup]:
         """Answer and score the validation prompts; no hook that shapes or filters is called."""
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+
+        async def answers(prompt: Prompt) -> ScoredGroup:
+            group = await self.rollout.answers(prompt, range(n), self.val_sampling)
+            answered()
+            return group
+
         with progress("validation", len(self.val_prompts), "prompt") as answered:
-            return await self.rollout.validation_groups(self.val_prompts, n, self.val_sampling, answered)
+            return await asyncio.gather(*map(answers, self.val_prompts))
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer every validation prompt ``val_kwargs.n`` times and record what was right."""

@@ -123,11 +123,8 @@ LOGGERS = {  # trainer.logger
     "wandb": LoggerEntry("core.tracking.loggers:WandbLogger", "unless WANDB_MODE=offline"),
     "mlflow": LoggerEntry("core.tracking.loggers:MlflowLogger", "unless the server of MLFLOW_TRACKING_URI is open"),
 }
-SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"  # verl's names
-AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop
-    SINGLE_TURN: Entry("core.rollout.agent_loop:SingleTurn"),
-    TOOL_AGENT: Entry("core.rollout.tool_agent:ToolAgentLoop"),
-}
+TOOL_AGENT = "tool_agent"  # verl's name
+AGENT_LOOPS = {TOOL_AGENT: Entry("core.rollout.tool_agent:ToolAgentLoop")}  # actor_rollout_ref.rollout.agent_loop
 # --- types of keys, and other names ---
 PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of the models whose pictures are read
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")

@@ -38,7 +38,7 @@ from core.config.section import (
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 # When a key has an effect, as rules.unmet reads it: a name that begins with a dot is of the key's own section
 OVER_RAY = "trainer.backend=ray"
-EPISODES = "actor_rollout_ref.rollout.agent_loop!=None & actor_rollout_ref.rollout.agent_loop!=single_turn_agent"
+EPISODES = "actor_rollout_ref.rollout.agent_loop!=None"
 
 AdvEstimator = Annotated[str, names(*registry.ESTIMATORS)]
 LossMode = Annotated[str, names(*registry.POLICY_LOSSES)]

@@ -1,23 +1,8 @@
 """Episodes of several turns: the policy writes, a tool answers, until there is an answer or no room is left.
 
-A loop is a class with ``async run(episode)``. It asks for turns and adds what its tools return, in plain Python:
-
-    class Oracle(AgentLoop):
-        async def run(self, episode):
-            while not episode.over and episode.turns < 4:
-                turn = await episode.turn(stop=("</ask>", "</answer>"))
-                if "<ask>" not in turn.text:
-                    return
-                answer = await episode.call(lambda: self.oracle(turn.text))
-                episode.add(f"<answer>{answer}</answer>")
-
-The :class:`Episode` keeps the one stream of token ids: what the policy sampled stays as it was sampled, what is added
-is encoded once and lies outside ``response_mask`` with log-prob 0. Nothing is decoded and encoded again.
-
-Every episode is a coroutine of its own: one that waits for a tool holds no other. When tools answer decides which
-samples decode together, and with an engine that decodes in this process every last bit. A tool that answers without
-giving way (a lookup in this process) answers in the same order in every run, so a replay is exact. Of others the order
-is chance; under ``multi_turn.deterministic_tools`` the engine waits for them before each step (:class:`Barrier`).
+A loop is a class with ``async run(episode)``, which asks for turns and adds what its tools return, in plain Python. An
+:class:`Episode` keeps one stream of token ids: what the policy sampled stays as it was sampled, what is added is
+encoded once and lies outside ``response_mask`` with log-prob 0. Nothing is decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -48,6 +33,14 @@ KEY = "actor_rollout_ref.rollout.agent_loop"
 class AgentLoop:
     """What ``actor_rollout_ref.rollout.agent_loop`` names. One object serves all episodes of a run, many at a time.
 
+        class Oracle(AgentLoop):
+            async def run(self, episode):
+                while not episode.over and episode.turns < 4:
+                    turn = await episode.turn(stop=("</ask>", "</answer>"))
+                    if "<ask>" not in turn.text:
+                        return
+                    episode.add(await episode.call(lambda: self.oracle(turn.text)))
+
     ``config`` is the whole configuration. What ``__init__`` raises ends the run before a model loads.
     """
 
@@ -73,13 +66,6 @@ class AgentLoop:
 
     def close(self) -> None:
         """Let go of tools and connections. A second call does nothing."""
-
-
-class SingleTurn(AgentLoop):
-    """One turn, with the tokens of a run without a loop."""
-
-    async def run(self, episode: Episode) -> None:
-        await episode.turn()
 
 
 def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
@@ -110,50 +96,38 @@ class Barrier:
 
     Results arrive in an order that chance decides. Where they decide what is generated next (filtered groups, turns
     after a tool), an engine that decodes in this process awaits :meth:`settled` before each step: which samples decode
-    together, and with it every last bit, is then the same in every run. The price is that decoding waits for the
-    slowest result.
+    together, and with it every last bit, is then the same in every run. Decoding waits for the slowest result.
     """
 
     def __init__(self) -> None:
         self.holds = False
-        self._round: list[tuple[asyncio.Task, asyncio.Future]] = []
-        self._outstanding = 0
+        self._round: list[asyncio.Task] = []
+        self._end = asyncio.Event()  # of the round
         self._news = False  # results were handed out since the last call of settled
 
     async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
         """Return what the job returns."""
         if not self.holds:
             return await job()
-        task, handed_out = asyncio.ensure_future(job()), asyncio.get_running_loop().create_future()
-        self._round.append((task, handed_out))
-        self._outstanding += 1
+        task = asyncio.ensure_future(job())
+        self._round.append(task)
         task.add_done_callback(self._hand_out)
         try:
-            return await handed_out
+            await self._end.wait()  # which wakes those that wait in their order
         except asyncio.CancelledError:
             task.cancel()
             raise
+        return await task
 
     def _hand_out(self, _: asyncio.Task) -> None:
-        self._outstanding -= 1
-        if self._outstanding:
-            return
-        results, self._round = self._round, []
-        self._news = True
-        for task, handed_out in results:  # in the order of their jobs
-            if handed_out.done():  # its sample was given up
-                continue
-            if task.cancelled():
-                handed_out.cancel()
-            elif error := task.exception():
-                handed_out.set_exception(error)
-            else:
-                handed_out.set_result(task.result())
+        if all(task.done() for task in self._round):
+            self._end.set()
+            self._round, self._end, self._news = [], asyncio.Event(), True
 
     async def settled(self) -> bool:
         """Wait until no result is outstanding. Return whether any was handed out since the last call."""
         while self._round:
-            await asyncio.wait([task for task, _ in self._round])
+            await asyncio.wait(self._round)
         news, self._news = self._news, False
         return news
 
@@ -178,7 +152,8 @@ class Episode:
     """One sample of one prompt while it grows.
 
     ``turns`` counts the policy's turns, ``tool_calls`` the calls made through :meth:`call`; both reach the scorer in
-    ``extra_info["rollout"]``, with ``segments``: the text of every stretch and who wrote it.
+    ``extra_info["rollout"]``, with ``segments``: the text of every stretch and who wrote it. ``seed`` is that of the
+    first turn, which no other sample of the run has.
     """
 
     def __init__(
@@ -194,13 +169,14 @@ class Episode:
         calls: Barrier | None = None,
     ):
         self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
+        self.seed = sampling_seed(run_seed, prompt.ordinal, sample_index)
         self.turns = self.tool_calls = 0
         self.user_scores: list[float] = []  # what simulated users gave the policy's turns
         self.tool_rewards: list[float] = []  # what tools gave the policy's calls
+        self.ids: list[int] = []  # of the response
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
         self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
         self._calls = calls or Barrier()
-        self._ids: list[int] = []
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._segments: list[Segment] = []
@@ -208,37 +184,27 @@ class Episode:
         self._full = False
 
     @property
-    def seed(self) -> int:
-        """The seed of the first turn: no other sample of the run has it."""
-        return sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index)
-
-    @property
     def left(self) -> int:
         """Tokens that the response may still hold."""
-        return self.limits.response - len(self._ids)
+        return self.limits.response - len(self.ids)
 
     @property
     def over(self) -> bool:
         """Whether no further turn has room."""
         return self._full or self.left < 1
 
-    @property
-    def last_token(self) -> int | None:
-        """The id the response ends with."""
-        return self._ids[-1] if self._ids else None
-
     async def turn(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
         """Let the policy write until the end of the sequence, one of the ``stop`` strings, or a limit.
 
         The token that completes a stop string is kept, whatever follows the string in it. Each turn has a seed of its
-        own, a function of run seed, ordinal, sample and turn; the first one's is that of a one-turn sample.
+        own, a function of run seed, ordinal, sample and turn.
         """
         room = min(self.left, self.limits.turn, max_tokens or self.left)
         if self.over:
-            raise RuntimeError(f"no room for a turn: {len(self._ids)} of {self.limits.response} tokens are written")
+            raise RuntimeError(f"no room for a turn: {len(self.ids)} of {self.limits.response} tokens are written")
         sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
         seed = sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index, self.turns)
-        ids = (*self.prompt.token_ids, *self._ids)
+        ids = (*self.prompt.token_ids, *self.ids)
         request = SampleRequest(ids, sampling, seed, episode=self.seed, media=self.prompt.media)
         wrote = await self._engine.sample(request)
         text = wrote.response_text
@@ -289,7 +255,7 @@ class Episode:
         self._full, self.stop = True, Stop.LENGTH
 
     def _append(self, ids: list[int], by_policy: bool, logprobs: list[float], segment: Segment) -> None:
-        self._ids += ids
+        self.ids += ids
         self._mask += [by_policy] * len(ids)
         self._logprobs += logprobs
         self._segments.append(segment)
@@ -300,7 +266,7 @@ class Episode:
             raise RuntimeError("the agent loop ended an episode in which the policy wrote nothing")
         return Trajectory(
             prompt_ids=np.array(self.prompt.token_ids),
-            response_ids=np.array(self._ids),
+            response_ids=np.array(self.ids),
             response_mask=np.array(self._mask),
             logprobs=np.array(self._logprobs),
             segments=tuple(self._segments),

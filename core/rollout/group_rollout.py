@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,13 +38,11 @@ class TrajectorySampler:
     agent_loop: AgentLoop | None
     tool_calls: Barrier
 
-    async def sample_turn(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
-        """Return one turn of the engine."""
-        seed = sampling_seed(self.run_seed, prompt.ordinal, sample_index)
-        return await self.engine.sample(SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media))
-
-    async def play(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
-        """Play an episode of the agent loop to its end."""
+    async def sample(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
+        """Return an episode of the agent loop, played to its end, or without a loop one turn of the engine."""
+        if self.agent_loop is None:
+            seed = sampling_seed(self.run_seed, prompt.ordinal, sample_index)
+            return await self.engine.sample(SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media))
         parts = {"engine": self.engine, "tokenizer": self.tokenizer, "calls": self.tool_calls}
         episode = Episode(prompt, sample_index, sampling, limits, run_seed=self.run_seed, **parts)
         await self.agent_loop.run(episode)
@@ -73,44 +71,21 @@ class GroupRollout:
         rolls = [self.answers(prompt, range(self.n), self.sampling)]
         if self.greedy:
             rolls.append(self.answers(prompt, [GREEDY], dataclasses.replace(self.sampling, temperature=0.0)))
-        answers, *greedy = await asyncio.gather(*rolls)
-        group = ScoredGroup(prompt, *zip(*answers, strict=True))
-        scores = tuple(map(self.shape_reward, group.scores, group.trajectories))
-        baseline = None
-        if greedy:
-            ((trajectory, score),) = greedy[0]
-            baseline = self.shape_reward(score, trajectory)
-        return dataclasses.replace(group, scores=scores, baseline=baseline)
+        rolled = await asyncio.gather(*rolls)
+        scores, *baseline = [tuple(map(self.shape_reward, one.scores, one.trajectories)) for one in rolled]
+        return dataclasses.replace(rolled[0], scores=scores, baseline=baseline[0][0] if baseline else None)
 
-    async def validation_groups(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, answered: Callable[[], Any]
-    ) -> Sequence[ScoredGroup]:
-        """Answer each prompt ``n`` times and score the answers; nothing shapes them. ``answered`` counts prompts."""
+    async def answers(self, prompt: Prompt, indices: Iterable[int], sampling: SamplingParams) -> ScoredGroup:
+        """Return an answer for each sample index, each scored while others still decode; nothing shapes the scores."""
 
-        async def roll(prompt: Prompt) -> ScoredGroup:
-            group = ScoredGroup(prompt, *zip(*await self.answers(prompt, range(n), sampling), strict=True))
-            answered()
-            return group
+        async def answer(index: int) -> tuple[Trajectory, Score]:
+            with self.clock.busy("decode"):
+                trajectory = await self.generate(prompt, index, sampling)
+            with self.clock.busy("reward"):
+                score = await self.scoring.run(lambda: self.reward.score(prompt, trajectory))
+            return trajectory, score.keeping_raw()
 
-        return await asyncio.gather(*map(roll, prompts))
-
-    async def answers(
-        self, prompt: Prompt, indices: Sequence[int], sampling: SamplingParams
-    ) -> list[tuple[Trajectory, Score]]:
-        """Return an answer for each sample index, with the scorer's score. Each is scored while others still decode."""
-        return await asyncio.gather(*(self.answer(prompt, index, sampling) for index in indices))
-
-    async def answer(self, prompt: Prompt, index: int, sampling: SamplingParams) -> tuple[Trajectory, Score]:
-        """Return one trajectory and the scorer's score of it."""
-        trajectory = await self.sample(prompt, index, sampling)
-        with self.clock.busy("reward"):
-            score = await self.scoring.run(lambda: self.reward.score(prompt, trajectory))
-        return trajectory, score.keeping_raw()
-
-    async def sample(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Trajectory:
-        """Return one trajectory."""
-        with self.clock.busy("decode"):
-            return await self.generate(prompt, index, sampling)
+        return ScoredGroup(prompt, *zip(*await asyncio.gather(*map(answer, indices)), strict=True))
 
 
 def make_deterministic(config: Config, engine: RolloutEngine, scoring: Barrier, tool_calls: Barrier) -> None:
@@ -122,8 +97,7 @@ def make_deterministic(config: Config, engine: RolloutEngine, scoring: Barrier, 
     if not isinstance(engine, InProcessEngine):
         return
     data = config.data
-    in_flight = data.gen_batch_size or data.train_batch_size
-    scoring.holds = config.drops_groups or in_flight < data.train_batch_size
+    scoring.holds = config.drops_groups or (data.gen_batch_size or data.train_batch_size) < data.train_batch_size
     tool_calls.holds = config.actor_rollout_ref.rollout.multi_turn.deterministic_tools
     barriers = [barrier for barrier in (scoring, tool_calls) if barrier.holds]
 

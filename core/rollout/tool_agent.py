@@ -277,7 +277,7 @@ class ToolAgentLoop(AgentLoop):
         """
         first, *others = self.frames[role, len(texts)]
         end = vocabulary.first_token(first, self.whole_tokens)
-        written = end is not None and episode.last_token == self.whole_tokens[end]
+        written = end is not None and episode.ids[-1] == self.whole_tokens[end]
         # the policy may also have ended its turn with another of the tokens that end turns
         if written or (end in self.ends and episode.stop is Stop.EOS):
             first = first.lstrip()[len(end) :]

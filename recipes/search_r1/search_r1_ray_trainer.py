@@ -23,7 +23,7 @@ class SearchR1Trainer(RayPPOTrainer):
         """
         _, whole = self.room(len(prompt.token_ids))
         limits = Limits(whole, self.config.data.max_response_length)
-        return await self.sampler.play(prompt, sample_index, sampling, limits)
+        return await self.sampler.sample(prompt, sample_index, sampling, limits)
 
     def room(self, prompt: int) -> tuple[int, int]:
         """Return the tokens of a prompt and of the episode behind it."""

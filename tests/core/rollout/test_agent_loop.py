@@ -286,16 +286,6 @@ def test_a_loop_of_ones_own_is_a_class_by_its_path(tmp_path):
             make_agent_loop(config(f"{ROLLOUT}.agent_loop={spec}"), TOKENIZER)
 
 
-def test_a_single_turn_by_name_has_the_tokens_of_a_run_without_a_loop():
-    loop = make_agent_loop(config(f"{ROLLOUT}.agent_loop=single_turn_agent"), TOKENIZER)
-    requests = []
-    one = episode(ScriptedEngine(TOKENIZER, lambda request: requests.append(request) or "x"))
-    asyncio.run(loop.run(one))
-    (request,) = requests
-    assert (request.seed, tuple(request.prompt_ids)) == (sampling_seed(1, 3, 0), one.prompt.token_ids)
-    assert one.trajectory().response_text == "x" and one.turns == 1
-
-
 # --- with a model ---
 
 

@@ -25,7 +25,7 @@ def test_a_question_that_is_drawn_again_samples_other_answers():
     sampler = TrajectorySampler(Engine(), None, 1, None, Barrier())
     for ordinal in (0, 1, 7):
         for index in (0, 1):
-            asyncio.run(sampler.sample_turn(Prompt(ordinal, "same", (1, 2), (), "a", "test"), index, None))
+            asyncio.run(sampler.sample(Prompt(ordinal, "same", (1, 2), (), "a", "test"), index, None, None))
     assert len({request.seed for request in requests}) == 6
 
 
@@ -60,7 +60,7 @@ def test_results_are_handed_out_together_and_in_order():
 
         async def one(number):
             result = await barrier.run(lambda: slow.score(number if number != 7 else None))
-            assert barrier._outstanding == 0  # the last one's score is there
+            assert not barrier._round  # the last one's score is there
             order.append((number, result.value))
 
         tasks = [asyncio.ensure_future(one(number)) for number in range(20)]
