@@ -15,13 +15,13 @@ import json
 import os
 import queue
 import resource
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from typing import Any
 
 from core.config.code_by_path import load_object
@@ -71,7 +71,6 @@ class GraderPool:
     def __init__(
         self,
         scorers: Scorers,
-        *,
         num_workers: int | None = None,
         timeout_s: float = 10.0,
         memory_limit_mb: int | None = 1024,
@@ -167,14 +166,13 @@ class Grader:
 
     def _ask(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> bytes:
         """Send a line and return the next one; nothing where the process ends. Raises TimeoutError."""
-        end, replies, poll, reply = time.monotonic() + seconds, process.stdout, select.poll(), bytearray()
+        end, reply = time.monotonic() + seconds, bytearray()
         with contextlib.suppress(OSError):  # it is dead: what is read tells
             process.stdin.write(line.encode() + b"\n")
-        poll.register(replies, select.POLLIN)
         while not reply.endswith(b"\n") and len(reply) < LONGEST_LINE:
-            if not poll.poll(1000 * max(0.0, end - time.monotonic())):
+            if not wait([process.stdout], max(0.0, end - time.monotonic())):
                 raise TimeoutError
-            part = os.read(replies.fileno(), 2**20)
+            part = os.read(process.stdout.fileno(), 2**20)
             if not part:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(END_S)  # to know its own end, and not that it was killed
@@ -207,13 +205,13 @@ class Grader:
 
 def to_json(value: Any) -> str:
     """Write what goes to a grader. Raises TypeError or ValueError that names what is not JSON."""
-    return json.dumps(value, default=_as_dict)
 
+    def as_dict(value: Any) -> dict[str, Any]:
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise TypeError(f"{type(value).__name__} is not JSON: {value!r:.100}")
 
-def _as_dict(value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is not JSON: {value!r:.100}")
+    return json.dumps(value, default=as_dict)
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:
@@ -236,11 +234,8 @@ def main() -> None:
         return
     for function in settings["preload"]:
         load_object(function)()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if settings["memory_limit_mb"] is not None:
         resource.setrlimit(resource.RLIMIT_AS, (settings["memory_limit_mb"] * 2**20,) * 2)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out all the same, a grader is killed, not the training
     scorers = Scorers(settings["reward_kwargs"], settings["custom"] and CustomFunction(**settings["custom"]))
     me, runner = os.getpid(), asyncio.Runner()  # one event loop for the life of the process
     replies.write(b"null\n")

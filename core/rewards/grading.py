@@ -139,21 +139,9 @@ class CustomFunction:
         values = [[value] for value in values] if self.lists else values
         given = {name: value for name, value in zip(self.known, values, strict=True) if name in self.arguments}
         result = self.function(**given, **self.kwargs)
-        return _first(result) if self.lists else result
-
-
-def _first(results: Any) -> Any:
-    """Return the one result of a function of lists. Raises ScoreError unless there is one."""
-    if inspect.isawaitable(results):
-
-        async def awaited() -> Any:
-            return _first(await results)
-
-        return awaited()
-    results = results.tolist() if hasattr(results, "tolist") else results
-    if not isinstance(results, list | tuple) or len(results) != 1:
-        raise ScoreError(f"a reward function of lists must return one result an answer: got {results!r:.100} for one")
-    return results[0]
+        if self.lists and len(result) != 1:
+            raise ScoreError(f"a function of lists must return one result an answer: got {result!r:.100} for one")
+        return result[0] if self.lists else result
 
 
 class Scorers:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import os
 import re
 import sqlite3
@@ -29,8 +28,6 @@ from reward_scores.http_client import Reply as HttpReply
 if TYPE_CHECKING:
     from core.config.schema import JudgeConfig
 
-log = logging.getLogger(__name__)
-
 KEY = "reward_model.judge"
 TEMPLATE = Path(__file__).with_name("judge_template.txt")
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
@@ -42,7 +39,6 @@ GUARD = (
     "tags only.\n\n"
 )
 NUMBER = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
-PROBE_S = 20.0  # for the list of models, when a run starts
 
 
 class JudgeLost(RuntimeError):
@@ -76,21 +72,18 @@ class Judge:
         return await asyncio.wrap_future(self.http.loop.submit(self._grade(answer)))
 
     def check(self) -> None:
-        """Check that the server has the model. Raises InputError.
-
-        Where no server can be reached but replies are kept, a run may be a repetition and begins.
-        """
-        try:
-            reply = self.http.loop.submit(self.http.send_once("GET", f"{self.url}/models", longest_s=PROBE_S)).result()
-            models = [str(model["id"]) for model in reply.json()["data"]]
-        except (RequestFailed, KeyError, TypeError) as failure:
-            away, refused = getattr(failure, "kind", "") == "connect", getattr(failure, "status", 0) in (401, 403)
-            if refused or (away and not len(self.kept)):
-                fix = f"start the server, and export its key as {self.config.api_key_env} if it needs one"
-                raise InputError(f"{KEY}.url={self.config.url}: cannot be used ({failure}); {fix}") from failure
-            log.warning("%s: lists no models (%s), so that %s.model is unchecked", self.url, failure, KEY)
+        """Raise InputError where the server cannot be used. Where replies are kept, a repetition needs none."""
+        if len(self.kept):
             return
-        if models and self.config.model not in models:
+        try:
+            found = self.http.loop.submit(self.http.send_once("GET", f"{self.url}/models", longest_s=20.0)).result()
+            models = [str(model["id"]) for model in found.json()["data"]]
+        except (RequestFailed, KeyError, TypeError) as failure:
+            if getattr(failure, "status", 0) == 404:  # it answers, and has no list
+                return
+            fix = f"start the server, and export its key as {self.config.api_key_env} if it needs one"
+            raise InputError(f"{KEY}.url={self.config.url}: cannot be used ({failure}); {fix}") from failure
+        if self.config.model not in models:
             rule = f"{self.config.url} has {', '.join(models)}; name one of these"
             raise InputError(f"{KEY}.model={self.config.model}: {rule}")
 
@@ -110,8 +103,10 @@ class Judge:
 
     async def _grade(self, answer: Answer) -> ModelScore:
         texts = shown_texts(answer)
+        body = {name: getattr(self.config, name) for name in ("model", "temperature", "seed", "max_tokens")}
+        body |= {"messages": [{"role": "user", "content": fill(self.template, texts)}], **self.config.extra}
         try:
-            reply = await self._reply(self._body(texts))
+            reply = await self._reply({name: value for name, value in body.items() if value is not None})
             value = self.read(reply)
         except (RequestFailed, NoNumber) as failure:
             self.http.counts["failures"] += 1
@@ -126,27 +121,8 @@ class Judge:
         notes = {"judge_addressed": float(addressed is not None), "judge_tokens": float(reply["tokens"])}
         return ModelScore(value, notes=notes)
 
-    def read(self, reply: Mapping[str, Any]) -> float:
-        """Return the number of a reply. Raises NoNumber."""
-        config, shown = self.config, f"in {reply['text'][-200:]!r}"
-        if reply["finish"] == "length":  # [[1 may have been about to become [[10]]
-            raise NoNumber(f"the reply was cut off at {KEY}.max_tokens={config.max_tokens}")
-        values = {float(one) for one in NUMBER.findall(reply["text"])}
-        if len(values) != 1:  # several, such as one quoted from the answer: which is the judge's own is a guess
-            raise NoNumber(f"{len(values)} numbers as [[1]] {shown}")
-        (value,) = values
-        if not config.lowest <= value <= config.highest:
-            raise NoNumber(f"{value:g} is not between {KEY}.lowest={config.lowest:g} and highest={config.highest:g}")
-        return value
-
-    def _body(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the request. It is all that decides a reply, and so the key under which that is kept."""
-        body = {name: getattr(self.config, name) for name in ("model", "temperature", "seed", "max_tokens")}
-        body |= {"messages": [{"role": "user", "content": fill(self.template, texts)}], **self.config.extra}
-        return {name: value for name, value in body.items() if value is not None}
-
     async def _reply(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the reply to a request, kept or new. Raises RequestFailed."""
+        """Return the reply to a request, kept or new. The request is all that decides it. Raises RequestFailed."""
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         if (kept := self.kept.get(key, retry=True)) is not None:
             self.http.counts["cached"] += 1
@@ -156,21 +132,30 @@ class Judge:
         self.kept.add(key, reply, retry=True)
         return self.kept.get(key, retry=True)  # the first of equal requests at the same time, so that a replay agrees
 
+    def read(self, reply: Mapping[str, Any]) -> float:
+        """Return the number of a reply. Raises NoNumber."""
+        low, high = self.config.lowest, self.config.highest
+        if reply["finish"] == "length":  # [[1 may have been about to become [[10]]
+            raise NoNumber(f"the reply was cut off at {KEY}.max_tokens={self.config.max_tokens}")
+        values = {float(one) for one in NUMBER.findall(reply["text"])}
+        if len(values) != 1:  # several, such as one quoted from the answer: which is the judge's own is a guess
+            raise NoNumber(f"{len(values)} numbers as [[1]] in {reply['text'][-200:]!r}")
+        (value,) = values
+        if not low <= value <= high:
+            raise NoNumber(f"{value:g} is not between {KEY}.lowest={low:g} and highest={high:g}")
+        return value
+
 
 def shown_texts(answer: Answer) -> dict[str, str]:
     """Return question, response and reference. A message of the assistant at the chat's end begins the response."""
-    *before, last = answer.messages or ({"role": "user", "content": ""},)
-    response = answer.response
-    if last["role"] == "assistant":
-        response = (last.get("content") or "") + response
-    else:
-        before.append(last)
-    shown = [str(message.get("content") or "") for message in before]
-    if len(before) > 1:
-        shown = [f"{message['role']}: {text}" for message, text in zip(before, shown, strict=True)]
-    gold = answer.ground_truth
+    chat, response, gold = list(answer.messages), answer.response, answer.ground_truth
+    if chat and chat[-1]["role"] == "assistant":
+        response = (chat.pop().get("content") or "") + response
+    texts = [str(message.get("content") or "") for message in chat]
+    if len(chat) > 1:
+        texts = [f"{message['role']}: {text}" for message, text in zip(chat, texts, strict=True)]
     reference = gold if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False, default=str)
-    return {"question": "\n\n".join(shown), "response": response, "reference": "" if gold is None else reference}
+    return {"question": "\n\n".join(texts), "response": response, "reference": "" if gold is None else reference}
 
 
 def fill(template: str, texts: Mapping[str, str]) -> str:
@@ -193,8 +178,7 @@ def _read_template(path: str | Path) -> str:
         raise InputError(f"{KEY}.template={path}: cannot be read ({error}); name a text file in UTF-8") from error
     names = set(PLACEHOLDER.findall(text))
     if "response" not in names or names - set(FIELDS):
-        known = ", ".join(f"{{{name}}}" for name in FIELDS)
-        rule = f"must show {{response}} and may show {known}; it has {', '.join(sorted(names)) or 'none'}"
+        rule = f"must show {{response}} and may show {{question}}, {{reference}}; it has {', '.join(sorted(names))}"
         raise InputError(f"{KEY}.template={path}: {rule}; correct it")
     return text
 

@@ -63,7 +63,7 @@ class RewardLayer:
 
             self.judge = Judge(reward.judge)
         self._reward_model: JoinedCalls | None = None
-        self.failures = Failures(reward.on_error)
+        self.failures = Failures()
         self.known: Mapping[str, tuple[str, Score]] = {}  # data source -> an answer that was graded at start
 
     def attach(self, reward_model: RewardModelCall) -> None:
@@ -99,12 +99,17 @@ class RewardLayer:
         else:
             rule, model = await self.manager.run(job), None
         result = self._combined(rule, model)
-        self.failures.count(result, job, prompt.uid)
         if not isinstance(result, Failure):
+            self.failures.count("")
             return result
+        report = (
+            f"scoring failed ({result.status.value}) on uid={prompt.uid!r}, data_source={job.data_source!r}, "
+            f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{result.detail}"
+            f"(reward_model.on_error={self.config.on_error}) "
+        )
+        self.failures.count(report)
         if self.config.on_error == "raise":
-            way_out = "reward_model.on_error=zero or =mask goes on without it"
-            raise RewardError(described(result, job, prompt.uid) + way_out)
+            raise RewardError(report)
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
     def job(self, prompt: Prompt | Example, trajectory: Trajectory) -> Job:
@@ -126,8 +131,6 @@ class RewardLayer:
         answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if self.judge is not None:
             return await self.judge.run(answer)
-        if self._reward_model is None:
-            raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
         return await self._reward_model.submit(answer)
 
     def _combined(self, rule: Score | Failure | None, model: ModelScore | None) -> Score | Failure:
@@ -135,8 +138,7 @@ class RewardLayer:
             return rule
         if model.error or not math.isfinite(model.value):
             status = ScoreStatus.TIMEOUT if model.timed_out else ScoreStatus.CRASH
-            reason = model.error or f"it gave {model.value}"
-            return Failure(status, f"the reward model has no score for the answer: {reason}\n")
+            return Failure(status, f"the reward model has no score for the answer: {model.error or model.value}\n")
         if rule is None:
             return Score(model.value, model.parts)
         value, parts = rule.value + self.config.weight * model.value, {**rule.parts, **model.parts}
@@ -156,21 +158,18 @@ class RewardLayer:
 class Failures:
     """Counts answers and those without a score; warns of the first of these."""
 
-    def __init__(self, on_error: str):
-        self.on_error = on_error
+    def __init__(self) -> None:
         self.answers = self.failed = 0  # since the last rate
         self.all_answers = self.all_failed = 0
         self.first = ""  # the report of the first failure
 
-    def count(self, result: Score | Failure, job: Job, uid: str) -> None:
-        failed = isinstance(result, Failure)
-        self.answers, self.failed = self.answers + 1, self.failed + failed
-        self.all_answers, self.all_failed = self.all_answers + 1, self.all_failed + failed
-        if failed and not self.first:
-            self.first = described(result, job, uid)
-            if self.on_error != "raise":  # the run ends with it
-                text = "%s(reward_model.on_error=%s. Shown once; reward/failed_rate has the share of each step)"
-                log.warning(text, self.first, self.on_error)
+    def count(self, report: str) -> None:
+        """Count an answer. ``report`` tells why it has no score, and is empty for one that has."""
+        self.answers, self.all_answers = self.answers + 1, self.all_answers + 1
+        self.failed, self.all_failed = self.failed + bool(report), self.all_failed + bool(report)
+        if report and not self.first:
+            self.first = report
+            log.warning("%sShown once; reward/failed_rate has the share of each step", report)
 
     def rate(self, name: str) -> dict[str, float]:
         """Return the share of failures since the last call, dropped groups included; nothing without answers."""
@@ -183,14 +182,6 @@ class Failures:
         if self.all_failed == self.all_answers >= least:
             rule = f"the scorer failed on each of the {self.all_answers} answers so far"
             raise RewardError(f"{rule}, so that nothing can be learnt or measured; the first one:\n{self.first}")
-
-
-def described(result: Failure, job: Job, uid: str) -> str:
-    """Return which answer failed, in one line, and why."""
-    return (
-        f"scoring failed ({result.status.value}) on uid={uid!r}, data_source={job.data_source!r}, "
-        f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{result.detail}"
-    )
 
 
 def rollout_facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:
@@ -211,11 +202,7 @@ def rollout_facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict
 
 
 def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
-    """Return what verl puts into ``extra_info`` itself, for reward functions that were written for it.
-
-    Its ``num_turns`` counts the prompt, the policy's turns and those in which a tool answered, so that one answer
-    has 2; ``extra_info["rollout"]["num_turns"]`` counts the policy's alone.
-    """
+    """Return what verl puts into ``extra_info`` itself; its ``num_turns`` counts the prompt and tools too."""
     by_policy = [segment.role == "policy" for segment in trajectory.segments]
     answers = sum(not own and before for before, own in zip([True, *by_policy], by_policy, strict=False))
     users = list(trajectory.user_scores)

@@ -85,10 +85,15 @@ def check_rows(layer: RewardLayer, rows: Iterable[Row]) -> tuple[Problems, dict[
     first: dict[str, Row] = {}
     for_model = 0
     for row in rows:
-        where = where_of(row)
+        where = row.where if isinstance(row, Example) else f"uid {row.uid}"
         if row.style == MODEL_STYLE:
             for_model += 1
-            _check_for_model(problems, layer, row)
+            if not layer.config.enable:
+                fix = "name a reward model (or a judge) and set it to True, or give the rows style 'rule'"
+                problems.add("reward_model.enable=False", "style 'model' requires a reward model", fix, where)
+            elif layer.judge is not None and layer.judge.reads_reference and row.ground_truth is None:
+                rule, fix = "judge.template shows a reference, and there is none", "fill it, or change the template"
+                problems.add("reward_model.ground_truth", rule, fix, where)
             continue
         try:
             scorer, libraries = scorers.scorer(row.data_source), scorers.libraries(row.data_source)
@@ -112,24 +117,9 @@ def check_rows(layer: RewardLayer, rows: Iterable[Row]) -> tuple[Problems, dict[
     return problems, first
 
 
-def _check_for_model(problems: Problems, layer: RewardLayer, row: Row) -> None:
-    """Check a row that a reward model or a judge is to score."""
-    if not layer.config.enable:
-        fix = "set it to True and name reward_model.model.path or reward_model.judge.url, or give the rows style 'rule'"
-        rule = "a reward_model.style of 'model' requires a reward model"
-        problems.add("reward_model.enable=False", rule, fix, where_of(row))
-    elif layer.judge is not None and layer.judge.reads_reference and row.ground_truth is None:
-        rule, fix = "judge.template shows a reference, and there is none", "fill it, or change the template"
-        problems.add("reward_model.ground_truth", rule, fix, where_of(row))
-
-
 def written(text: str) -> Trajectory:
     """Return a trajectory of one turn that holds a text and stands for an answer at start."""
     return Trajectory([0], [0], [True], [0.0], (Segment("policy", text),), Stop.EOS, 0, 0)
-
-
-def where_of(row: Row) -> str:
-    return row.where if isinstance(row, Example) else f"uid {row.uid}"
 
 
 def _check_examples(problems: Problems, scorer: Scorer, layer: RewardLayer, row: Row) -> tuple[str, Score] | None:
@@ -158,9 +148,8 @@ def _try(problems: Problems, layer: RewardLayer, row: Row) -> tuple[str, Score] 
         failures.append(result)
     trace = failures[0].detail.strip()
     rule = (
-        f"failed on every answer tried for data_source={row.data_source!r} ({where_of(row)}), with ground_truth "
-        f"{type(row.ground_truth).__name__} {row.ground_truth!r:.100} and extra_info of "
-        f"{', '.join(map(str, layer.job(row, written('')).extra_info))}: {trace.splitlines()[-1]}"
+        f"failed on every answer tried for data_source={row.data_source!r}, ground_truth {row.ground_truth!r:.100} "
+        f"and extra_info of {', '.join(map(str, layer.job(row, written('')).extra_info))}: {trace.splitlines()[-1]}"
     )
     fix = f"correct it or the data, or give its module EXAMPLES = ((answer, ground_truth, acc), ...)\n{trace}"
     problems.add(f"custom_reward_function.path={layer.scorers.custom.name}", rule, fix)
