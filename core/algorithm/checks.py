@@ -1,13 +1,12 @@
 """Checks of a step: relations between values that the step has anyway, whatever the settings are. Always on.
 
 Each compares and changes nothing. A relation that does not hold is an error in the code, or in a hook of the user's, so
-it ends the run before it trains on the values. There are five kinds:
+it ends the run before it trains on the values. There are four kinds:
 
 - what trains is what the engine sampled, and the weights of a mean sum to one (:class:`SampledTurns`,
   :func:`batch_is_sampled`, :func:`weights_sum_to_one`);
 - an advantage is within what its group allows (:func:`advantages_fit`);
 - nothing is infinite or NaN (:func:`finite`);
-- the engine holds the weights that were sent (:func:`weight_sums`, :class:`SentWeights`);
 - entropy agrees with -log p of the samples (:func:`entropy_gap_z`), and the engine's log-probs with the learner's
   (``rollout_mismatch.py``). These two are metrics, which ``trainer.health`` bounds.
 """
@@ -15,7 +14,7 @@ it ends the run before it trains on the values. There are five kinds:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from core.types import ScoredGroup, TrainBatch, Trajectory
 
 SUM_TO_ONE = ("token-mean", "seq-mean-token-mean")
-SAMPLED = 1024  # numbers of each weight that a checksum covers, evenly spread
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ENTROPY_ROOM = 0.02  # nats a token by which entropy and -log p may differ without a fault
 # Nats that tokens too rare to be in a sample may take from its mean of -log p, at about five standard errors: a token
 # of 15 nats that is expected 14 times is absent once in a million samples
@@ -166,55 +163,6 @@ def finite(batch: TrainBatch, phase: str, *names: str) -> None:
             count = int((~batch.require(name).isfinite()).sum())
             found = f"{count} numbers of {name} are not finite"
             require(not count, phase, found, "look at the weights and at the scores")
-
-
-# -- weights in the engine ---------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def weight_sums(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, int]:
-    """Return a checksum of each weight, by name, of at most :data:`SAMPLED` numbers of it (of a shard's own).
-
-    ``dtype`` is the number format that it is compared in; None: its own.
-    """
-    return _sums_of({name: _some_of(value, dtype) for name, value in named})
-
-
-def _some_of(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    local = value.to_local() if hasattr(value, "to_local") else value
-    flat = local.detach().reshape(-1)
-    some = flat[:: max(1, len(flat) // SAMPLED)]
-    some = some.to(dtype) if dtype is not None and some.is_floating_point() else some
-    return some.contiguous().view(BITS[some.element_size()])
-
-
-def _sums_of(bits: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sum of each tensor's bits, weighted by their places; all of a width at once."""
-    sums: dict[str, int] = {}
-    for width in {one.dtype for one in bits.values()}:
-        names = [name for name, one in bits.items() if one.dtype == width and len(one)]
-        lengths = np.array([len(bits[name]) for name in names], np.int64)
-        starts = np.cumsum(lengths) - lengths
-        values = torch.cat([bits[name] for name in names]).cpu().numpy().astype(np.int64) if names else np.zeros(0)
-        place = np.arange(1, len(values) + 1) - np.repeat(starts, lengths)
-        sums |= dict(zip(names, np.add.reduceat(values * place, starts).tolist() if names else (), strict=True))
-    return sums
-
-
-class SentWeights:
-    """Weights on their way to an engine in this process; ``sums`` has their checksums as the engine must have them."""
-
-    def __init__(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None):
-        self.named, self.dtype, self.sent = named, dtype, {}
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in self.named:
-            self.sent[name] = _some_of(value, self.dtype).clone()
-            yield name, value
-
-    @property
-    def sums(self) -> dict[str, int]:
-        return _sums_of(self.sent)
 
 
 # -- entropy -----------------------------------------------------------------------------------------

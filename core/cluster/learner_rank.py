@@ -239,9 +239,10 @@ class LearnerRank(Learner):
 
     def buckets(self, weights: Sequence[Weight], limit: int, staging: Staging | None) -> Iterator[Bucket]:
         """Gather the policy's weights into buckets of ``limit`` bytes. All ranks use it alike."""
-        first = {weight.names[0] for weight in weights}
-        values = (value for name, value in merged_weights(self.actor.module) if name in first)
-        return pack(weights, values, lambda value, dtype: gathered(value, dtype, self.device), limit, staging)
+        dtypes = {weight.names[0]: weight.dtype for weight in weights}
+        named = ((name, value) for name, value in merged_weights(self.actor.module) if name in dtypes)
+        wholes = (gathered(value, dtypes[name], self.device) for name, value in named)
+        return pack(weights, wholes, limit, staging)
 
     @torch.no_grad()
     def save(self, folder: str) -> dict[str, str]:

@@ -7,19 +7,20 @@ arrive whole: splitting them is the workers' business.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from core.algorithm import checks
 from core.checkpoint.run_state import save_tensors
 from core.cluster.learner_rank import Learner
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine, make_engine
+from core.engines.weight_buckets import checksum
 from core.learner.batching import mini_batching
 from core.learner.lora import merged_weights
 from core.learner.model_checks import compare_probe, compare_weights, probe_ids, probe_log_probs
@@ -83,10 +84,17 @@ class LocalWorkers(Learner):
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the learner's weights to the engine, in memory, and prove by checksums and a probe that they arrived."""
-        sent = checks.SentWeights(merged_weights(self.actor.module), getattr(self.engine, "weights_dtype", None))
-        proofs: Iterable[Any] = self.engine.update_weights(sent, version) or ()  # an engine of a test's own has none
-        for proof in proofs:
-            compare_weights(sent.sums, proof.sums)
+        sent, dtype = {}, getattr(self.engine, "weights_dtype", None)  # of one that has the learner's names
+
+        def sending() -> Iterator[tuple[str, Tensor]]:
+            for name, value in merged_weights(self.actor.module):
+                if dtype is not None:
+                    sent[name] = checksum(value.to(dtype) if value.is_floating_point() else value)
+                yield name, value
+
+        proofs = self.engine.update_weights(sending(), version)
+        if dtype is not None:
+            compare_weights(sent, proofs[0].weights)
         expected = probe_log_probs(self.actor)
         log_probs = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
         return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, bf16=not self.full_precision)}

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.algorithm import checks
 from core.config.section import FULL_PRECISION
 from core.engines import SampleRequest
 from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.kv_cache import ATTENTION, RowCache
 from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.weight_buckets import Proof, Weight, weights_checksum
+from core.engines.weight_buckets import Proof, Weight, checksum
 from core.errors import InputError
 from core.learner.models import load_policy
 from core.vision.learner_pictures import picture_inputs, run_body
@@ -201,8 +200,7 @@ class HFEngine(InProcessEngine):
             own[weight.names[0]].copy_(value)
 
     def _finish(self) -> list[Proof]:
-        named = list(self.model.named_parameters())
-        return [Proof(tuple(self._received), weights_checksum(named), checks.weight_sums(named))]
+        return [Proof(tuple(self._received), {name: checksum(one) for name, one in self.model.named_parameters()})]
 
     @property
     def weights_dtype(self) -> torch.dtype:

@@ -182,7 +182,7 @@ class SGLangEngine(Engine):
         self.server.post("/flush_cache", {})
         ranks = self.server.post("/weights_checker", {"action": "checksum"})["ranks"]
         self.server.post("/continue_generation", {})
-        return [Proof(tuple(self._received), (int(rank["per_gpu_checksum"], 16),)) for rank in ranks]
+        return [Proof(tuple(self._received), {"all": (int(rank["per_gpu_checksum"], 16),)}) for rank in ranks]
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""

@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as RunnerLogitsProcessor
 
-from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, weights_checksum
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, checksum
 
 UNKNOWN = "unknown_ids"  # of vLLM's additional_config
 
@@ -45,7 +45,7 @@ class BucketReceiver:
         """End the reload; return what this process received, and the checksum of what its kernels read."""
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.get_model(), self.vllm_config.model_config)
-        return Proof(tuple(self.received), weights_checksum(self.get_model().named_parameters()))
+        return Proof(tuple(self.received), {name: checksum(one) for name, one in self.get_model().named_parameters()})
 
 
 class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):

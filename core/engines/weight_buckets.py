@@ -1,16 +1,15 @@
-"""Weights on their way from the learner to the engines: what they are, and buckets of bounded size.
+"""Weights on their way from the learner to the engines, in buckets of bounded size.
 
-A learner rank fills its staging memory with a bucket's bytes and engines copy them from there. Engines on the
-learner's nodes read a file in memory, which every process of the node can open. Engines on GPUs of their own receive a
-broadcast from rank 0 (NCCL between GPUs, gloo between CPUs). Nobody holds more than its shard, a bucket and the weight
-that is being gathered. A checksum of the bytes travels with each bucket; receivers compute their own.
+A learner rank fills its staging memory with a bucket's bytes and engines copy them from there: on the learner's nodes
+from a file in memory, which every process of the node can open; on GPUs of their own by a broadcast of rank 0 (NCCL,
+gloo between CPUs). A checksum of the bytes travels with each bucket; receivers compute their own.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.algorithm.checks import weight_sums
 from core.errors import InputError
 
 ALIGNMENT = 16  # bytes; a weight may be viewed in its own number format wherever it begins
 SUMMED = 4096  # columns of a checksum
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 KEY = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
 Checksum = tuple[int, ...]
 
@@ -49,14 +48,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Proof:
-    """What one device of an engine has after an update: checksums of the buckets as received, and of its weights.
-
-    ``sums`` are those of each weight by name, where the engine has the learner's names.
-    """
+    """Checksums of what one device of an engine has after an update: the buckets as received, its weights by name."""
 
     received: tuple[Checksum | None, ...]
-    weights: Checksum
-    sums: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[str, Checksum]
 
 
 @dataclass(frozen=True)
@@ -64,15 +59,13 @@ class Bucket:
     """Some weights and where their bytes are: ``files`` has the path of a file in memory for each node
     (:func:`node_key`), None where rank 0 broadcasts them.
 
-    ``tensors`` has the weights themselves where learner and engine are one process; then there is no checksum. ``sums``
-    are checksums of each weight by each of its names.
+    ``tensors`` has the weights themselves where learner and engine are one process; then there is no checksum.
     """
 
     weights: tuple[Weight, ...]
     checksum: Checksum | None = None
     files: Mapping[str, str] | None = None
     tensors: tuple[Tensor, ...] = ()
-    sums: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -85,24 +78,34 @@ class Bucket:
         data = torch.empty(self.size, dtype=torch.uint8, device=device)
         if self.files is None:
             GROUP.broadcast(data)
-        elif path := self.files.get(node_key()):
-            # Copy on write: torch takes no memory that cannot be written. Raises ValueError for a shorter file.
-            data.copy_(torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(self.size,))))
         else:
-            raise RuntimeError(
-                f"no learner rank left weights for {node_key()}, only for {', '.join(self.files)}: with "
-                "actor_rollout_ref.hybrid_engine=True every engine runs beside a learner rank; set it to False"
-            )
+            if node_key() not in self.files:
+                raise RuntimeError(f"no learner rank left weights for {node_key()}: set hybrid_engine=False")
+            # Copy on write: torch takes no memory that cannot be written. Raises ValueError for a shorter file.
+            data.copy_(torch.from_numpy(np.memmap(self.files[node_key()], np.uint8, mode="c", shape=(self.size,))))
         values, begin = [], 0
         for weight in self.weights:
             values.append(data[begin : begin + weight.size].view(weight.dtype).view(weight.shape))
             begin += weight.room
-        return values, checksum(data)
+        return values, checksum(data.view(torch.int32))
 
 
 def node_key() -> str:
     """Return the name of what processes must share to open the same file in memory."""
     return f"node {os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
+
+
+def checksum(data: Tensor) -> Checksum:
+    """Return sums of the bits of a tensor's numbers, on the device where they are.
+
+    Any change of one number shows, and so do numbers, rows or blocks in another order: each is weighted by its place.
+    """
+    words = data.detach().contiguous().reshape(-1).view(BITS[data.element_size()])
+    rows = len(words) // SUMMED
+    table, rest = words[: rows * SUMMED].view(rows, SUMMED), words[rows * SUMMED :]
+    sums = (table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.to(torch.int64))
+    found = [(part * torch.arange(1, len(part) + 1, device=data.device)).sum() for part in sums]
+    return (len(words), *torch.stack(found).tolist())
 
 
 # -- whether weights are the model's -------------------------------------------------------------
@@ -117,72 +120,41 @@ def weight_names(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def held_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Return the weights of this process in one bucket. Names that share a weight in ``model`` and have the same values
-    are one weight."""
+    """Return the weights of this process in one bucket; names that share a weight in ``model`` are one.
+
+    Raises ValueError where their values differ.
+    """
     by_name = dict(named_tensors)
     together = {name: names for names in weight_names(model) for name in names}
-    weights, values = [], []
-    while by_name:
-        name, value = next(iter(by_name.items()))
-        same = [other for other in together.get(name, ()) if other in by_name and _equal(by_name[other], value)]
-        names = tuple(same) or (name,)
-        for other in names:
-            del by_name[other]
-        weights.append(Weight(names, tuple(value.shape), value.dtype))
-        values.append(value)
-    return Bucket(tuple(weights), tensors=tuple(values))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and (one.data_ptr() == other.data_ptr() or one.equal(other))
+    weights: dict[Weight, Tensor] = {}
+    for name, value in by_name.items():
+        names = tuple(other for other in together.get(name, (name,)) if other in by_name)
+        first = by_name[names[0]]
+        if first.data_ptr() != value.data_ptr() and name != names[0] and not first.equal(value):
+            raise ValueError(f"update_weights: {' and '.join(names)} differ, and are one weight in the engine")
+        weights.setdefault(Weight(names, tuple(value.shape), value.dtype), value)
+    return Bucket(tuple(weights), tensors=tuple(weights.values()))
 
 
 def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
     """Check that the weights are all that ``model`` has, which may be on the meta device.
 
-    Raises ValueError with all that is wrong.
+    Raises ValueError with the first of what is wrong.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     given = {name: weight for weight in weights for name in weight.names}
-    problems = [f"{name}: unknown" for name in given if name not in shapes]
-    for name, weight in given.items():
-        if name in shapes and weight.shape != shapes[name]:
-            problems.append(f"{name}: shape {weight.shape}, the engine's is {shapes[name]}")
+    problems = [
+        f"{name}: shape {weight.shape}, the engine's is {shapes.get(name, 'unknown')}"
+        for name, weight in given.items()
+        if weight.shape != shapes.get(name)
+    ]
     for names in weight_names(model):
         senders = {given[name].names for name in names if name in given}
-        if not senders:
-            problems.append(f"{' = '.join(names)}: missing")
-        elif len(senders) > 1:
-            problems.append(f"{' = '.join(names)}: one weight in the engine, but several of the learner")
+        if len(senders) != 1:
+            problems.append(f"{' = '.join(names)}: {'sent as several weights' if senders else 'missing'}")
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        shown = "; ".join(problems[:8])
         raise ValueError(f"update_weights: {len(problems)} weights do not fit, none was changed: {shown}")
-
-
-# -- checksums -----------------------------------------------------------------------------------
-
-
-def checksum(data: Tensor) -> Checksum:
-    """Return sums of bytes, [N] uint8 with N a multiple of 4, on the device where they are.
-
-    Any change of one number shows, and so do numbers, rows or blocks in another order: each is weighted by its place.
-    """
-    words = data.view(torch.int32)
-    rows = len(words) // SUMMED
-    table, rest = words[: rows * SUMMED].view(rows, SUMMED), words[rows * SUMMED :]
-    sums = (table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.to(torch.int64))
-    found = [(part * torch.arange(1, len(part) + 1, device=data.device)).sum() for part in sums]
-    return (len(data), *torch.stack(found).tolist())
-
-
-def weights_checksum(named: Iterable[tuple[str, Tensor]]) -> Checksum:
-    """Return one checksum of all that an engine computes with, in the order of its weights."""
-    total: Checksum = ()
-    for number, (_, value) in enumerate(named, start=1):
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        own = checksum(torch.nn.functional.pad(data, (0, -len(data) % 4)))
-        total = tuple((one + number * other) % 2**64 for one, other in zip(total or (0,) * len(own), own, strict=True))
-    return total
 
 
 # -- sending -------------------------------------------------------------------------------------
@@ -191,9 +163,6 @@ def weights_checksum(named: Iterable[tuple[str, Tensor]]) -> Checksum:
 class BroadcastGroup:
     """Rank 0 of the learner and all devices of engines. A process is in one at most."""
 
-    def __init__(self) -> None:
-        self.group: Any = None
-
     def join(self, address: tuple[str, int], rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         """Meet the others at a store that rank 0 has opened."""
         timeout = timedelta(seconds=timeout_s)
@@ -201,7 +170,7 @@ class BroadcastGroup:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self.group = dist.ProcessGroupNCCL(store, rank, size, options)
+            self.group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self.group = dist.ProcessGroupGloo(store, rank, size, timeout)
 
@@ -239,42 +208,30 @@ class Staging:
 
 
 @torch.no_grad()
-def pack(
-    weights: Sequence[Weight],
-    values: Iterable[Any],
-    gather: Callable[[Any, torch.dtype], Tensor],
-    limit: int,
-    staging: Staging | None,
-) -> Iterator[Bucket]:
-    """Gather the weights of a sharded model and yield buckets of at most ``limit`` bytes; what one held is overwritten
-    by the next.
+def pack(weights: Sequence[Weight], values: Iterable[Tensor], limit: int, staging: Staging | None) -> Iterator[Bucket]:
+    """Yield buckets of at most ``limit`` bytes; what one held is overwritten by the next.
 
-    ``gather`` returns a weight whole and is called by all ranks in the same order; a rank without ``staging`` only
-    takes part in it. ``values`` are the rank's own parts, in the order of ``weights``. Raises InputError where a
-    weight is larger than a bucket.
+    ``values`` gathers a weight whole when it is taken, in the order of ``weights``: all ranks of a sharded model take
+    part, and those with ``staging`` keep it. Raises InputError where a weight is larger than a bucket.
     """
     staged_size(weights, limit)
-    left, parts = list(reversed(weights)), iter(values)
+    left, wholes = list(reversed(weights)), iter(values)
     while left:
         packed: list[Weight] = []
-        sums: dict[str, int] = {}
         used = 0
         while left and used + left[-1].room <= limit:
-            weight = left.pop()
-            whole = gather(next(parts), weight.dtype)
+            packed.append(left.pop())
+            whole, size, begin = next(wholes), packed[-1].size, used
+            used += packed[-1].room
             if staging is not None:
-                data = whole.contiguous().reshape(-1).view(torch.uint8)
-                staging.data[used : used + weight.size].copy_(data)
-                staging.data[used + weight.size : used + weight.room].zero_()
-                sums |= dict.fromkeys(weight.names, *weight_sums([("", whole)]).values())
+                staging.data[begin : begin + size].copy_(whole.contiguous().reshape(-1).view(torch.uint8))
+                staging.data[begin + size : used].zero_()
             del whole
-            packed.append(weight)
-            used += weight.room
         if staging is None:
             yield Bucket(tuple(packed))
         else:
             staging.publish(used)
-            yield Bucket(tuple(packed), checksum(staging.data[:used]), staging.files, sums=sums)
+            yield Bucket(tuple(packed), checksum(staging.data[:used].view(torch.int32)), staging.files)
 
 
 def staged_size(weights: Sequence[Weight], limit: int) -> int:
@@ -295,4 +252,4 @@ def merged(buckets: Iterable[Bucket]) -> Bucket:
     if len({bucket.checksum for bucket in staged}) != 1 or len({bucket.weights for bucket in buckets}) != 1:
         raise RuntimeError("learner ranks gathered different weights; run again, and report it if it happens twice")
     files = {node: path for bucket in staged for node, path in (bucket.files or {}).items()}
-    return Bucket(staged[0].weights, staged[0].checksum, files or None, sums=staged[0].sums)
+    return Bucket(staged[0].weights, staged[0].checksum, files or None)

@@ -139,7 +139,7 @@ def probe_log_probs(policy: Policy) -> np.ndarray:
     return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
-def compare_weights(sent: Mapping[str, int], held: Mapping[str, int]) -> None:
+def compare_weights(sent: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]]) -> None:
     """Compare checksums of an engine's weights, by name, with those that the learner sent. Raises WeightSyncError."""
     if wrong := [name for name, value in held.items() if sent.get(name) != value]:
         raise WeightSyncError(

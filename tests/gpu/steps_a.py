@@ -218,8 +218,8 @@ def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
     staging = Staging(staged_size(weights, limit), torch.device(device))
 
     def take() -> None:
-        whole = partial(gathered, device=torch.device(device))
-        for _ in pack(weights, (value for _, value in named), whole, limit, staging):
+        wholes = (gathered(value, dtype, torch.device(device)) for _, value in named)
+        for _ in pack(weights, wholes, limit, staging):
             pass
 
     found["weights into buckets for the engine, s"] = clock(device, take, repeats=1)[0]
@@ -268,7 +268,7 @@ def copies(device: str, size: str, folder: Path) -> dict[str, Any]:
     staging = Staging(weight.room, torch.device(device))
 
     def hand_over() -> None:
-        (sent,) = pack([weight], [bucket], lambda value, dtype: value, weight.room, staging)
+        (sent,) = pack([weight], [bucket], weight.room, staging)
         buckets.put(sent)
         if answers.get(timeout=120) != sent.checksum:
             raise RuntimeError("another process read other bytes than this one wrote")

@@ -191,7 +191,7 @@ class FedEngine(RayEngine):
         self.begin_update(weights)  # refused while requests are in flight, whatever is sent
         values = (value for _, value in held)
         staging = Staging(size, CPU)  # held until the engines have read its file, as a learner rank holds its own
-        (bucket,) = pack(weights, values, lambda value, dtype: value, size, staging)
+        (bucket,) = pack(weights, values, size, staging)
         self.load(bucket)
         self.end_update(version)
 

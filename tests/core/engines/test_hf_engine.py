@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from core.cluster.workers import LocalWorkers
 from core.engines import SampleRequest, make_engine
 from core.engines.hf import HFEngine
 from core.errors import InputError
+from core.learner.model_checks import WeightSyncError
 from core.types import Stop
 from tests.core.engine_contract import (
     HELLO,
@@ -27,6 +29,7 @@ from tests.core.engine_contract import (
     run,
     sample_all,
 )
+from tests.core.ray_cluster import cluster_config, write_model
 from tests.scripted_engine import ScriptedEngine
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -133,13 +136,33 @@ def test_tied_weights_may_come_under_one_name_or_both():
         engine.update_weights(((n, t.clone()) for n, t in new.items() if n not in left_out), version)
         np.testing.assert_allclose(engine.probe((4, 5, 6)), expected, atol=1e-6)
         assert engine.policy_version == version
-    with pytest.raises(ValueError, match=r"lm_head.weight: one weight in the engine, but several"):
+    with pytest.raises(ValueError, match="lm_head.weight differ, and are one weight"):
         engine.update_weights({**new, "lm_head.weight": new["lm_head.weight"] + 1}.items(), 9)
     with pytest.raises(ValueError, match=r"embed_tokens.weight.*missing"):
         engine.update_weights(((n, t) for n, t in new.items() if n not in both), 9)
-    with pytest.raises(ValueError, match="weights do not fit, none was changed.*and .* more"):
+    with pytest.raises(ValueError, match="weights do not fit, none was changed"):
         engine.update_weights([("nonsense", torch.zeros(1))], 1)
     np.testing.assert_allclose(engine.probe((4, 5, 6)), expected, atol=1e-6)
+
+
+def test_any_stale_weight_is_noticed(tmp_path, monkeypatch):
+    """Each in its turn, moved by less than a probe could tell."""
+    config = cluster_config(write_model(tmp_path), "trainer.backend=local", "actor_rollout_ref.actor.use_kl_loss=False")
+    workers = LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=False)
+    copy_weights, names = workers.engine._copy, list(workers.actor.module.state_dict())
+    for version, left_out in enumerate(names):
+        with torch.no_grad():
+            for parameter in workers.actor.module.parameters():
+                parameter.add_(1e-6)
+
+        def without(weights, values, left_out=left_out):
+            kept = [pair for pair in zip(weights, values, strict=True) if left_out not in pair[0].names]
+            copy_weights(*zip(*kept, strict=True))
+
+        with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=f"1 of .*{left_out}"):
+            patch.setattr(workers.engine, "_copy", without)
+            workers.sync_weights(version)
+        workers.sync_weights(version)
 
 
 def test_weights_that_are_not_finite_fail_the_requests_and_leave_no_trace():

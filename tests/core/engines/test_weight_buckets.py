@@ -23,7 +23,6 @@ from core.engines.weight_buckets import (
     node_key,
     pack,
     staged_size,
-    weights_checksum,
 )
 from core.errors import InputError
 from tests.tiny import tiny_model
@@ -44,7 +43,7 @@ def some(seed=0):
 
 
 def packed(weights, values, limit, staging):
-    return pack(weights, values, lambda value, dtype: value.to(dtype), limit, staging)
+    return pack(weights, values, limit, staging)
 
 
 @pytest.mark.parametrize("limit", [4224, 4300, 5000, 10**6])
@@ -83,47 +82,31 @@ def test_another_process_reads_the_same_memory():
 def test_any_change_of_the_bytes_changes_the_checksum():
     chance, size = random.Random(0), SUMMED * 4 * 3 + 16 * 7
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    before, words = checksum(data), data.view(torch.int32)
-    assert checksum(data.clone()) == before
+    words = data.view(torch.int32)
+    before = checksum(words)
+    assert checksum(words.clone()) == before
     for _ in range(100):
         changed = data.clone()
         changed[chance.randrange(size)] ^= 1 << chance.randrange(8)
-        assert checksum(changed) != before
+        assert checksum(changed.view(torch.int32)) != before
     for block in (1, 2, 64, SUMMED):  # numbers or rows that changed their places
         for _ in range(20):
             first, second = (chance.randrange(len(words) // block) * block for _ in range(2))
             swapped = words.clone()
             swapped[first : first + block] = words[second : second + block]
             swapped[second : second + block] = words[first : first + block]
-            assert (checksum(swapped.view(torch.uint8)) == before) == torch.equal(swapped, words)
+            assert (checksum(swapped) == before) == torch.equal(swapped, words)
     assert checksum(torch.zeros(16, dtype=torch.uint8)) != checksum(torch.zeros(32, dtype=torch.uint8))
-
-
-def test_the_checksum_of_a_model_tells_its_weights_and_their_order():
-    one, other = (dict(tiny_model(seed=seed).named_parameters()) for seed in (0, 1))
-    assert weights_checksum(one.items()) == weights_checksum(list(one.items())) != weights_checksum(other.items())
-    norms = [name for name in one if "norm" in name]
-    touched = {**one, norms[0]: one[norms[0]].clone()}
-    touched[norms[0]].data[3] = torch.nextafter(touched[norms[0]].data[3], torch.tensor(2.0))
-    assert weights_checksum(touched.items()) != weights_checksum(one.items())
-    values = list(one.items())
-    assert weights_checksum(reversed(values)) != weights_checksum(values)
-    assert weights_checksum([("odd", torch.ones(3, dtype=torch.bfloat16))]) != weights_checksum([])
 
 
 def test_a_rank_without_staging_gathers_alike():
     weights, values = some()
-    gathered = []
-
-    def gather(value, dtype):
-        gathered.append(value.shape)
-        return value
-
-    buckets = list(pack(weights, values, gather, 4300, None))
+    left = iter(values)
+    buckets = list(pack(weights, left, 4300, None))
     assert all(bucket.checksum is None and bucket.files is None for bucket in buckets)
     mine = [bucket.weights for bucket in buckets]
     staged = [bucket.weights for bucket in packed(weights, values, 4300, Staging(4304, CPU))]
-    assert mine == staged and len(gathered) == len(weights)
+    assert mine == staged and next(left, None) is None
 
 
 def test_places_of_all_ranks_are_one_bucket():
@@ -136,9 +119,7 @@ def test_places_of_all_ranks_are_one_bucket():
     changed = Bucket(one.weights, (1, 2, 3, 4), elsewhere.files)
     with pytest.raises(RuntimeError, match="gathered different weights"):
         merged([one, changed])
-    with pytest.raises(
-        RuntimeError, match=r"no learner rank left weights for node .*, only for another node: .*hybrid_engine"
-    ):
+    with pytest.raises(RuntimeError, match="no learner rank left weights for node .*hybrid_engine"):
         elsewhere.open(CPU)
 
 
@@ -159,7 +140,7 @@ def test_tied_names_are_one_weight():
     check_weights(model, weights)
     others = [weight for weight in weights if weight != tied]
     check_weights(model, [*others, Weight(tied.names[:1], tied.shape, tied.dtype)])
-    with pytest.raises(ValueError, match="one weight in the engine, but several of the learner"):
+    with pytest.raises(ValueError, match="sent as several weights"):
         check_weights(model, [*others, *(Weight((name,), tied.shape, tied.dtype) for name in tied.names)])
     with pytest.raises(ValueError, match=r"embed_tokens.weight = lm_head.weight: missing"):
         check_weights(model, others)
