@@ -34,7 +34,7 @@ from core.config.section import show
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
 from core.files import file_sha256, is_url, write_atomic, written_here
 from core.tracking import run_manifest
-from core.tracking.samples import progress
+from core.tracking.loggers import progress
 from core.tracking.tracker import json_line
 from core.types import Prompt, ScoredGroup
 
@@ -239,7 +239,7 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "data": data,
         "settings": {**hashes, **deciding(config)},
         "config": convert.as_json(config),
-        "sessions": [run_manifest.session(None, {})],
+        "sessions": [run_manifest.session()],
     }
 
 
@@ -312,7 +312,7 @@ def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) 
         **{key: manifest[key] for key in ("recipe", "model", "questions", "samples", "data", "settings")},
         "rewards": {key: value for key, value in convert.as_json(config).items() if key.startswith(REWARDS)},
         "answers_sha256": file_sha256(source),
-        "session": run_manifest.session(None, {}),
+        "session": run_manifest.session(),
     }
     files.write_manifest(path, told)
     write_atomic(path, "".join(json_line(record.to_json()) for record in records))

@@ -47,8 +47,9 @@ from core.rollout.collect import (
 from core.rollout.group_rollout import GroupRollout, TrajectorySampler, make_deterministic
 from core.run import LoopState, Run, prepare_torch
 from core.tracking.health import FAILED
+from core.tracking.loggers import print_examples, progress
 from core.tracking.metrics import BusyClock, data_metrics, profiled, progress_metrics, unknown_ids
-from core.tracking.samples import generation_rows, print_examples, progress
+from core.tracking.tracker import generation_rows
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score

@@ -32,7 +32,7 @@ from core.errors import InputError, WriteFailed, memory_phase
 from core.files import check_writable, is_url
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest
-from core.tracking.health import Health, Repeats, UnhealthyRun
+from core.tracking.health import Health, UnhealthyRun
 from core.tracking.metrics import REST, time_parts
 from core.tracking.tracker import Tracker
 from core.types import Prompt, StepMetrics
@@ -65,7 +65,8 @@ class Run:
         self.run_dir = run_folder(config)
         self.store = CheckpointStore(self.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         self.stop = GracefulStop()
-        self.health, self.repeats = Health(), Repeats()
+        self.health = Health()
+        self.crossed: set[str] = set()  # the bounds that the last step crossed, which was warned of
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
         self.prompt_of: Callable[[int], Prompt] | None = None  # the prompt of an ordinal, once the stream is known
@@ -189,10 +190,10 @@ class Run:
                     log.warning(text, self.step, self.total_steps, self.stop.cause or "requested", resume)
         except UnhealthyRun as error:
             status = "stopped"
-            self.tracker.note("stopped_because", str(error))
+            self.tracker.manifest["stopped_because"] = str(error)
             raise
         except Exception as error:
-            self.tracker.note("stopped_because", f"{type(error).__name__}: {error}")
+            self.tracker.manifest["stopped_because"] = f"{type(error).__name__}: {error}"
             raise
         finally:
             self._close(status)
@@ -207,18 +208,14 @@ class Run:
             text = "the run is finished: step %d of %d is done; raise trainer.total_training_steps or total_epochs"
             log.warning(text, self.step, self.total_steps)
         resume_step = self.step if self.saved_step is not None and not only_validates else None
-        facts = run_manifest.RunFacts(
-            models={name: model.base for name, model in self.models.items()},
-            changes={change.key: [change.there, change.here] for change in self.changes},
-        )
-        tracker = Tracker(folder, self.config, resume_step, self.run_dir.parent.name, facts)
+        models = {name: model.base for name, model in self.models.items()}
+        changes = {change.key: [change.there, change.here] for change in self.changes}
+        tracker = Tracker(folder, self.config, resume_step, self.run_dir.parent.name, models=models, changes=changes)
         if not only_validates:
             tracker.set_total(self.total_steps)
         return tracker
 
     def _close(self, status: str) -> None:
-        for name, count in self.repeats.counts.items():
-            log.warning("trainer.health.%s.bound was crossed in %d more steps, not warned of again", name, count)
         self.tracker.close(status)
         if self.remote is not None and not self.config.trainer.val_only:
             try:
@@ -325,10 +322,13 @@ class Run:
         violations = self.health.check(self.step, metrics.values, self.config.trainer.health, exact)
         last = self.health.last_healthy_step
         metrics.add({"health/crossed_bounds": len(violations), "health/last_healthy_step": last})
-        self.tracker.note("last_healthy_step", last)
+        self.tracker.manifest["last_healthy_step"] = last
         for violation in violations:
-            if self.repeats.is_news(violation.check, violation.value) or violation.action == "stop":
+            if violation.check not in self.crossed or violation.action == "stop":
                 log.warning("step %d: %s (last healthy step %d)", self.step, violation.text, last)
+        self.crossed = {violation.check for violation in violations}
+        if reason := self.health.stuck():
+            log.warning("step %d: %s", self.step, reason)
         return [violation.text for violation in violations if violation.action == "stop"]
 
     def _stop_unhealthy(self, texts: Sequence[str]) -> None:

@@ -1,15 +1,13 @@
 """Health checks: bounds on a step's metrics, and the last step that was within all of them.
 
 A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). Beyond the bound the run warns
-or, with ``action=stop``, saves a checkpoint and ends. The state is plain data that a checkpoint holds, so this module
-imports no torch.
+or, with ``action=stop``, saves a checkpoint and ends. The state is plain data, a part of every checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from statistics import fmean
@@ -19,14 +17,48 @@ if TYPE_CHECKING:
     from core.config.schema import HealthConfig
 
 Values = Mapping[str, float]
-History = Mapping[str, list[float]]
-Measure = Callable[[Values, History, int], float | None]
 SCORE, TRIGRAMS = "critic/score/mean", "response/repeated_trigrams"
 CUT, LENGTH = "response_length/clip_ratio", "response_length/mean"
 FAILED = "reward/failed_rate"  # share of all answers of a step, dropped groups included, that have no score
 SKIPPED = "skipped_updates"
-REMEMBERED = {SCORE, FAILED, TRIGRAMS, CUT, LENGTH}
 TREND_STEPS = 3  # a trend compares the mean of the last steps with that of the first, so many of each
+
+# check -> the metric that is beyond its bound, and on which side; other checks are in measured()
+SIMPLE = {
+    "entropy": ("actor/entropy", "below"),
+    "logp_diff": ("rollout_corr/logp_diff_mean", "above"),
+    "zero_variance": ("reward/zero_variance_share", "above"),
+}
+READ = "read samples: the policy may have found a reward without an answer (let the scorer require a text, or use a KL)"
+CHECKS = {
+    "nonfinite": "{:g} steps in a row skipped an update whose gradients were not finite: lower optim.lr or grad_clip",
+    "entropy": "the policy's entropy is {:.3g} nats a token: it has stopped exploring; raise clip_ratio_high, lower lr",
+    "reward_drop": "the mean score over reward_window steps is {:.3g} below its best: look at samples of both times",
+    "logp_diff": "log-probs of engine and learner differ by {:.3g} on average: samples are off-policy; "
+    "algorithm.rollout_correction weighs for that",
+    "entropy_gap": "entropy and -log p of the sampled tokens are {:.3g} standard errors apart: "
+    "look at the temperature of each, at the mask, and at what draws the tokens",
+    "zero_variance": "{:.0%} of the groups have equal scores and teach nothing: the data may be too easy or too hard",
+    "repetition": "the share of repeated trigrams in answers rose by {:.2f} since the start: " + READ,
+    "unfinished": "the share of answers that reach the length limit rose by {:.0%} since the start: read samples, "
+    "raise data.max_response_length, or shape the reward of long answers",
+    "shortening": "the length of answers has fallen by {:.0%} since the start: " + READ,
+    "scorer_errors": "the scorer failed on {:.1%} of the answers of the last steps: the first failure was printed",
+}
+FAULT = (
+    "log-probs of engine and learner differ by {:.3g} on average, though both compute one policy in float32: a fault "
+    "of the program, which no correction weighs for; look for stale weights or caches, or shifted tokens"
+)
+# metric -> what is true of a step, and the key to look at, where the share is 1 in STUCK_STEPS steps in a row
+STUCK_STEPS = 3
+STUCK = {
+    CUT: "answers are cut off; raise data.max_response_length, or look at the model's end-of-sequence token",
+    "reward/parse_error_rate": "answers cannot be read by the scorer; look at the form that prompts require, and at "
+    "data_source or custom_reward_function.path",
+    "reward/zero_variance_share": "groups have equal scores and teach nothing; look at actor_rollout_ref.rollout.n, "
+    "the scorer, and how hard data.train_files is",
+}
+REMEMBERED = {SCORE, FAILED, TRIGRAMS, CUT, LENGTH, *STUCK}
 
 
 class UnhealthyRun(RuntimeError):
@@ -35,38 +67,18 @@ class UnhealthyRun(RuntimeError):
 
 @dataclass(frozen=True)
 class BoundViolation:
-    """A bound of ``trainer.health`` that a step exceeded, and its value."""
+    """A bound of ``trainer.health`` that a step exceeded."""
 
     check: str
     action: str
     text: str
-    value: float
-
-
-class Repeats:
-    """What was warned of: a warning that would come at every step comes once, and again when its number has doubled
-    or halved; the others are counted."""
-
-    def __init__(self) -> None:
-        self.warned: dict[str, float] = {}
-        self.counts: Counter[str] = Counter()  # of those that were not repeated
-
-    def is_news(self, name: str, value: float) -> bool:
-        """Return whether to warn of ``name`` with this number, and remember or count it."""
-        last = self.warned.get(name)
-        if last is not None and abs(last) / 2 < abs(value) < 2 * abs(last):
-            self.counts[name] += 1
-            return False
-        self.warned[name] = value
-        return True
 
 
 @dataclass
 class Health:
-    """The state of the checks between steps, which a checkpoint holds.
+    """The state of the checks between steps: ``history`` has the metrics REMEMBERED of every step that had them.
 
-    ``history`` has the metrics REMEMBERED of every step that had them. ``logp_diff_bound`` follows from what rounding
-    costs on the model, where the configuration leaves the bound to that.
+    ``logp_diff_bound`` follows from what rounding costs on the model, where the configuration leaves the bound to that.
     """
 
     last_healthy_step: int = 0
@@ -86,100 +98,53 @@ class Health:
         """
         for name in REMEMBERED & values.keys():
             self.history.setdefault(name, []).append(values[name])
-        self.history.setdefault(SKIPPED, []).append(
-            sum(values.get(f"{one}/{SKIPPED}", 0) for one in ("actor", "critic"))
-        )
+        skipped = sum(values.get(f"{part}/{SKIPPED}", 0) for part in ("actor", "critic"))
+        self.history.setdefault(SKIPPED, []).append(skipped)
         violations = []
-        for name, (measure, side) in CHECKS.items():
-            limit, value = getattr(config, name), measure(values, self.history, config.reward_window)
-            bound, text = limit.bound, TEXTS[name]
+        for name, (value, side) in self.measured(values, config.reward_window).items():
+            limit, text = getattr(config, name), CHECKS[name]
+            bound = limit.bound
             if name == "logp_diff":
-                bounds = (bound, self.logp_diff_bound, exact)
-                bound, text = next((one for one in bounds if one is not None), None), text if exact is None else FAULT
+                bound = next((one for one in (bound, self.logp_diff_bound, exact) if one is not None), None)
+                text = text if exact is None else FAULT
             if bound is not None and value is not None and not _within(value, bound, side):
                 text = f"{text.format(value)} (trainer.health.{name}.bound={bound:g})"
-                violations.append(BoundViolation(name, limit.action, text, value))
+                violations.append(BoundViolation(name, limit.action, text))
         if not violations:
             self.last_healthy_step = step
         return violations
 
+    def measured(self, values: Values, window: int) -> dict[str, tuple[float | None, str]]:
+        """Return what each check compares, None where there is nothing yet, and the side that is beyond its bound."""
+        found = {name: (values.get(metric), side) for name, (metric, side) in SIMPLE.items()}
+        gap, lengths = values.get("rollout_corr/entropy_gap_z"), self.history.get(LENGTH, [0.0])
+        start, fall = fmean(lengths[:TREND_STEPS]), self._rise(LENGTH)
+        scores, failed = self.history.get(SCORE, []), self.history.get(FAILED)
+        means = [fmean(scores[end - window : end]) for end in range(window, len(scores) + 1)]
+        return found | {
+            "nonfinite": (len(list(takewhile(bool, reversed(self.history[SKIPPED])))), "reached"),
+            "entropy_gap": (None if gap is None else abs(gap), "above"),
+            "reward_drop": (max(means) - means[-1] if means else None, "above"),
+            "repetition": (self._rise(TRIGRAMS), "above"),
+            "unfinished": (self._rise(CUT), "above"),
+            "shortening": (-fall / start if fall is not None and start else None, "above"),
+            "scorer_errors": (fmean(failed[-window:]) if failed else None, "above"),
+        }
+
+    def _rise(self, name: str) -> float | None:
+        """Return how far the metric's mean over TREND_STEPS steps has risen since the start."""
+        found = self.history.get(name, [])
+        return fmean(found[-TREND_STEPS:]) - fmean(found[:TREND_STEPS]) if len(found) >= TREND_STEPS else None
+
+    def stuck(self) -> str | None:
+        """Return the likeliest reason why STUCK_STEPS steps taught nothing, at the last of them and not again."""
+        for name, text in STUCK.items():
+            full = len(list(takewhile(lambda share: share >= 1, reversed(self.history.get(name, [])))))
+            if full >= STUCK_STEPS:
+                return f"in {full} steps in a row 100% of the {text}" if full == STUCK_STEPS else None
+        return None
+
 
 def _within(value: float, bound: float, side: str) -> bool:
     """Return whether a value is within its bound; NaN is beyond any."""
-    return {"above": value <= bound, "below": value >= bound, "reached": value < bound, "fallen": -value <= bound}[side]
-
-
-# -- measures: of a step's metrics, the history and trainer.health.reward_window; None where there is nothing yet --
-
-
-def _metric(name: str) -> Measure:
-    return lambda values, *_: values.get(name)
-
-
-def _rise(name: str, share: bool = False) -> Measure:
-    """Measure how far a metric has risen since the start; with ``share`` in parts of what it was."""
-
-    def rise(_: Values, history: History, __: int) -> float | None:
-        found = history.get(name, [])
-        first = fmean(found[:TREND_STEPS]) if len(found) >= TREND_STEPS else None
-        if first is None or (share and not first):
-            return None
-        return (fmean(found[-TREND_STEPS:]) - first) / (first if share else 1)
-
-    return rise
-
-
-def _entropy_gap(values: Values, *_: Any) -> float | None:
-    z = values.get("rollout_corr/entropy_gap_z")
-    return None if z is None else abs(z)
-
-
-def _drop(_: Values, history: History, window: int) -> float | None:
-    """Return how far the mean score over the window is below its best."""
-    scores = history.get(SCORE, [])
-    means = [fmean(scores[end - window : end]) for end in range(window, len(scores) + 1)]
-    return max(means) - means[-1] if means else None
-
-
-def _failed(_: Values, history: History, window: int) -> float | None:
-    return fmean(history[FAILED][-window:]) if FAILED in history else None
-
-
-def _lost(_: Values, history: History, __: int) -> float:
-    """Count the last steps in a row that skipped an update."""
-    return len(list(takewhile(bool, reversed(history[SKIPPED]))))
-
-
-# check -> (measure, on which side of its bound a value is beyond it)
-CHECKS: dict[str, tuple[Measure, str]] = {
-    "nonfinite": (_lost, "reached"),
-    "entropy": (_metric("actor/entropy"), "below"),
-    "reward_drop": (_drop, "above"),
-    "logp_diff": (_metric("rollout_corr/logp_diff_mean"), "above"),
-    "entropy_gap": (_entropy_gap, "above"),
-    "zero_variance": (_metric("reward/zero_variance_share"), "above"),
-    "repetition": (_rise(TRIGRAMS), "above"),
-    "unfinished": (_rise(CUT), "above"),
-    "shortening": (_rise(LENGTH, share=True), "fallen"),
-    "scorer_errors": (_failed, "above"),
-}
-READ = "read samples: the policy may have found a reward without an answer (let the scorer require a text, or use a KL)"
-TEXTS = {
-    "nonfinite": "{:g} steps in a row skipped an update whose gradients were not finite: lower optim.lr or grad_clip",
-    "entropy": "the policy's entropy is {:.3g} nats a token: it has stopped exploring; raise clip_ratio_high, lower lr",
-    "reward_drop": "the mean score over reward_window steps is {:.3g} below its best: look at samples of both times",
-    "logp_diff": "log-probs of engine and learner differ by {:.3g} on average: samples are off-policy; "
-    "algorithm.rollout_correction weighs for that",
-    "entropy_gap": "entropy and -log p of the sampled tokens are {:.3g} standard errors apart: "
-    "they are not of one distribution; look at the temperature of each, at the mask, and at what draws the tokens",
-    "zero_variance": "{:.0%} of the groups have equal scores and teach nothing: the data may be too easy or too hard",
-    "repetition": "the share of repeated trigrams in answers rose by {:.2f} since the start: " + READ,
-    "unfinished": "the share of answers that reach the length limit rose by {:.0%} since the start: read samples, "
-    "raise data.max_response_length, or shape the reward of long answers",
-    "shortening": "the length of answers has changed by {:.0%} since the start: " + READ,
-    "scorer_errors": "the scorer failed on {:.1%} of the answers of the last steps: the first failure was printed",
-}
-FAULT = (
-    "log-probs of engine and learner differ by {:.3g} on average, though both compute one policy in float32: a fault "
-    "of the program, which no correction weighs for; look for stale weights or caches, or shifted tokens"
-)
+    return {"above": value <= bound, "below": value >= bound, "reached": value < bound}[side]

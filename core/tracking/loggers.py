@@ -1,8 +1,8 @@
-"""The loggers of ``trainer.logger``, which show a run's numbers while it goes on: console, TensorBoard, wandb, MLflow.
+"""What a person sees of a run while it goes on: progress, answers, and the loggers of ``trainer.logger``.
 
-``metrics.jsonl`` is not among them: the tracker always writes it, and first. A logger that cannot begin ends a new run
-before it trains. Later a failing logger costs nothing but its own numbers: see :class:`Loggers`. A class of your own is
-named ``module:Class``; it is made with a :class:`LoggedRun` and has the methods of :class:`Logger`.
+``metrics.jsonl`` is not among the loggers: the tracker always writes it, and first. A logger that cannot begin ends a
+new run before it trains; later a failing logger costs its own numbers alone. A class of your own is named
+``module:Class``: it is made with a :class:`LoggedRun`, and has ``log``, ``samples`` and ``close``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,24 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from core.config import Config, convert, registry
+from core.config import convert, registry
 from core.config.code_by_path import load_object
 from core.errors import InputError, printable
 
+if TYPE_CHECKING:
+    from core.config import Config
+
 Row = Mapping[str, Any]
 PATIENCE = 3  # failures in a row after which a logger is switched off: a service may be away for a step or two
+DELAY_S, PAUSE_S = 2.0, 10.0  # what is over sooner needs no bar; between two lines of a log
 
 
 @dataclass
@@ -42,17 +48,8 @@ class LoggedRun:
         return re.sub(rf"[-_.]?seed[-_=]?{seed}(?!\d)", "", self.config.trainer.experiment_name).strip("-_.") or "seeds"
 
 
-class Logger(Protocol):
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def samples(self, step: int, rows: Sequence[Row]) -> None: ...
-    def close(self, failed: bool) -> None: ...
-
-
 class Loggers:
-    """The loggers of a run. An exception of one is printed, and ends neither the run nor the step.
-
-    After PATIENCE failures in a row a logger is switched off until the run is resumed. metrics.jsonl has what it
-    missed.
+    """The loggers of a run. An exception of one is printed; after PATIENCE in a row it is off until a resume.
 
     Raises:
         ImportError: the package of a logger is not installed.
@@ -61,7 +58,7 @@ class Loggers:
 
     def __init__(self, run: LoggedRun) -> None:
         self._failures = Counter[str]()  # in a row
-        self._each: dict[str, Logger] = {}
+        self._each: dict[str, Any] = {}
         for name in dict.fromkeys(run.config.trainer.logger):
             function = registry.logger(name).function
             try:
@@ -78,90 +75,72 @@ class Loggers:
                     raise InputError(f"{reason}; {fix}") from error
                 print(f"warning: {reason}; the resumed run goes on without it", file=sys.stderr)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._call(f"step {step}", "log", step, values)
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        self._call(f"the samples of step {step}", "samples", step, rows)
-
-    def close(self, failed: bool) -> None:
-        self._failures.clear()  # also a logger that is off lets go of what it holds
-        self._call("its end", "close", failed)
-
-    def _call(self, what: str, method: str, *arguments: Any) -> None:
-        for name in [name for name in self._each if self._failures[name] < PATIENCE]:
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call ``log``, ``samples`` or ``close`` of each; a failure costs a warning."""
+        for name, logger in self._each.items():
+            if self._failures[name] >= PATIENCE and method != "close":
+                continue  # at its end also a logger that is off lets go of what it holds
             try:
-                getattr(self._each[name], method)(*arguments)
+                getattr(logger, method)(*arguments)
                 self._failures[name] = 0
             except Exception as error:
                 self._failures[name] += 1
                 off = "; it is switched off until the run is resumed" if self._failures[name] == PATIENCE else ""
-                text = f"{what} was not logged ({type(error).__name__}: {error}){off}; metrics.jsonl has it all"
+                text = f"{method}({arguments[0]}) failed ({type(error).__name__}: {error}){off}; metrics.jsonl has it"
                 print(f"warning: trainer.logger={name}: {text}", file=sys.stderr)
 
 
-# --- the console ---
-
-ACC, SCORE = "reward/acc/mean", "critic/score"
 # label on the console, names of the metric (the first that the step has), format
 HEADLINE = (
-    ("reward", ("critic/rewards/mean", f"{SCORE}/mean"), ".3f"),
-    ("acc", (ACC,), ".3f"),
+    ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
+    ("acc", ("reward/acc/mean",), ".3f"),
     ("length", ("response_length/mean",), ".1f"),
     ("nll", ("actor/nll",), ".3f"),
     ("entropy", ("actor/entropy",), ".3f"),
     ("kl", ("actor/ppo_kl", "actor/kl_loss"), ".2e"),
     ("time", ("timing_s/step",), ".1f"),
+    ("scorer failed on", ("reward/failed_rate",), ".1%"),  # shown where it is not 0
+    ("scorer failed in validation on", ("reward/val_failed_rate",), ".1%"),
 )
-FAILED = {  # metric -> its label, shown where it is not 0
-    "reward/failed_rate": "scorer failed on",
-    "reward/val_failed_rate": "scorer failed in validation on",
-}
+
+
+def write_line(line: str) -> None:
+    """Print above the progress bar, where there is one."""
+    from tqdm import tqdm
+
+    tqdm.write(printable(line))
+    sys.stdout.flush()
 
 
 class ConsoleLogger:
-    """One line a step, above a progress bar where there is one."""
+    """One line a step."""
 
     def __init__(self, run: LoggedRun) -> None:
         self.run = run
 
-    def _write(self, line: str) -> None:
-        from tqdm import tqdm
-
-        tqdm.write(printable(line))
-        sys.stdout.flush()
-
     def log(self, step: int, values: Mapping[str, float]) -> None:
         shown = []
-        graded = values.get(f"{SCORE}/min", 0) < 0 or values.get(f"{SCORE}/max", 1) > 1
         for label, names, form in HEADLINE:
             value = next((values[name] for name in names if name in values), None)
-            again = (
-                label == "acc" and graded and value == values.get(f"{SCORE}/mean")
-            )  # of a function that gives scores
-            if value is not None and not again:
+            if value or (value is not None and form != ".1%"):
                 shown.append(f"{label} {value:{form}}")
-        shown += [f"{words} {values[name]:.1%}" for name, words in FAILED.items() if values.get(name)]
-        for name in [name for name in values if name.startswith("val-core/") and "/acc/mean@" in name]:
-            source, _, count = name.removeprefix("val-core/").partition("/acc/mean@")
-            kind = "score" if f"val-aux/{source}/acc/min" in values else "acc"  # a value outside of 0 to 1: no accuracy
-            shown.append(f"{source}/{kind}/mean@{count} {values[name]:.3f}")
+        validated = [name for name in values if name.startswith("val-core/") and "/acc/mean@" in name]
+        shown += [f"{name.removeprefix('val-core/')} {values[name]:.3f}" for name in validated]
         total = f"/{self.run.total}" if self.run.total else ""
-        self._write(f"step {step}{total} | " + " | ".join(shown))
+        write_line(f"step {step}{total} | {' | '.join(shown)}")
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._write(f"step {step} sample, score {row['score']}, expected {row['gts']!r}")
-            self._write(f"    {str(row['input'])[-200:]!r} -> {str(row['output'])[:400]!r}")
+            write_line(f"step {step} sample, score {row['score']}, expected {row['gts']!r}")
+            write_line(f"    {str(row['input'])[-200:]!r} -> {str(row['output'])[:400]!r}")
 
     def close(self, failed: bool) -> None:
         pass
 
 
-# --- files and services ---
-
-
 class TensorboardLogger:
+    """Files in ``<run folder>/tensorboard``; a resumed run purges what follows its checkpoint."""
+
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -188,36 +167,28 @@ class WandbLogger:
     def __init__(self, run: LoggedRun) -> None:
         import wandb
 
-        trainer = run.config.trainer
-        self._wandb = wandb
+        trainer, tags = run.config.trainer, [run.recipe] if run.recipe else []
+        names = {"project": trainer.project_name, "name": trainer.experiment_name, "group": run.group, "tags": tags}
         self._run = wandb.init(
-            project=trainer.project_name,
-            name=trainer.experiment_name,
-            group=run.group,
-            tags=[run.recipe] if run.recipe else [],
-            id=run.run_id,
-            resume="allow",
-            dir=str(run.run_dir),
-            config=convert.as_recorded(run.config),
+            **names, id=run.run_id, resume="allow", dir=str(run.run_dir), config=convert.as_recorded(run.config)
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        data = [[step, str(row["input"]), str(row["output"]), str(row["gts"]), row["score"]] for row in rows]
-        table = self._wandb.Table(columns=["step", "input", "output", "gts", "score"], data=data)
-        self._run.log({"val/generations": table}, step=step)
+        import wandb
+
+        columns = ["input", "output", "gts", "score"]
+        data = [[step, *(str(row[name]) for name in columns[:3]), row["score"]] for row in rows]
+        self._run.log({"val/generations": wandb.Table(columns=["step", *columns], data=data)}, step=step)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
 class MlflowLogger:
-    """MLflow, at MLFLOW_TRACKING_URI, or else in files at ``<run folder>/mlruns``. A resumed run is another run there.
-
-    It admits no ``@`` in names: ``mean@4`` is ``mean_at_4``.
-    """
+    """MLflow, at MLFLOW_TRACKING_URI or else in ``<run folder>/mlruns``. It admits no ``@`` in names: ``mean_at_4``."""
 
     def __init__(self, run: LoggedRun) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it refuses file:, which mlflow-skinny needs
@@ -238,3 +209,40 @@ class MlflowLogger:
 
     def close(self, failed: bool) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+# --- progress and answers ---
+
+
+@contextmanager
+def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
+    """Show ``total`` units of work while the block runs, and yield the function that counts one of them.
+
+    A terminal has a bar; a log a line at most every tenth of the work and every PAUSE_S seconds.
+    """
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(desc=what, total=total, unit=unit, delay=DELAY_S, leave=False, dynamic_ncols=True) as bar:
+            yield lambda: bar.update() and None
+        return
+    done, tenth, printed = 0, 0, time.monotonic()
+
+    def count() -> None:
+        nonlocal done, tenth, printed
+        done += 1
+        if 10 * done // max(1, total) > tenth and time.monotonic() - printed >= PAUSE_S:
+            tenth, printed = 10 * done // max(1, total), time.monotonic()
+            print(f"{what}: {done} of {total} {unit}s", file=sys.stderr, flush=True)
+
+    yield count
+
+
+def print_examples(rows: Iterable[Row], count: int) -> None:
+    """Print the first ``count`` answers of each data source, under the headings that verl's managers print."""
+    printed = Counter[Any]()
+    for row in rows:
+        printed[row["data_source"]] += 1
+        if printed[row["data_source"]] <= count:
+            write_line(f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}")
+            write_line(f"[score] {row['score']:g}")

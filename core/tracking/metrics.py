@@ -1,18 +1,15 @@
-"""Numbers of a step, under verl's names: of its data, and where its seconds went.
+"""Numbers of a step, under verl's names: of its data, and where its seconds went. Imports no torch.
 
-``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less the KL penalty where the
-reward carries one). ``response_length/*`` counts every token after the prompt, tool output included; ``clip_ratio`` is
-the share that ran into the limit. ``perf/throughput`` is verl's: tokens of prompts and responses, a second of the step,
-a GPU of the learner (on a CPU: a learner rank).
-
-Imports no torch: reports use the parts of a step's time too.
+``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less a KL penalty).
+``response_length/*`` counts every token after the prompt, tool output included. ``perf/throughput`` is verl's: tokens
+of prompts and responses, a second of the step, a GPU of the learner (on a CPU: a learner rank).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,33 +50,38 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
     """Return means and extremes over the step's trajectories."""
     scores = [score for group in groups for score in group.scores]
     trajectories = [t for group in groups for t in group.trajectories]
-    lengths = np.array([len(t.response_ids) for t in trajectories])
-    prompts = np.array([len(t.prompt_ids) for t in trajectories])
-    values = np.array([[score.acc for score in group.scores] for group in groups if len(group)], dtype=float)
-    metrics = {
-        **_spread("critic/score", np.array([score.raw for score in scores])),
-        "critic/acc/mean": float(np.mean([score.acc for score in scores])),
-        **_spread("critic/rewards", batch.reward.numpy()),
-        **_spread("response_length", lengths),
-        "response_length/clip_ratio": float(np.mean([t.truncated for t in trajectories])),
-        "response/repeated_trigrams": float(np.mean([repeated_share(t.response_ids) for t in trajectories])),
-        **_spread("prompt_length", prompts),
-        **_spread("num_turns", np.array([t.turns for t in trajectories])),
-        "tool_call_counts/mean": float(np.mean([t.tool_calls for t in trajectories])),
-        **_part_means(scores),
-        **status_rates(scores),
-        "reward/zero_variance_share": float(np.mean(np.ptp(values, axis=1) <= 1e-6)),
-        "reward/masked_share": float(np.mean([score.masked for score in scores])),
-        "perf/total_num_tokens": float(lengths.sum() + prompts.sum()),
+    written = batch.response_mask
+    spreads = {
+        "critic/score": [score.raw for score in scores],
+        "critic/rewards": batch.reward,
+        "response_length": [len(t.response_ids) for t in trajectories],
+        "prompt_length": [len(t.prompt_ids) for t in trajectories],
+        "num_turns": [t.turns for t in trajectories],
     }
-    written, critic = batch.response_mask, "values" in batch.stored
-    for name in ("advantages", "returns", "values") if critic else ("advantages",):
-        if name in batch.stored:
-            metrics.update(_spread(f"critic/{name}", batch.require(name)[written].numpy()))
+    critic = ("returns", "values") if "values" in batch.stored else ()
+    spreads |= {
+        f"critic/{name}": batch.stored[name][written] for name in ("advantages", *critic) if name in batch.stored
+    }
+    means = {
+        "critic/acc/mean": [score.acc for score in scores],
+        "response_length/clip_ratio": [t.truncated for t in trajectories],
+        "response/repeated_trigrams": [repeated_share(t.response_ids) for t in trajectories],
+        "tool_call_counts/mean": [t.tool_calls for t in trajectories],
+        "reward/masked_share": [score.masked for score in scores],
+    }
+    for name in sorted({name for score in scores for name in score.parts}):
+        means[f"reward/{name}/mean"] = [score.parts[name] for score in scores if name in score.parts]
+    groups_of_several = [[score.acc for score in group.scores] for group in groups if len(group) > 1]
+    if groups_of_several:
+        means["reward/zero_variance_share"] = [max(values) - min(values) <= 1e-6 for values in groups_of_several]
+    metrics = {name: float(np.mean(values)) for name, values in means.items()}
+    for name, values in spreads.items():
+        values = np.asarray(values) if len(values) else np.zeros(1)  # a step in which no answer holds a token
+        metrics |= {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
     if critic:
-        returns = batch.require("returns")
-        metrics["critic/vf_explained_var"] = explained_variance(batch.require("values"), returns, written)
-    return metrics
+        metrics["critic/vf_explained_var"] = explained_variance(batch.stored["values"], batch.returns, written)
+    tokens = sum(len(t.response_ids) + len(t.prompt_ids) for t in trajectories)
+    return {**metrics, **status_rates(scores), "perf/total_num_tokens": float(tokens)}
 
 
 def repeated_share(ids: np.ndarray, size: int = 3) -> float:
@@ -118,25 +120,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return float(1 - residual.var(correction=0) / (returns.var(correction=0) + 1e-5))
 
 
-def _part_means(scores: Iterable[Score]) -> dict[str, float]:
-    """Return the mean of each part over the scores that have it."""
-    parts = defaultdict(list)
-    for score in scores:
-        for name, value in score.parts.items():
-            parts[name].append(value)
-    return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sorted(parts.items())}
-
-
 def status_rates(scores: Sequence[Score]) -> dict[str, float]:
     """Return ``reward/<status>_rate`` for every status, 0 included; nothing for no scores."""
     counts = Counter(score.status for score in scores)
     return {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}
-
-
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
-    if not len(values):  # a step in which no answer holds a token
-        values = np.zeros(1)
-    return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
 
 
 # --- the seconds of a step ---
@@ -181,10 +168,9 @@ class BusyClock:
 
 
 def time_parts(row: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's seconds by part, in the order of :data:`PARTS` with the rest last; they sum to the whole.
+    """Return a step's seconds by part, the rest last; they sum to the whole. A part that never began is left out.
 
-    A part that never began is left out; a line without ``timing_s/whole`` (the validation before the first step) has
-    none.
+    A line without ``timing_s/whole``, the validation before the first step, has none.
     """
     if (whole := row.get(f"{PREFIX}whole")) is None:
         return {}

@@ -1,7 +1,6 @@
 """The run manifest, ``manifest.json`` of a run folder: where its numbers come from.
 
-It holds command, commit, packages, machine, seeds and data hashes. It is not the checkpoint manifest, which lists the
-files of one checkpoint. Versions come from the installed metadata, GPUs from ``nvidia-smi``.
+It is not the checkpoint manifest, which lists the files of one checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,18 +40,18 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What a run's manifest records of models and resuming: bases, and key -> [before, now] where they differ."""
-
-    models: Mapping[str, Base | None] = field(default_factory=dict)
-    changes: Mapping[str, list[Any]] = field(default_factory=dict)
-
-
-def begun(path: Path, config: Config, recipe: str, resume_step: int | None, facts: RunFacts) -> dict[str, Any]:
+def begun(
+    path: Path,
+    config: Config,
+    recipe: str,
+    resume_step: int | None,
+    models: Mapping[str, Base | None] | None = None,
+    changes: Mapping[str, list[Any]] | None = None,
+) -> dict[str, Any]:
     """Return the manifest of a run that starts, or goes on after ``resume_step``, with an entry for this process.
 
-    A damaged manifest is set aside with a warning, and written anew.
+    ``models`` are the bases of its models, ``changes`` key -> [before, now] of what differs from the checkpoint. A
+    damaged manifest is set aside with a warning, and written anew.
     """
     manifest = {"run": path.parent.resolve().name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
     try:
@@ -64,17 +62,15 @@ def begun(path: Path, config: Config, recipe: str, resume_step: int | None, fact
         aside = path.with_name(f"{path.name}.damaged")
         os.replace(path, aside)
         log.warning("%s is damaged (%s) and set aside as %s; it is written anew", path, error, aside.name)
-    if resume_step is not None and not manifest["sessions"]:
-        manifest["rebuilt"] = f"{now()}: manifest.json was damaged or missing; earlier sessions are not recorded"
     manifest.pop("stopped_because", None)
     manifest |= {
         "status": "running",
         "seeds": {"trainer.seed": config.trainer.seed, "data.seed": config.data.seed},
         "changed_from_defaults": changed_keys(config, manifest["recipe"]),
         "data": data_of(config),
-        "models": {name: base and {"path": base.path, "sha256": base.sha256} for name, base in facts.models.items()},
+        "models": {name: base and {"path": base.path, "sha256": base.sha256} for name, base in (models or {}).items()},
     }
-    manifest["sessions"].append(session(resume_step, facts.changes))
+    manifest["sessions"].append(session(resume_step, changes))
     return manifest
 
 
@@ -83,20 +79,17 @@ def read(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes().decode())
         whole = all(isinstance(manifest[name], str) for name in ("run", "recipe", "run_id", "status"))
-        whole = whole and all("command" in session for session in manifest["sessions"])
+        if not whole or not all("command" in session for session in manifest["sessions"]):
+            raise ValueError("a field is missing or of another type")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if not whole:
-        raise ValueError("a field of another type")
     return manifest
 
 
-def session(resumed_from: int | None, changes: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return the manifest's entry for this process; a resumed run has several.
+def session(resumed_from: int | None = None, changes: Mapping[str, list[Any]] | None = None) -> dict[str, Any]:
+    """Return the manifest's entry for this process; a resumed run has several."""
+    import torch
 
-    ``changes`` are key -> [before, now], of what is other than in the checkpoint.
-    """
-    torch = sys.modules.get("torch")  # not imported here for the sake of its number of threads
     variables = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ}
     return {
         "started": now(),
@@ -107,11 +100,8 @@ def session(resumed_from: int | None, changes: Mapping[str, list[Any]]) -> dict[
         "git": git_state(),
         "packages": {"python": platform.python_version(), **package_versions(PACKAGES)},
         "hardware": hardware(),
-        "threads": {"torch": torch.get_num_threads() if torch is not None else None, **variables},
+        "threads": {"torch": torch.get_num_threads(), **variables},
     }
-
-
-# --- configuration ---
 
 
 def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
@@ -119,9 +109,6 @@ def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
     before, now = convert.as_json(resolve(type(config)(), recipe)), convert.as_json(config)
     changed = [key for key, value in now.items() if before.get(key) != value]
     return {key: [hidden(values.get(key), key) for values in (before, now)] for key in changed}
-
-
-# --- environment ---
 
 
 def _output(*command: str) -> bytes | None:
@@ -168,29 +155,21 @@ def hardware() -> dict[str, Any]:
     }
 
 
-# --- files ---
-
-
 def data_of(config: Config) -> list[dict[str, Any]]:
     """Return path, size and sha256 of each file on this machine that holds data, or the user's reward function."""
-    return data_hashes(
-        dict.fromkeys(path for key, path in paths.named(config) if key.startswith(("data.", "custom_reward_function.")))
-    )
+    named = [path for key, path in paths.named(config) if key.startswith(("data.", "custom_reward_function."))]
+    return data_hashes(dict.fromkeys(named))
 
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
-    """Return path or URL, size and sha256 of each data file that is on this machine, or was copied to it."""
+    """Return path or URL, size and sha256 of each file that is on this machine, or was copied to it."""
     entries = []
     for name in files:
-        if (path := _here(name)).is_file():
+        if (path := Path(local_path(name, "data")).expanduser()).is_file():
             stat = path.stat()
             sha256 = _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns)
             entries.append({"path": name if is_url(name) else str(path), "bytes": stat.st_size, "sha256": sha256})
     return entries
-
-
-def _here(name: str) -> Path:
-    return Path(local_path(name, "data")).expanduser()
 
 
 @functools.cache
@@ -205,5 +184,5 @@ def contents(config: Config) -> dict[str, list[str]]:
     for key, path in paths.named(config):
         if not is_url(path) or key.startswith("data."):  # other URLs are models, which have hashes of their own
             files.setdefault(key, []).append(path)
-    files = {key: named for key, named in files.items() if all(_here(name).is_file() for name in named)}
-    return {key: [entry["sha256"] for entry in data_hashes(named)] for key, named in files.items()}
+    hashes = {key: [entry["sha256"] for entry in data_hashes(named)] for key, named in files.items()}
+    return {key: found for key, found in hashes.items() if len(found) == len(files[key])}

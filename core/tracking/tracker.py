@@ -1,16 +1,9 @@
 """The run folder: everything a run leaves behind except its checkpoints.
 
-``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` the run manifest: provenance and status ·
-``metrics.jsonl`` one line a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every
-validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` the tokens of recorded steps.
-
-**Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
-files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
-logged before its checkpoint is complete. TensorBoard purges what follows k as well; wandb keeps the first values it was
-sent.
-
-**Metric names** are verl's (``critic/score/mean``, ``actor/pg_loss``, ``response_length/mean``, ``timing_s/gen``, ...),
-and the validation names of :mod:`core.tracking.validation`. Not verl's: ``reward/<part>/mean`` and ``collect/*``.
+``metrics.jsonl`` has a line a step, on disk before the next step begins, under verl's names; ``samples.jsonl`` a few
+answers of every validation, ``validation/<step>.jsonl`` each question's scores, ``trace/`` the tokens of recorded
+steps. A run that resumes from step k keeps what they hold up to k and drops the rest, so that they end up as those of a
+run that was never interrupted (``timing_s/`` and ``perf/`` excepted).
 """
 
 from __future__ import annotations
@@ -20,23 +13,24 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.config import Config, to_yaml
 from core.errors import WriteFailed, unwritten, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
 from core.tracking.loggers import LoggedRun, Loggers
-from core.tracking.run_manifest import RunFacts
-from core.tracking.samples import Row, by_source, spread_out
-from core.tracking.validation import ValRecord
-from core.types import StepMetrics
+from core.types import ScoredGroup, StepMetrics
+
+if TYPE_CHECKING:
+    from core.tracking.validation import ValRecord
 
 log = logging.getLogger(__name__)
 
-ENDINGS = ("finished", "stopped", "failed")
+Row = Mapping[str, Any]
 METRICS, SAMPLES, MANIFEST = "metrics.jsonl", "samples.jsonl", "manifest.json"
 RUN_FILES = ("config.yaml", MANIFEST, METRICS, SAMPLES, "validation", "tensorboard", "trace")
 KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
@@ -46,14 +40,12 @@ class Tracker:
     """The owner of the run folder, until :meth:`close` records how the run ended.
 
     ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to ``previous/<n>/``),
-    ``resume_step=k`` goes on after step k. Create it once threads are set and data files are known: both are recorded.
-
-    A record that cannot be written is dropped with a warning; a line of metrics waits for the next step.
+    ``resume_step=k`` goes on after step k. A record that cannot be written is dropped with a warning; a line of metrics
+    waits for the next step.
 
     Raises:
         WriteFailed: the folder cannot be written.
-        ImportError: the package of a logger is not installed.
-        InputError: a logger of a new run could not begin, or its class is not where ``trainer.logger`` says.
+        ImportError, InputError: as :class:`Loggers`.
     """
 
     def __init__(
@@ -62,7 +54,7 @@ class Tracker:
         config: Config,
         resume_step: int | None = None,
         recipe: str | None = None,
-        facts: RunFacts | None = None,
+        **facts: Mapping[str, Any],
     ) -> None:
         self.run_dir, self.config = Path(run_dir), config
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
@@ -74,13 +66,7 @@ class Tracker:
                 _drop_after(self.run_dir, resume_step)
             self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1)
             recipe = recipe or self.run_dir.resolve().parent.name
-            self.manifest = run_manifest.begun(
-                self.run_dir / MANIFEST, config, recipe, resume_step, facts or RunFacts()
-            )
-            if resume_step and self._last_step < resume_step:
-                gap = f"resumed after step {resume_step}, but metrics.jsonl ends at step {max(0, self._last_step)}"
-                self.manifest["sessions"][-1]["gap"] = gap
-                log.warning("%s: the curves of this run have a hole", gap)
+            self.manifest = run_manifest.begun(self.run_dir / MANIFEST, config, recipe, resume_step, **facts)
             self._write_manifest()
             write_atomic(self.run_dir / "config.yaml", to_yaml(config))
             (self.run_dir / METRICS).touch()  # a run that ends before its first step has one too
@@ -94,17 +80,10 @@ class Tracker:
     def _write_manifest(self) -> None:
         write_atomic(self.run_dir / MANIFEST, json.dumps(self.manifest, indent=1) + "\n")
 
-    def _keep_manifest(self) -> None:
-        attempt(self.run_dir / MANIFEST, self._write_manifest, "stays as it is")
-
-    def note(self, name: str, value: Any) -> None:
-        """Add a fact about the run to its manifest, which is written when the run ends."""
-        self.manifest[name] = value
-
     def set_total(self, total: int) -> None:
         """Record how many steps the run has: the console shows it, and a report knows that a run ended early."""
         self.manifest["total_steps"] = self._run.total = total
-        self._keep_manifest()
+        attempt(self.run_dir / MANIFEST, self._write_manifest)
 
     def log(self, metrics: StepMetrics) -> None:
         """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps do not rise."""
@@ -112,48 +91,53 @@ class Tracker:
             raise ValueError(f"step {metrics.step} logged after {self._last_step}: each step is logged once, in order")
         self._last_step = metrics.step
         self._unwritten.append({"step": metrics.step, **metrics.values})
-        self._append_metrics("waits for the next step")
-        self._loggers.log(metrics.step, metrics.values)
+        self._append_metrics()
+        self._loggers.call("log", metrics.step, metrics.values)
 
-    def _append_metrics(self, lost: str) -> None:
+    def _append_metrics(self) -> None:
         path = self.run_dir / METRICS
-        if attempt(path, lambda: append(path, self._unwritten), lost):
+        if attempt(path, lambda: append(path, self._unwritten)):
             self._unwritten.clear()
 
-    def log_validation(self, step: int, rows: Iterable[ValRecord]) -> None:
+    def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
         """Keep each question's scores, for intervals and paired comparisons. A repeated step is replaced."""
-        self.dump(self.run_dir / "validation", step, [row.to_json() for row in rows])
+        self.dump(self.run_dir / "validation", step, [record.to_json() for record in records])
 
     def dump(self, folder: str | Path, step: int, rows: Sequence[Row], key: str = "folder") -> None:
-        """Write the rows with :func:`dump_jsonl`, where that is possible."""
-        attempt(f"{folder}/{step}.jsonl", lambda: dump_jsonl(folder, step, rows, key))
+        """Write ``<folder>/<step>.jsonl``, as verl does; ``key`` is that of a folder that may be a URL."""
+        name, text = f"{step}.jsonl", "".join(map(json_line, rows))
+
+        def write() -> None:
+            if is_url(folder):
+                return upload(str(folder), key, name, text.encode())
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_atomic(Path(folder) / name, text)
+
+        attempt(f"{folder}/{name}", write)
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Keep a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
-
-        ``rows`` are those of :func:`core.tracking.samples.generation_rows`.
-        """
-        count = self.config.trainer.log_val_generations
-        kept = [row for same in by_source(rows).values() for row in spread_out(same, max(count, KEPT_SAMPLES))]
+        """Keep a few of these :func:`generation_rows`; trainer.log_val_generations of them go to the loggers."""
+        count, by_source = self.config.trainer.log_val_generations, defaultdict(list)
+        for row in rows:
+            by_source[row.get("data_source")].append({**row, "step": step})
+        kept = [row for same in by_source.values() for row in spread_out(same, max(count, KEPT_SAMPLES))]
         path = self.run_dir / SAMPLES
-        attempt(path, lambda: append(path, [{**row, "step": step} for row in kept]))
+        attempt(path, lambda: append(path, kept))
         if count:
-            self._loggers.samples(step, spread_out(rows, count))
+            self._loggers.call("samples", step, spread_out(rows, count))
 
     def close(self, status: str) -> None:
         """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
-        if status not in ENDINGS:
-            raise ValueError(f"status {status!r}: must be one of {', '.join(ENDINGS)}")
         if self.manifest["status"] == "running":
             self._end(status)
-            self._loggers.close(status == "failed")
+            self._loggers.call("close", status == "failed")
 
     def _end(self, status: str) -> None:
         self.manifest["status"] = status
         self.manifest["sessions"][-1]["ended"] = run_manifest.now()
         if self._unwritten:  # a last try
-            self._append_metrics("is lost")
-        self._keep_manifest()
+            self._append_metrics()
+        attempt(self.run_dir / MANIFEST, self._write_manifest)
 
 
 def _set_aside(run_dir: Path) -> None:
@@ -170,8 +154,7 @@ def _set_aside(run_dir: Path) -> None:
 def _drop_after(run_dir: Path, step: int) -> None:
     """Remove what later steps wrote before the run went back to its checkpoint of ``step``.
 
-    A damaged line is left out with a warning, and the file as it was is kept beside it: a run resumes from its
-    checkpoint, not from its records.
+    Damaged lines are left out with a warning, and the file as it was is kept beside: a run resumes from its checkpoint.
     """
     for path in (run_dir / METRICS, run_dir / SAMPLES):
         rows, damaged = intact_rows(path)
@@ -182,36 +165,50 @@ def _drop_after(run_dir: Path, step: int) -> None:
             log.warning(text, path, len(damaged), damaged[0], aside.name)
         if path.exists():
             write_atomic(path, "".join(json_line(row) for row in rows if row["step"] <= step))
-    for path in (run_dir / "validation").glob("*.jsonl"):
-        if path.stem.isdecimal() and int(path.stem) > step:
-            path.unlink()
-    for path in (run_dir / "trace").glob("step_*"):
+    for path in [*(run_dir / "validation").glob("*.jsonl"), *(run_dir / "trace").glob("step_*")]:
         if step_of(path) > step or path.name.endswith(PARTIAL):  # or what a kill left half written
             path.unlink()
 
 
-# --- JSON lines, and writes that may fail ---
+# --- rows: answers, JSON lines, and writes that may fail ---
 
 
-def attempt(path: Path | str, write: Callable[[], Any], lost: str = "is dropped") -> bool:
+def generation_rows(step: int, groups: Sequence[ScoredGroup], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return one row a trajectory, under verl's names; ``output`` is the whole response, tool text included."""
+    rows = []
+    for group in groups:
+        prompt = group.prompt
+        # one placeholder a picture: a reader sees the picture, or none of its tokens
+        ids = prompt.media.collapse(prompt.token_ids) if prompt.media else prompt.token_ids
+        shared = {"uid": prompt.uid, "data_source": prompt.data_source, "ordinal": prompt.ordinal}
+        shared |= {"input": tokenizer.decode(ids), "gts": prompt.ground_truth, "step": step}
+        for trajectory, score in zip(group.trajectories, group.scores, strict=True):
+            output = "".join(segment.text for segment in trajectory.segments)
+            own = {"pred": score.pred, "stop": trajectory.stop.value, "output": output, "score": score.value}
+            rows.append({**score.notes, **score.parts, **shared, **own})
+    return rows
+
+
+def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
+    """Return ``count`` rows at even distances: the same questions at every validation."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
     """Write a record and return whether it worked: one that cannot be written costs a warning, never the training."""
     try:
         write()
     except (OSError, WriteFailed) as error:
         reason = error if isinstance(error, WriteFailed) else unwritten(error, path, "a record")
-        log.warning("%s: it %s, and the run goes on; make room there", reason, lost)
+        log.warning("%s: the run goes on without it; make room there", reason)
         return False
     return True
 
 
 def json_line(row: Row) -> str:
-    """Return a row as a line. Half a surrogate pair, which no file can hold, is written as an escape."""
-    line = json.dumps(row, ensure_ascii=False, default=str) + "\n"
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        line = json.dumps(row, default=str) + "\n"
-    return line
+    """Return a row as a line. Half a surrogate pair, which no file can hold, is written as an escape of JSON."""
+    return json.dumps(row, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode() + "\n"
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
@@ -227,18 +224,6 @@ def append(path: Path, rows: Iterable[Row]) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
-
-
-def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "folder") -> None:
-    """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir.
-
-    Raises InputError, which names ``key``, where the folder is a URL that cannot be written.
-    """
-    name, text = f"{step}.jsonl", "".join(map(json_line, rows))
-    if is_url(folder):
-        return upload(str(folder), key, name, text.encode())
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_atomic(Path(folder) / name, text)
 
 
 def intact_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -270,6 +255,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a record named ``step_N``, complete or not; -1 for another name."""
+    """Return the step of a record named ``step_N`` or ``N``, complete or not; -1 for another name."""
     number = path.name.split(".")[0].removeprefix("step_")
     return int(number) if number.isdecimal() else -1

@@ -1,17 +1,9 @@
 """Validation numbers with a 95 % interval each: pure functions of the validation records, without torch.
 
-**The unit is the question.** Samples of one question are not independent, so every interval treats a question as one
-observation, never a sample. Records that share ``(data_source, uid)`` are one question: a benchmark whose examples are
-repeated 32 times gives ``mean@32``.
-
-**Names** are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N`` with ``N`` samples a question, and in ``val-aux/`` the
-rest. Two estimators differ from verl's on purpose:
-
-* verl's ``best@k`` draws k of the N samples *with* replacement, which underestimates: one right answer of two gives
-  0.75 at k=2. Here subsets are drawn without replacement and in closed form; for 0/1 values this is the unbiased
-  ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, arXiv 2107.03374, eq. 1), called ``pass@k``.
-* ``maj@N`` is one vote of all N samples instead of a bootstrap over votes. As in verl a tie goes to the answer that was
-  seen first; unlike verl, samples from which no answer was read do not vote.
+Every interval takes a question as one observation: samples of one question are not independent. Records that share
+``(data_source, uid)`` are one question. Names are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N``, ``val-aux/`` the
+rest. Unlike verl, subsets for ``pass@k`` are drawn without replacement (Chen et al. 2021, arXiv 2107.03374, eq. 1), and
+``maj@N`` is one vote of all N samples in which samples without an answer have no vote.
 """
 
 from __future__ import annotations
@@ -32,9 +24,6 @@ FAILURES = (ScoreStatus.PARSE_ERROR, ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
-# --- intervals ---
-
-
 @dataclass(frozen=True)
 class Estimate:
     """A mean over ``n`` units with its 95 % interval; the bounds are None where one unit cannot give any."""
@@ -46,24 +35,16 @@ class Estimate:
 
 
 def t_probability(t: float, df: int) -> float:
-    """P(-t < T < t) of Student's t with integer ``df``, exact (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
-    theta = math.atan(t / math.sqrt(df))
-    cos2, odd = math.cos(theta) ** 2, df % 2
-    total = term = math.cos(theta) if odd else 1.0
-    for i in range(2 + odd, df - 1, 2):
-        term *= cos2 * (i - 1) / i
-        total += term
-    if odd:
-        return 2 / math.pi * (theta + (math.sin(theta) * total if df > 1 else 0.0))
-    return math.sin(theta) * total
+    """Return P(-t < T < t) of Student's t."""
+    from mpmath import betainc
+
+    return 1.0 - float(betainc(df / 2, 0.5, 0, df / (df + t * t), regularized=True))
 
 
 @cache
 def t_quantile(df: int) -> float:
     """Return the two-sided 95 % quantile of Student's t, by bisection; the normal one from 10,000 degrees on."""
-    if df >= 10_000:
-        return Z95
-    low, high = Z95, 13.0  # 12.706 belongs to one degree of freedom
+    low, high = Z95, 13.0 if df < 10_000 else Z95  # 12.706 belongs to one degree of freedom
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if t_probability(middle, df) < 0.95 else (low, middle)
@@ -103,9 +84,6 @@ def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate
         size *= (Z95 / t_quantile(n - 1)) ** 2
     low, high = wilson(mean, min(max(size, n), n * draws))
     return Estimate(mean, low, high, n)
-
-
-# --- one question ---
 
 
 @dataclass(frozen=True)
@@ -163,16 +141,12 @@ def majority(values: Sequence[float], preds: Sequence[str | None]) -> float:
     return values[list(preds).index(max(votes, key=votes.__getitem__))] if votes else values[0]
 
 
-# --- all questions ---
-
-
 def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]]:
     """Return ``data_source -> records``, the samples of equal ``(data_source, uid)`` joined, in order of appearance."""
     by_source: dict[str, dict[str, ValRecord]] = defaultdict(dict)
     for record in records:
         same = by_source[record.data_source]
-        if old := same.get(record.uid):
-            # not every repeat need carry every part: keep those that all have, so that samples stay aligned
+        if old := same.get(record.uid):  # of parts that not every repeat has none is kept, so that samples stay aligned
             values = {name: old.values[name] + record.values[name] for name in old.values if name in record.values}
             preds = old.preds + record.preds if old.preds and record.preds else ()
             record = ValRecord(record.uid, record.data_source, values, preds)
@@ -198,8 +172,7 @@ def variable_estimates(
     if n == 1 or variable not in ("acc", "reward"):
         return out
     name = "pass@{}" if binary and variable == "acc" else "best@{}/mean"
-    powers_of_two = [2**i for i in range(1, n.bit_length()) if 2**i < n]
-    for k in sizes if sizes is not None else [*powers_of_two, n]:
+    for k in sizes or [*(2**i for i in range(1, n.bit_length()) if 2**i < n), n]:
         out[name.format(k)] = over_questions([best_at_k(c, k) for c in columns], n // k)
     if all(row.preds for row in rows):
         out[f"maj@{n}"] = over_questions([majority(c, r.preds) for c, r in zip(columns, rows, strict=True)], 1)

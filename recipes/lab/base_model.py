@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.tracking.samples import progress
+from core.tracking.loggers import progress
 from recipes.lab import hops, warm_start
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import IGNORED, BaseModelError, built_once

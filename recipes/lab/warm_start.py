@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.tracking.samples import progress
+from core.tracking.loggers import progress
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -112,7 +112,7 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, told: Mapping[str, Any]
     with replacing(path) as partial:
         pq.write_table(pa.Table.from_pylist(list(rows)), partial)
     head = {"kind": "demonstrations", "format": FORMAT, **told, "sha256": sha256_of(path)}
-    head["session"] = run_manifest.session(None, {})
+    head["session"] = run_manifest.session()
     write_atomic(manifest_path(path), json.dumps(head, indent=1, ensure_ascii=False) + "\n")
 
 

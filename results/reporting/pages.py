@@ -18,7 +18,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from core.tracking.samples import progress
+from core.tracking.loggers import progress
 
 COLOURS = ("#2563a8", "#c2571a", "#2e8540", "#7b4ea3", "#a8325e", "#6b6f76", "#0f8b8d", "#a67c00")
 PHASE_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#edc948", "#76b7b2", "#bab0ac", "#e15759")

@@ -15,7 +15,7 @@ from typing import Any
 
 from core.errors import printable
 from core.tracking.metrics import PARTS, REST, time_parts
-from core.tracking.samples import spread_out
+from core.tracking.tracker import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, verdicts, with_baseline
 from results.reporting.curves import Group, curves, panels
 from results.reporting.pages import (

@@ -24,7 +24,7 @@ from core.rewards.grading import ScoreError, as_score
 from core.rewards.layer import RewardError, RewardLayer
 from core.rewards.scorer_check import check_hooks
 from core.tracking.metrics import status_rates
-from core.tracking.samples import generation_rows
+from core.tracking.tracker import generation_rows
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 from tests.pools import UNRULY

@@ -10,7 +10,7 @@ import pytest
 
 from core.config import Config, examine
 from core.errors import InputError
-from core.tracking.loggers import LoggedRun
+from core.tracking.loggers import ConsoleLogger, LoggedRun, print_examples
 from core.tracking.tracker import Tracker, read_jsonl
 from core.types import StepMetrics
 from tests.core.synthetic import configured, sample_rows, step_metrics
@@ -46,12 +46,9 @@ def test_the_console_shows_one_line_a_step(tmp_path, capsys):
         ({"reward/failed_rate": 0.125}, ["| scorer failed on 12.5%"], []),
         ({"reward/val_failed_rate": 0.5}, ["| scorer failed in validation on 50.0%"], []),
         ({"reward/failed_rate": 0.0}, [], ["failed"]),
-        ({"critic/score/min": -1.0, "critic/score/mean": 0.2, "reward/acc/mean": 0.2}, ["reward 0.2"], ["acc"]),
-        ({"critic/score/min": -1.0, "critic/score/mean": 0.2, "reward/acc/mean": 0.6}, ["acc 0.600"], []),
-        ({"val-core/x/acc/mean@1": 0.2, "val-aux/x/acc/min": -1.0}, ["x/score/mean@1 0.200"], ["acc"]),
     ],
 )  # fmt: skip
-def test_the_console_says_what_failed_and_calls_no_score_an_accuracy(tmp_path, capsys, values, shown, hidden):
+def test_the_console_says_what_failed(tmp_path, capsys, values, shown, hidden):
     tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
     tracker.log(metrics_of(3, **values))
     tracker.close("finished")
@@ -199,7 +196,7 @@ def test_a_failing_logger_costs_no_line_of_metrics_and_is_switched_off(tmp_path,
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert logged(tmp_path) == [1, "closed"]  # off after three failures in a row, and told that the run has ended
     warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 3 and all("was not logged (ConnectionError: no route" in line for line in warnings)
+    assert len(warnings) == 3 and all("failed (ConnectionError: no route" in line for line in warnings)
     assert ["switched off" in line for line in warnings] == [False, False, True]
     assert tracker.manifest["status"] == "finished"
     resumed = own(tmp_path, "Away", resume_step=6)
@@ -226,3 +223,32 @@ def test_a_logger_that_cannot_begin_ends_a_new_run_and_not_a_resumed_one(tmp_pat
     tracker.close("finished")
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
     assert "the resumed run goes on without it" in capsys.readouterr().err
+
+
+def test_printed_answers_are_the_first_of_each_source(capsys):
+    rows = [
+        {"data_source": source, "input": f"q{i}", "output": "o", "gts": "g", "score": 0.5}
+        for i, source in enumerate("aabb")
+    ]
+    print_examples(rows, 1)
+    text = capsys.readouterr().out
+    assert text.splitlines()[:4] == ["[prompt] q0", "[response] o", "[ground_truth] g", "[score] 0.5"]
+    assert text.count("[prompt]") == 2 and "[prompt] q2" in text
+    print_examples(rows, 0)
+    print_examples([], 3)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("field", ["input", "output", "gts"])
+def test_no_answer_acts_on_the_terminal(field, capsys):
+    """Write to the clipboard, clear the screen, turn the text round, overwrite the line, ring, half a character."""
+    evil = "\x1b]52;c;aGk=\x07\x1b[2J\u202egnp\u2066\rover\x08\x9b2J\ud800"
+    row = {"data_source": "a", "input": "q", "output": "o", "gts": "g", "score": 0.5, field: f"two\nlines\t{evil}é中"}
+    print_examples([row], 1)
+    text = capsys.readouterr().out
+    assert all(c.isprintable() or c in "\n\t" for c in text)
+    assert "two\nlines\t\\x1b]52;c;aGk=\\x07\\x1b[2J\\u202egnp\\u2066\\rover" in text and "\\ud800é中" in text
+    console = ConsoleLogger(SimpleNamespace(total=None))
+    console.samples(1, [row])
+    console.log(1, {f"val-core/{evil}/acc/mean@1": 1.0})
+    assert all(c.isprintable() or c in "\n\t" for c in capsys.readouterr().out)

@@ -13,9 +13,9 @@ import torch
 
 from core.config import compose, examine
 from core.ray_trainer import RayPPOTrainer
-from core.tracking import samples
+from core.tracking import loggers
+from core.tracking.loggers import progress
 from core.tracking.metrics import PARTS, REST, BusyClock, data_metrics, progress_metrics, time_parts
-from core.tracking.samples import progress
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from results import report
 from results.reporting.run_reader import load_run
@@ -166,7 +166,7 @@ def test_a_profile_that_is_never_made_is_told(steps):
 
 @pytest.mark.parametrize("pause", [0.0, 0.1])
 def test_a_terminal_shows_a_bar_of_work_that_is_not_short(monkeypatch, pause):
-    monkeypatch.setattr(samples, "DELAY_S", 0.05)
+    monkeypatch.setattr(loggers, "DELAY_S", 0.05)
     out = io.StringIO()
     out.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", out)
@@ -182,7 +182,7 @@ def test_a_terminal_shows_a_bar_of_work_that_is_not_short(monkeypatch, pause):
 
 def test_a_log_gets_a_line_a_tenth_and_none_in_between(monkeypatch):
     now = Now()
-    monkeypatch.setattr(samples.time, "monotonic", now)
+    monkeypatch.setattr(loggers.time, "monotonic", now)
     monkeypatch.setattr("sys.stderr", out := io.StringIO())
     with progress("validation", 40, "prompt") as count:
         for _ in range(41):

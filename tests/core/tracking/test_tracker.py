@@ -15,8 +15,7 @@ import pytest
 
 from core.errors import WriteFailed
 from core.tracking import tracker as tracking
-from core.tracking.samples import generation_rows, spread_out
-from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl
+from core.tracking.tracker import Tracker, generation_rows, read_jsonl, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from reward_scores.score import Score
 from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics
@@ -158,13 +157,6 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path):
     assert str(tmp_path) in text and "File too large" in text and "GiB free" in text and "\n" not in text
 
 
-def test_a_gap_is_recorded(tmp_path, caplog):
-    make_run(tmp_path, steps=3, questions=5)
-    Tracker(tmp_path, configured(), resume_step=9).close("stopped")
-    assert "resumed after step 9, but metrics.jsonl ends at step 3" in caplog.text
-    assert "gap" in json.loads((tmp_path / "manifest.json").read_text())["sessions"][-1]
-
-
 def test_a_fresh_start_sets_the_earlier_run_aside(tmp_path):
     make_run(tmp_path, steps=3, questions=5)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -195,7 +187,7 @@ def test_dumps_have_verls_fields(tmp_path):
     score = Score(0.5, {"acc": 1.0, "overlong": -0.5}, pred="7")
     tokenizer = SimpleNamespace(decode={(1, 2): "What?"}.get)
     (row,) = generation_rows(4, [ScoredGroup(prompt, (trajectory,), (score,))], tokenizer)
-    dump_jsonl(tmp_path / "dumps", 4, [row])
+    Tracker(tmp_path / "run", configured()).dump(tmp_path / "dumps", 4, [row])
     (read,) = read_jsonl(tmp_path / "dumps" / "4.jsonl")
     verl = {"input": "What?", "output": "It is <r>7", "gts": "7", "score": 0.5, "step": 4, "acc": 1.0}
     assert verl.items() <= read.items()
