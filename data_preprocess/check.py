@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.data.encoder import Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
+from core.data.prompts import Encoder
 from core.data.vocabulary import ChatError
 from core.errors import InputError, printable
 

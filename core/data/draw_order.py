@@ -7,10 +7,7 @@ engines expand a seed ``s`` into ``s``, ``s + 1``, ..., so that neighbours would
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 import numpy as np
 
@@ -44,25 +41,21 @@ def permutation(size: int, *key: int) -> np.ndarray:
 
 
 class DrawOrder:
-    """The file and the example in it that each ordinal draws.
+    """The example that each ordinal draws, of ``length`` ones, which ``shuffle`` permutes anew each epoch.
 
-    The examples of all files form one list, permuted anew each epoch with ``shuffle``. An epoch's tail runs on into
-    the next epoch, so that a batch may span two of them and no example is left out.
+    An epoch's tail runs on into the next epoch, so that a batch may span two of them and no example is left out.
     """
 
-    def __init__(self, sizes: Sequence[int], seed: int, shuffle: bool = True):
-        self.ends = list(accumulate(sizes))
-        self.length = self.ends[-1]
+    def __init__(self, length: int, seed: int, shuffle: bool = True):
+        self.length = length
         # Two epochs: a batch may span an epoch's end, and ordinals are drawn again after it.
         self._epoch = lru_cache(maxsize=2)(
-            lambda epoch: permutation(self.length, seed, 0, 0, epoch) if shuffle else np.arange(self.length)
+            lambda epoch: permutation(length, seed, 0, 0, epoch) if shuffle else np.arange(length)
         )
 
-    def place(self, ordinal: int) -> tuple[int, int]:
-        """Return the number of the file, and of the example within it."""
+    def index(self, ordinal: int) -> int:
+        """Return the number of the example."""
         if ordinal < 0:
             raise ValueError(f"an ordinal of the training order starts at 0, got {ordinal}")
         epoch, index = divmod(ordinal, self.length)
-        number = int(self._epoch(epoch)[index])
-        file = bisect_right(self.ends, number)
-        return file, number - (self.ends[file - 1] if file else 0)
+        return int(self._epoch(epoch)[index])

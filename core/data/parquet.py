@@ -1,4 +1,4 @@
-"""Examples of the one data schema (verl's), read from parquet: a line of a file each, checked.
+"""Examples of the one data schema (verl's), read from parquet or JSON lines: a line of a file each, checked.
 
 =============  ==========================================================================================
 data_source    which scorer scores the answer (the column that ``data.reward_fn_key`` names)
@@ -6,12 +6,10 @@ prompt         a chat as a list of ``{role, content}``, or a plain string (``dat
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
 images         optional: the prompt's pictures, a list (``data.image_key``)
-ability        optional, not read
 =============  ==========================================================================================
 
 A file stays a columnar Arrow table; an example becomes Python objects when it is drawn. Files are never
-concatenated, so one may hold strings as ground truth and the next one structs. Which examples a run draws, and
-what becomes of their prompts, is not decided here.
+concatenated, so one may hold strings as ground truth and the next one structs.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from core.vision.pictures import MediaError, stored_bytes
 log = logging.getLogger(__name__)
 Finding = tuple[str, str, str]  # (rule, fix, the value that breaks the rule)
 MEDIA = ("images", "videos", "audios")  # columns of media in verl's schema
-MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
+MAKE_ONE = "python -m data_preprocess.gsm8k writes one, and pandas.read_csv(...).to_parquet(...) converts a table"
 BATCH = 1024  # examples of a large file that are Python objects at a time
 
 
@@ -118,9 +116,9 @@ def _hash(value: Any) -> str:
 
 
 class ExampleFile:
-    """The examples of one parquet file, a path or a URL. The keys are the columns that the ``data`` section names.
+    """The examples of one file, a path or a URL. The keys are the columns that the ``data`` section names.
 
-    Raises InputError when it is missing, empty, not parquet, or lacks a column.
+    Raises InputError when it is missing, empty, not readable, or lacks a column.
     """
 
     def __init__(
@@ -150,21 +148,19 @@ class ExampleFile:
 
         Those that break the schema are left out and added to ``problems``.
         """
-        numbers = np.arange(len(self)) if numbers is None else numbers
+        wanted = None if numbers is None else set(numbers.tolist())
         for start in range(0, len(self), BATCH):
-            chosen = numbers[np.searchsorted(numbers, start) : np.searchsorted(numbers, start + BATCH)]
-            rows = self._table.slice(start, BATCH).to_pylist() if len(chosen) else []
-            for number in chosen.tolist():
-                example = self._checked(rows[number - start], number, problems)
-                if example is not None:
-                    yield example
+            for number, raw in enumerate(self._table.slice(start, BATCH).to_pylist(), start):
+                if wanted is None or number in wanted:
+                    example = self._checked(raw, number, problems)
+                    if example is not None:
+                        yield example
 
     def _checked(self, raw: Mapping[str, Any], number: int, problems: Problems) -> Example | None:
-        bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
+        bad, media = list(_findings(raw, self.prompt_key, self.reward_fn_key)), []
         if others := [name for name in MEDIA if name != self.image_key and raw.get(name)]:
             fix = "leave the column out, or name it in data.image_key if it holds pictures"
             bad.append((f"column {others[0]!r} holds media, which nothing here reads", fix, ""))
-        media: list[bytes] = []
         try:
             media += map(stored_bytes, (raw[self.image_key] or ()) if self.image_key else ())
         except MediaError as error:
@@ -173,21 +169,14 @@ class ExampleFile:
             problems.add(self.path, rule, fix, number, value)
         if bad:
             return None
-        prompt = raw[self.prompt_key]
+        prompt, reward = raw[self.prompt_key], raw["reward_model"]
         if not isinstance(prompt, str):
             # Parquet gives every message every field of the column; a chat template must not see those it lacks.
             present = ({k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt)
             prompt = tuple(present)
-        return Example(
-            file=self.path,
-            number=number,
-            data_source=raw[self.reward_fn_key],
-            prompt=prompt,
-            ground_truth=raw["reward_model"].get("ground_truth"),
-            extra_info=raw.get("extra_info") or {},
-            style=raw["reward_model"].get("style") or "rule",
-            media=tuple(media),
-        )
+        gold, style = reward.get("ground_truth"), reward.get("style") or "rule"
+        source, facts = raw[self.reward_fn_key], raw.get("extra_info") or {}
+        return Example(self.path, number, source, prompt, gold, facts, style, tuple(media))
 
 
 def sha256_of(path: str | Path) -> str:
@@ -198,7 +187,8 @@ def sha256_of(path: str | Path) -> str:
 def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, image_key: str) -> Any:
     """Return the columns that examples need. ``path`` is where the file lies here, ``where`` how it was named."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
+    import pyarrow.json
+    import pyarrow.parquet
 
     where = where if is_url(where) else str(path)
     if not path.is_file():
@@ -207,14 +197,17 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
     if what := damage(path):
         raise InputError([f"{where}: not a readable parquet file ({what}); {DOWNLOAD_AGAIN}"])
     try:
-        file = pq.ParquetFile(path)  # not read_table, which takes a folder named a=b for a column
-        names = file.schema_arrow.names
+        if path.suffix == ".jsonl":
+            whole = pa.json.read_json(path, pa.json.ReadOptions(block_size=2**26))  # bytes: a line must fit
+            names, read = whole.column_names, whole.select
+        else:
+            file = pa.parquet.ParquetFile(path)  # not read_table, which takes a folder named a=b for a column
+            names, read = file.schema_arrow.names, file.read
         columns = {prompt_key: "data.prompt_key", reward_fn_key: "data.reward_fn_key", "reward_model": "the schema"}
-        missing = [f"{name!r} ({key})" for name, key in columns.items() if name not in names]
-        if missing:
+        if missing := [f"{name!r} ({key})" for name, key in columns.items() if name not in names]:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        table = file.read(columns=[*columns, *(name for name in ("extra_info", image_key, *MEDIA) if name in names)])
+        table = read([*columns, *(name for name in dict.fromkeys(("extra_info", image_key, *MEDIA)) if name in names)])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
     for name in {image_key, *MEDIA} & set(names):
@@ -224,8 +217,6 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
             raise InputError([f"{where}: column {name!r} of media holds {kind}; it must hold lists"])
     if table.num_rows == 0:
         raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
-    if "agent_name" in names:
-        log.warning("%s: the column agent_name is not read; rollout.agent_loop plays all examples", where)
     return table
 
 
@@ -235,8 +226,9 @@ def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Itera
     if not isinstance(source, str) or not source:
         rule = f"{source_key} must be a non-empty string"
         yield rule, "name the data set, its scorer is looked up by it", repr(source)
-    if finding := _prompt_finding(raw[prompt_key], prompt_key):
-        yield finding
+    if finding := _prompt_finding(raw[prompt_key]):
+        rule, value = finding
+        yield f"{prompt_key} {rule}", "see core/data/parquet.py, or leave the row out", value
     if not isinstance(reward, dict):
         rule = "reward_model must hold style and ground_truth"
         yield rule, "the answer goes to reward_model.ground_truth", type(reward).__name__
@@ -247,21 +239,19 @@ def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Itera
         yield "extra_info must be a struct", "make it one, or leave the column out", type(extra).__name__
 
 
-def _prompt_finding(value: Any, key: str) -> Finding | None:
-    form = "see core/data/parquet.py"
+def _prompt_finding(value: Any) -> tuple[str, str] | None:
+    """Return what a prompt must be and what it is; None for a good one."""
     if not isinstance(value, str | list | None):
-        return f"{key} must be a string or a list of messages", form, type(value).__name__
+        return "must be a string or a list of messages", type(value).__name__
     messages = value if isinstance(value, list) else [{"role": "user", "content": value or ""}]
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"{key} must hold messages with role and content", form, repr(message)[:60]
-        called = message["role"] == "assistant" and message.get("tool_calls")
-        content = message.get("content", "" if called else None)
+            return "must hold messages with role and content", repr(message)[:60]
+        content, called = message.get("content"), message["role"] == "assistant" and message.get("tool_calls")
         if not isinstance(content, str) and not (called and content is None):
-            rule = f"{key} must hold text (images and videos are not supported)"
-            return rule, "make content a string, with <image> for a picture", type(content).__name__
+            return "must hold text, with <image> for a picture", type(content).__name__
     if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(?:role|content)"\s*:', value):
-        return f"{key} must not be a chat that was written as text", "store it as a list of messages", value[:60]
+        return "must not be a chat that was written as text", value[:60]
     if not any((message.get("content") or "").strip() for message in messages):
-        return f"{key} must not be empty", "fill it or leave the row out", ""
+        return "must not be empty", ""
     return None

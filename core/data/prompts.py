@@ -1,43 +1,140 @@
 """Prompt number ``ordinal`` as a pure function of the seed and the ordinal: files checked and measured when loaded.
 
-What an example must hold is in ``core/data/parquet.py``, how it becomes ids in ``core/data/encoder.py``, which one an
-ordinal draws in ``core/data/draw_order.py``. Data that reward functions make up while training runs is not supported:
-an example is a function of its ordinal, and that is what makes a resumed run equal to an uninterrupted one.
+What an example must hold is in ``core/data/parquet.py``, which one an ordinal draws in ``core/data/draw_order.py``.
+Data that reward functions make up while training runs is not supported: an example is a function of its ordinal, and
+that is what makes a resumed run equal to an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from core.data.draw_order import DrawOrder, permutation
-from core.data.encoder import Encoder, truncate
 from core.data.parquet import Example, ExampleFile, Problems
-from core.data.vocabulary import ChatError
+from core.data.vocabulary import MARK, ChatError, Message, has_template, template_of
 from core.errors import InputError
 from core.types import Prompt
-from core.vision.pictures import TEXT, MediaError, Modality
+from core.vision.pictures import TEXT, MediaError, Modality, Pictures
 
 log = logging.getLogger(__name__)
+Text = str | Sequence[Message]  # a prompt as the data has it
 SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order
 MEASURED_TOGETHER = 512  # examples; the tokenizer spreads a batch over the cores
 CHAT_FIX = "mend the roles, or set another chat template"
-CUT_FIX = "set data.filter_overlong_prompts=True or data.truncation=error, or raise the limit"
+OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
+NO_TEMPLATE = (
+    "the tokenizer has no chat template, and the data holds chats; set actor_rollout_ref.model.custom_chat_template, "
+    "take an instruct model's tokenizer, or write the prompts as plain strings"
+)
+TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
 # (sizes of the files) -> the numbers of the examples to take of each one
 Choose = Callable[[Sequence[int]], Sequence[np.ndarray]]
 ToolsOf = Callable[[Example], Sequence[Any]]  # the schemas of tools of which an example's prompt tells the policy
-# Of an example that can be drawn: its row in the file, tokens of its prompt before it is cut, hashes of the question's
-# content and of its name in the data (of its content where it has none)
-MEASURES = [("number", np.int64), ("length", np.int64), ("content", np.uint64), ("name", np.uint64)]
-Unreadable = tuple[str, str, str]  # why a prompt cannot be read: the rule, the fix, and what breaks the rule
+# Of an example that can be drawn: the place of its file, its row there, the tokens of its prompt before it is cut, and
+# hashes of the question's content and of its name in the data (of its content where it has none)
+MEASURES = np.dtype("int64, int64, int64, uint64, uint64")
+MEASURES.names = ("file", "number", "length", "content", "name")
+
+
+def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
+    """Return the ids cut to ``limit``: ``left`` keeps the tail, ``right`` the head, ``middle`` both ends.
+
+    ``middle`` keeps ``limit // 2`` of the head (verl's ``postprocess_data``). Raises ValueError for ``error``.
+    """
+    if len(ids) <= limit:
+        return list(ids)
+    heads = {"left": 0, "right": limit, "middle": limit // 2}
+    if mode not in heads:
+        raise ValueError(f"a prompt of {len(ids)} tokens is longer than {limit}")
+    head = heads[mode]
+    return [*ids[:head], *ids[len(ids) - (limit - head) :]]
+
+
+class Encoder:
+    """Turns prompts into ids with one tokenizer and one set of template arguments.
+
+    A chat goes through the chat template with a generation prompt. If its last message is the assistant's, the
+    policy goes on with that message instead (a prefilled beginning such as ``<think>``). A plain string is encoded
+    as it is, with the special tokens that the tokenizer adds by default (BOS, where it has one).
+
+    ``modality`` is how the model reads prompts. ``tools`` are the schemas that a prompt tells the policy of: the chat
+    template writes them, so that a plain string becomes a user's message where there is a template.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, modality: Modality = TEXT):
+        self.tokenizer, self.modality = tokenizer, modality
+        self.template_kwargs = dict(template_kwargs or {})
+        self.has_template = has_template(tokenizer, self.template_kwargs)
+        self._written_roles: set[str] = set()  # whose text the template is known to write
+        if clash := [name for name in OWNED if name in self.template_kwargs]:
+            raise InputError([f"data.apply_chat_template_kwargs: {', '.join(clash)} cannot be set here; leave it out"])
+
+    def encode(self, prompt: Text, tools: Sequence[Any] = (), media: Pictures | None = None) -> list[int]:
+        """Return the ids of a prompt, neither cut nor padded, one for each token of its media.
+
+        Raises ChatError where the template refuses a chat, InputError where there is no template, MediaError for
+        pictures without places or places without pictures.
+        """
+        text, plain = self.text(prompt, tools, media)
+        (ids,) = self.encode_texts([text], plain)
+        return ids if media is None else media.expand(ids)
+
+    def text(self, prompt: Text, tools: Sequence[Any] = (), media: Pictures | None = None) -> tuple[str, bool]:
+        """Return what is encoded of a prompt, and whether it is a plain string. Raises what :meth:`encode` raises."""
+        prompt = prompt if media is None else media.mark(prompt)
+        if isinstance(prompt, str) and not (tools and self.has_template):
+            return prompt, True
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.render(chat, **({"tools": list(tools)} if tools and self.has_template else {})), False
+
+    def encode_texts(self, texts: Sequence[str], plain: bool) -> list[list[int]]:
+        """Return the ids of texts of :meth:`text`, all of one kind; the tokenizer spreads them over the cores."""
+        # A template writes its special tokens itself: none are added to a chat.
+        encoded = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"] if texts else []
+        # Some tokenizers append an EOS to a plain string: the policy would have to write after its end.
+        end = self.tokenizer.eos_token_id
+        return [ids[:-1] if plain and ids and ids[-1] == end else ids for ids in encoded]
+
+    def render(self, chat: Sequence[Message], **arguments: Any) -> str:
+        """Return the chat as one string, ready for tokens to follow. Raises ChatError, and InputError as encode."""
+        if not self.has_template:
+            raise InputError([NO_TEMPLATE])
+        prefilled = chat[-1]["role"] == "assistant"
+        options = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, **self.template_kwargs}
+        return template_of(self.tokenizer, options)(chat, **arguments)
+
+    def opened_tag(self, prompt: Text, ids: Sequence[int]) -> str | None:
+        """Return the tag, such as ``<think>``, that a prompt opens for the policy to close; None without one.
+
+        A template or a plain string opens one by ending with it, a begun answer by beginning with it.
+        """
+        match = re.search(r"<([a-zA-Z][\w-]*)>\s*\Z", self.tokenizer.decode(list(ids[-TAG_TOKENS:])))
+        if match is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            begun = prompt[-1].get("content") or ""
+            match = re.match(r"\s*<([a-zA-Z][\w-]*)>", begun)
+            if match is not None and f"</{match[1]}>" in begun:
+                return None
+        return f"<{match[1]}>" if match else None
+
+    def check_roles(self, prompt: Text) -> None:
+        """Raise ChatError for a role of the chat whose text the template leaves out without an error."""
+        for number, message in enumerate([] if isinstance(prompt, str) else prompt):
+            role = message["role"]
+            if role not in self._written_roles and isinstance(message.get("content"), str):
+                marked = self.render([*prompt[:number], {**message, "content": MARK}, *prompt[number + 1 :]])
+                if marked and MARK not in marked:  # no text at all is another problem
+                    raise ChatError(f"it leaves out the text of role {role}")
+                self._written_roles.add(role)
 
 
 class PromptFiles:
-    """Loads files, each one once, and makes prompts of their examples. ``config`` is the ``data`` section.
+    """Loads files and makes prompts of their examples. ``config`` is the ``data`` section.
 
     An example's ``uid`` is the name that the data gives the question, ``source/split/index``, so that runs whose
     prompts are worded differently can still be paired. Where the data gives none, it is a hash of source, prompt
@@ -50,35 +147,38 @@ class PromptFiles:
         self.limited_by = "max_prompt_length" if config.max_start_length is None else "max_start_length"
         self.limit: int = getattr(config, self.limited_by)  # tokens of a prompt
         self.encoder = Encoder(tokenizer, config.apply_chat_template_kwargs, modality)
-        self.files: dict[str, ExampleFile] = {}
-        self.measured: dict[str, np.ndarray] = {}  # file -> MEASURES of the examples that can be drawn, in its order
+        self.files: list[ExampleFile] = []
+        self.measured = np.zeros(0, MEASURES)  # of the examples that can be drawn, in the order of the files
         self.first: dict[str, Example] = {}  # data source -> its first example
-        self._lengths: dict[Any, int | Unreadable] = {}  # by prompt and tools, so that copies are tokenised once
         self._ambiguous: frozenset[int] = frozenset()
 
-    def load(self, paths: Iterable[str], choose: Choose | None = None) -> None:
+    def load(self, paths: Iterable[str], choose: Choose) -> None:
         """Open, check and measure the files. Raises InputError with every problem of all of them."""
         errors: list[str] = []
         for path in dict.fromkeys(paths):
             try:
                 keys = self.config.prompt_key, self.config.reward_fn_key, self.config.image_key
-                self.files[path] = ExampleFile(path, *keys)
+                self.files.append(ExampleFile(path, *keys))
             except InputError as error:
                 errors += error.problems
         if errors:
             raise InputError(errors)
-        problems, sizes = Problems(), [len(file) for file in self.files.values()]
-        for file, numbers in zip(self.files.values(), choose(sizes) if choose else [None] * len(sizes), strict=True):
-            self.measured[file.path] = self._fitting(file, self._measure(file, numbers, problems), problems)
+        problems, chosen = Problems(), choose([len(file) for file in self.files])
+        rows = [self._measure(place, numbers, problems) for place, numbers in enumerate(chosen)]
+        measured = [self._fitting(file, some, problems) for file, some in zip(self.files, rows, strict=True)]
         problems.raise_if_any()
-        self._lengths.clear()
-        questions = np.unique(np.concatenate(list(self.measured.values()))[["name", "content"]])
-        names, counts = np.unique(questions["name"], return_counts=True)
+        self.measured = np.concatenate(measured)
+        names, counts = np.unique(np.unique(self.measured[["name", "content"]])["name"], return_counts=True)
         self._ambiguous = frozenset(names[counts > 1].tolist())
 
-    def prompt(self, path: str, index: int, ordinal: int) -> Prompt:
-        """Return the prompt of a file's ``index``-th example that can be drawn."""
-        example = self.files[path].example(int(self.measured[path]["number"][index]))
+    def __len__(self) -> int:
+        """Return the number of examples that can be drawn."""
+        return len(self.measured)
+
+    def prompt(self, index: int, ordinal: int) -> Prompt:
+        """Return the prompt of the ``index``-th example that can be drawn."""
+        row = self.measured[index]
+        example = self.files[row["file"]].example(int(row["number"]))
         media = self.encoder.modality.read_media(example.media)
         ids = self.encoder.encode(example.prompt, self.tools_of(example), media)
         # A plain string stands in messages as what it is to a reader: the user's words.
@@ -102,82 +202,75 @@ class PromptFiles:
     @property
     def longest(self) -> int:
         """The tokens of the longest prompt that can be drawn, as it is cut."""
-        return min(self.limit, max((int(rows["length"].max(initial=0)) for rows in self.measured.values()), default=0))
+        return min(self.limit, int(self.measured["length"].max(initial=0)))
 
     def examples(self) -> Iterator[Example]:
         """Yield every example that can be drawn, file by file."""
-        for path, rows in self.measured.items():
-            yield from self.files[path].examples(Problems(), rows["number"])
+        for place, file in enumerate(self.files):
+            yield from file.examples(Problems(), self.measured["number"][self.measured["file"] == place])
 
-    def _measure(self, file: ExampleFile, numbers: np.ndarray | None, problems: Problems) -> np.ndarray:
-        """Return the measures of a file's examples."""
-        cuts = not self.config.filter_overlong_prompts and self.config.truncation != "error"
-        found, examples = [], file.examples(problems, numbers)
+    def _measure(self, place: int, numbers: np.ndarray, problems: Problems) -> np.ndarray:
+        """Return the measures of a file's examples; a prompt that cannot be read is a problem."""
+        file, found = self.files[place], []
+        examples = file.examples(problems, numbers)
         while batch := list(islice(examples, MEASURED_TOGETHER)):
-            self._add_lengths(batch)
-            for example in batch:
-                length = self._lengths[self._key(example)]
-                if isinstance(length, tuple):
-                    rule, fix, value = length
-                    problems.add(file.path, rule, fix, example.number, value)
-                elif length == 0:
+            for example, length in zip(batch, self._lengths(batch, problems), strict=True):
+                if length == 0:
                     problems.add(file.path, "a prompt has no tokens", "leave the row out", example.number)
-                elif example.media and cuts and length > self.limit:
-                    rule = "a prompt with media is longer than the limit of tokens, and data.truncation would cut it"
-                    problems.add(file.path, rule, CUT_FIX, example.number, f"{length} of {self.limit} tokens")
-                else:
+                elif length is not None:
                     self.first.setdefault(example.data_source, example)
                     hashes = int(example.content_hash, 16), int(example.name_hash, 16)
-                    found.append((example.number, length, *hashes))
+                    found.append((place, example.number, length, *hashes))
         return np.array(found, dtype=MEASURES)
 
-    def _key(self, example: Example) -> Any:
-        return example.prompt_hash, repr(self.tools_of(example))
-
-    def _add_lengths(self, batch: Sequence[Example]) -> None:
-        """Add the length of every new prompt, or why it has none."""
-        texts: dict[bool, dict[Any, str]] = {True: {}, False: {}}  # plain or not -> key -> text
-        for key, example in {self._key(example): example for example in batch}.items():
-            if key in self._lengths:
-                continue
-            tools = self.tools_of(example)
+    def _lengths(self, batch: Sequence[Example], problems: Problems) -> list[int | None]:
+        """Return the tokens of each prompt; None where it cannot be read, which is a problem."""
+        lengths: list[int | None] = [None] * len(batch)
+        texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # plain or not -> place in the batch -> text
+        for at, example in enumerate(batch):
             try:
-                media = self.encoder.modality.read_media(example.media, decode=True)
+                tools, media = self.tools_of(example), self.encoder.modality.read_media(example.media, decode=True)
                 if media is None:
                     text, plain = self.encoder.text(example.prompt, tools)
-                    texts[plain][key] = text
+                    texts[plain][at] = text
                 else:
-                    self._lengths[key] = len(self.encoder.encode(example.prompt, tools, media))
-                if role := self.encoder.dropped_role(example.prompt):
-                    rule = "the chat template leaves out the text of a message"
-                    self._lengths[key] = rule, CHAT_FIX, f"role {role}"
+                    lengths[at] = len(self.encoder.encode(example.prompt, tools, media))
+                self.encoder.check_roles(example.prompt)
             except ChatError as error:
-                self._lengths[key] = "the chat template refuses a prompt", CHAT_FIX, str(error)
+                problems.add(example.file, "the chat template refuses a prompt", CHAT_FIX, example.number, str(error))
             except MediaError as error:
-                self._lengths[key] = error.rule, error.fix, error.value
-        for plain, found in texts.items():
-            encoded = self.encoder.encode_texts(list(found.values()), plain)
-            for key, ids in zip(found, encoded, strict=True):
-                self._lengths.setdefault(key, len(ids))
+                problems.add(example.file, error.rule, error.fix, example.number, error.value)
+        for plain, some in texts.items():
+            for at, ids in zip(some, self.encoder.encode_texts(list(some.values()), plain), strict=True):
+                lengths[at] = len(ids)
+        return lengths
 
     def _fitting(self, file: ExampleFile, rows: np.ndarray, problems: Problems) -> np.ndarray:
         """Leave out what is too long, or report it, as the configuration has it; log what became of the file."""
-        fits, bound = rows["length"] <= self.limit, f"data.{self.limited_by}={self.limit} tokens"
-        kept = rows[fits] if self.config.filter_overlong_prompts else rows
-        if self.config.filter_overlong_prompts and len(rows) and not len(kept):
+        too_long, bound = rows[rows["length"] > self.limit], f"data.{self.limited_by}={self.limit} tokens"
+        filters, cuts = self.config.filter_overlong_prompts, self.config.truncation != "error"
+        kept = rows[rows["length"] <= self.limit] if filters else rows
+        if len(rows) and not len(kept):
             rule = f"all {len(rows)} prompts are longer than {bound}"
             problems.add(file.path, rule, f"raise it: the shortest has {rows['length'].min()}")
-        elif not self.config.filter_overlong_prompts and self.config.truncation == "error":
-            rule = f"a prompt is longer than {bound}"
-            fix = "raise it (tools' schemas count), or set data.filter_overlong_prompts=True or data.truncation=left"
-            for row in rows[~fits]:
-                problems.add(file.path, rule, fix, int(row["number"]), f"{row['length']} tokens")
-        parts, different = [f"{len(kept)} of {len(file)} rows"], len(np.unique(kept["content"]))
-        parts += [f"{different} different questions"] if different < len(kept) else []
-        parts += [f"{len(rows) - len(kept)} left out, longer than {bound}"] if len(kept) < len(rows) else []
-        cut = int((kept["length"] > self.limit).sum())
-        parts += [f"{cut} cut to {self.limit} tokens (data.truncation={self.config.truncation})"] if cut else []
-        log.info("%s: %s, longest prompt %d tokens", file.path, ", ".join(parts), kept["length"].max(initial=0))
+        for row in [] if filters else too_long:
+            fix = "raise it (tools' schemas count), or set data.filter_overlong_prompts=True"
+            if not cuts:
+                value = f"{row['length']} tokens"
+                rule, fix = f"a prompt is longer than {bound}", f"{fix} or data.truncation=left"
+                problems.add(file.path, rule, fix, row["number"], value)
+            elif self.encoder.modality.reads_media and file.example(int(row["number"])).media:
+                rule = f"a prompt with media is longer than {bound}, and data.truncation would cut it"
+                problems.add(file.path, rule, fix, row["number"])
+        different = len(np.unique(kept["content"]))
+        counts = {
+            f"of {len(file)} rows": len(kept),
+            "different questions": different if different < len(kept) else 0,
+            f"left out, longer than {bound}": len(rows) - len(kept),
+            f"cut to {self.limit} tokens (data.truncation={self.config.truncation})": 0 if filters else len(too_long),
+        }
+        shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        log.info("%s: %s, longest prompt %d tokens", file.path, shown, kept["length"].max(initial=0))
         return kept
 
 
@@ -186,8 +279,6 @@ class PromptStream:
 
     ``config`` is the ``data`` section; its own ``seed`` goes before ``seed`` (``trainer.seed``). Every example is
     checked and measured here, so bad data ends the run before a model loads; a prompt is tokenised when drawn.
-    ``data.train_max_samples`` keeps that many examples of all files together, a seeded choice if ``data.shuffle``.
-
     ``files`` load and hold what an ordinal draws: prompts, or what a recipe trains on in their place
     (``recipes/sft/demonstrations.py``). ``modality`` is how the model reads prompts.
 
@@ -205,81 +296,63 @@ class PromptStream:
         modality: Modality = TEXT,
         tools_of: ToolsOf | None = None,
     ):
-        self.seed = int(seed if config.seed is None else config.seed)
+        self.config, self.seed = config, int(seed if config.seed is None else config.seed)
         self.files = PromptFiles(config, tokenizer, modality, tools_of) if files is None else files
-        paths = _paths(config.train_files, "data.train_files")
-        self.files.load(paths, _training_choice(config, self.seed))
+        self.files.load(_paths(config.train_files, "data.train_files"), self._choose)
         modality.check_examples(self.files.examples(), config)
-        self._paths = [path for path in paths if len(self.files.measured[path])]
-        sizes = [len(self.files.measured[path]) for path in self._paths]
-        self._order = DrawOrder(sizes, self.seed, bool(config.shuffle))
+        self._order = DrawOrder(len(self.files), self.seed, bool(config.shuffle))
+
+    def _choose(self, sizes: Sequence[int]) -> list[np.ndarray]:
+        """Choose ``data.train_max_samples`` examples of all files together, by the seed if ``data.shuffle``."""
+        total, ends, most = sum(sizes), np.cumsum(sizes), self.config.train_max_samples or -1
+        order = permutation(total, self.seed, SUBSET) if self.config.shuffle else np.arange(total)
+        chosen = np.sort(order[:most]) if most > 0 else np.arange(total)
+        parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
+        return [part - (end - size) for part, end, size in zip(parts, ends, sizes, strict=True)]
 
     def __len__(self) -> int:
         """Return the prompts in an epoch."""
-        return self._order.length
+        return len(self.files)
 
     def prompt(self, ordinal: int) -> Prompt:
         """Return the prompt that is drawn at this ordinal."""
-        file, index = self._order.place(ordinal)
-        return self.files.prompt(self._paths[file], index, ordinal)
+        return self.files.prompt(self._order.index(ordinal), ordinal)
 
     def epoch(self, ordinal: int) -> int:
         """Return the epoch in which the ordinal is drawn, from 0."""
         return ordinal // len(self)
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the whole batches in an epoch, which is the number of steps verl counts.
-
-        The tail is not lost: it begins the next epoch's first batch.
-        """
+        """Return the whole batches in an epoch, as verl counts steps; the tail begins the next epoch's first batch."""
         return len(self) // batch_size
 
 
 def load_val_prompts(
     config: Any, tokenizer: Any, modality: Modality = TEXT, tools_of: ToolsOf | None = None
 ) -> list[Prompt]:
-    """Return the validation prompts, file by file.
+    """Return the validation prompts, file by file; none without ``data.val_files``.
 
     ``data.val_max_samples`` keeps that many examples of **each** file, so that a small benchmark beside a large one
     does not vanish. The choice, and the order under ``data.validation_shuffle``, follow from ``data.seed`` alone (0
-    where it is null), not from ``trainer.seed``: runs with different seeds answer the same questions.
-
-    The i-th example of the files has ordinal ``-1 - i``, whatever is left out, so its sampling seeds are those of no
-    training prompt and stay the same from one validation to the next. Without ``data.val_files`` there are none.
+    where it is null): runs with different ``trainer.seed`` answer the same questions. The i-th example of the files
+    has ordinal ``-1 - i``, whatever is left out, so its sampling seeds are its own in every validation.
     """
-    seed, most = int(config.seed or 0), config.val_max_samples
+    seed, most = int(config.seed or 0), config.val_max_samples or -1
     if not config.val_files:
         return []
 
     def choose(sizes: Sequence[int]) -> list[np.ndarray]:
         # Seeded by the size and not by the file's place, so a file keeps its choice when another is added.
-        return [np.sort(permutation(size, seed, SUBSET, size)[:most]) for size in sizes]
+        return [np.sort(permutation(n, seed, SUBSET, n)[: most if most > 0 else n]) for n in sizes]
 
-    paths = dict.fromkeys(_paths(config.val_files, "data.val_files"))
     files = PromptFiles(config, tokenizer, modality, tools_of)
-    files.load(paths, choose if most is not None and most > 0 else None)
-    prompts, start = [], 0
-    for path in paths:
-        numbers = files.measured[path]["number"].tolist()
-        prompts += [files.prompt(path, index, -1 - start - number) for index, number in enumerate(numbers)]
-        start += len(files.files[path])
+    files.load(_paths(config.val_files, "data.val_files"), choose)
+    starts = np.cumsum([0, *map(len, files.files)])
+    ordinals = (-1 - starts[files.measured["file"]] - files.measured["number"]).tolist()
+    prompts = [files.prompt(index, ordinal) for index, ordinal in enumerate(ordinals)]
     if config.validation_shuffle:
         return [prompts[index] for index in permutation(len(prompts), seed, VALIDATION)]
     return prompts
-
-
-def _training_choice(config: Any, seed: int) -> Choose | None:
-    most = config.train_max_samples
-    if most is None or most <= 0:
-        return None
-
-    def choose(sizes: Sequence[int]) -> list[np.ndarray]:
-        total, ends = sum(sizes), np.cumsum(sizes)
-        chosen = np.sort(permutation(total, seed, SUBSET)[:most] if config.shuffle else np.arange(min(most, total)))
-        parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
-        return [part - (end - size) for part, end, size in zip(parts, ends, sizes, strict=True)]
-
-    return choose
 
 
 def _paths(files: Any, key: str) -> tuple[str, ...]:

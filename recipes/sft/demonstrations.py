@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.data.encoder import Encoder
 from core.data.parquet import Example, Problems
-from core.data.prompts import CHAT_FIX, Choose
+from core.data.prompts import CHAT_FIX, Choose, Encoder
 from core.data.vocabulary import ChatError
 from core.engines.sampling import eos_ids
 from core.errors import InputError
@@ -163,9 +162,9 @@ class DemonstrationFiles:
     def __init__(self, config: DemonstrationConfig, tokenizer: Any, ends: Collection[int]):
         self.config, self.limit = config, config.max_prompt_length + config.max_response_length
         self.writer = Writer(tokenizer, config.apply_chat_template_kwargs, ends)
-        self.measured: dict[str, list[Demonstration]] = {}  # that can be drawn
+        self.measured: list[Demonstration] = []  # that can be drawn
 
-    def load(self, paths: Iterable[str], choose: Choose | None = None) -> None:
+    def load(self, paths: Iterable[str], choose: Choose) -> None:
         """Read, check and tokenise the files. Raises InputError with every problem of all of them."""
         tables, errors = {}, []
         for path in dict.fromkeys(paths):
@@ -176,12 +175,10 @@ class DemonstrationFiles:
         if errors:
             raise InputError(errors)
         problems, sizes = Problems(), [table.num_rows for table in tables.values()]
-        chosen = choose(sizes) if choose else map(range, sizes)
-        for (path, table), numbers in zip(tables.items(), chosen, strict=True):
-            self.measured[path] = list(self._fitting(path, table, numbers, problems))
+        for (path, table), numbers in zip(tables.items(), choose(sizes), strict=True):
+            self.measured += self._fitting(path, table, numbers, problems)
         problems.raise_if_any()
-        shown = [one for path in tables for one in self.measured[path]]
-        if shown and not any(self._is_ended(one) for one in shown):
+        if self.measured and not any(self._is_ended(one) for one in self.measured):
             ends = ", ".join(repr(self.writer.tokenizer.decode([one])) for one in sorted(self.writer.ends))
             log.warning(
                 f"{', '.join(tables)}: no turn that is trained on ends with a token that ends an answer ({ends}), so "
@@ -192,14 +189,18 @@ class DemonstrationFiles:
         last = np.flatnonzero(one.mask & ~np.r_[one.mask[1:], False])  # the last token of each stretch
         return bool(np.isin(one.ids[last], sorted(self.writer.ends)).any())
 
-    def prompt(self, path: str, index: int, ordinal: int) -> Demonstration:
-        """Return a file's ``index``-th demonstration that can be drawn."""
-        return self.measured[path][index]
+    def __len__(self) -> int:
+        """Return the number of demonstrations that can be drawn."""
+        return len(self.measured)
+
+    def prompt(self, index: int, ordinal: int) -> Demonstration:
+        """Return the ``index``-th demonstration that can be drawn."""
+        return self.measured[index]
 
     @property
     def longest(self) -> int:
         """The tokens of the longest demonstration that can be drawn."""
-        return max((len(one) for path in self.measured.values() for one in path), default=0)
+        return max(map(len, self.measured), default=0)
 
     def examples(self) -> Iterator[Example]:
         """Yield nothing: what is scored and played are the questions of the validation."""

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from core.data.prompts import PromptStream
-from core.rollout.tools import chosen_tools, load_tools
+from core.rollout.tools import BaseTool, chosen_tools, load_listed
 from core.vision.pictures import pixels
 from data_preprocess import geo3k, geo3k_multiturn_w_tool
 from data_preprocess.schema import write_rows
@@ -53,7 +53,7 @@ def test_with_tools_a_row_has_the_same_question_behind_a_system_message():
     plain, made = geo3k.row(example, "test", 3), geo3k_multiturn_w_tool.row(example, "test", 3)
     assert made["prompt"][0] == {"role": "system", "content": geo3k_multiturn_w_tool.SYSTEM}
     assert made["prompt"][1:] == plain["prompt"] and made["images"] == plain["images"]
-    tools = load_tools(ROOT / "recipes" / "lab" / "tools.yaml")
+    tools = load_listed(ROOT / "recipes" / "lab" / "tools.yaml", BaseTool)
     assert list(chosen_tools(tools, made["extra_info"])) == ["calculator", "python"]
     assert geo3k_multiturn_w_tool.row({**example, "answer": ""}, "test", 3) is None
 

@@ -116,8 +116,8 @@ def test_the_ends_are_those_of_the_engine(files, tmp_path):
 def loaded(path: Path, *overrides: str) -> list[Demonstration]:
     config = compose("sft", overrides)
     found = DemonstrationFiles(config.data, tokenizer(), {EOS})
-    found.load([str(path)])
-    return found.measured[str(path)]
+    found.load([str(path)], lambda sizes: [range(size) for size in sizes])
+    return found.measured
 
 
 @pytest.mark.parametrize(("template", "warns"), [(TEMPLATE, False), (TEMPLATE.replace(" + '<eos>'", ""), True)])
@@ -125,7 +125,7 @@ def test_turns_without_an_end_are_told_before_training(template, warns, tmp_path
     with_template = tokenizer()
     with_template.chat_template = template
     path = write_rows(tmp_path / "x.parquet", [{"messages": chat} for chat in chats(3)])
-    DemonstrationFiles(compose("sft", ()).data, with_template, {EOS}).load([str(path)])
+    DemonstrationFiles(compose("sft", ()).data, with_template, {EOS}).load([str(path)], lambda _: [range(3)])
     assert ("would not learn to stop" in caplog.text) == warns
 
 

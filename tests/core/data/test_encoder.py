@@ -1,7 +1,7 @@
 import pytest
 
 from core.config.training_keys import ModelConfig
-from core.data.encoder import Encoder, truncate
+from core.data.prompts import Encoder, truncate
 from core.data.vocabulary import ChatError
 from core.errors import InputError
 from core.learner.models import load_tokenizer

@@ -1,4 +1,5 @@
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,17 @@ def test_a_row_comes_back_as_it_was_written(tmp_path):
     assert row.ground_truth == gold
     assert row.data_source == "qa" and row.number == 1 and row.where.endswith("a.parquet row 1")
     assert row.extra_info == {"split": "train", "index": 4}
+
+
+def test_json_lines_are_examples_too(tmp_path):
+    rows = [plain_row(0, prompt=CHAT), plain_row(1, prompt=CHAT)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = ExampleFile(write_parquet(tmp_path / "a.parquet", rows))
+    lines = ExampleFile(tmp_path / "a.jsonl")
+    assert [lines.example(n).content_hash for n in (0, 1)] == [written.example(n).content_hash for n in (0, 1)]
+    (tmp_path / "bad.jsonl").write_text('{"prompt": 1')
+    with pytest.raises(InputError, match="not a readable parquet file"):
+        ExampleFile(tmp_path / "bad.jsonl")
 
 
 def test_other_column_names(tmp_path):
@@ -98,7 +110,7 @@ def test_wrong_types_and_pictures(tmp_path):
     assert any("extra_info must be a struct in 1 row (0: str)" in line for line in lines)
     parts = [{"role": "user", "content": [{"type": "image"}]}]
     _, lines = problems_of(tmp_path / "b.parquet", plain_row(0, prompt=parts))
-    assert "images and videos are not supported" in lines[0]
+    assert "prompt must hold text" in lines[0]
     _, lines = problems_of(tmp_path / "c.parquet", plain_row(0, text='[{"role": "user", "content": "q"}]'))
     assert "prompt must not be a chat that was written as text in 1 row (0: " in lines[0]
 
@@ -127,7 +139,7 @@ def test_files_that_cannot_be_read(tmp_path):
         assert line.startswith(f"{path}: ") and str(caught.value) == line
         return line
 
-    assert "does not exist; write one with" in error(tmp_path / "none.parquet")
+    assert "does not exist; python -m data_preprocess.gsm8k writes one" in error(tmp_path / "none.parquet")
     assert "is a folder" in error(tmp_path)
     (tmp_path / "text.parquet").write_text("not parquet at all")
     assert "not a readable parquet file" in error(tmp_path / "text.parquet")

@@ -156,7 +156,10 @@ def test_a_template_s_refusal_and_a_prompt_without_tokens_are_problems(tmp_path)
     template = "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}hello"
     changes = dict(apply_chat_template_kwargs={"chat_template": template})
     file = write_parquet(tmp_path / "a.parquet", chats)
-    refused(lambda: stream(file, **changes), "the chat template refuses a prompt in 2 rows (1: roles must alternate, 2")
+    refused(
+        lambda: stream(file, **changes),
+        "refuses a prompt in 3 rows (0: it leaves out the text of role user, 1: roles must alternate",
+    )
     silent = dict(apply_chat_template_kwargs={"chat_template": "{{ '' }}"})
     refused(lambda: stream(file, **silent), "a prompt has no tokens in 3 rows (0, 1, 2)")
 
@@ -167,7 +170,7 @@ def test_a_role_that_the_template_leaves_out_is_a_problem(tmp_path):
     }
     rows = [plain_row(0, prompt=CHAT), plain_row(1, prompt=[{"role": "developer", "content": "be brief"}, *CHAT])]
     file = write_parquet(tmp_path / "a.parquet", rows)
-    said = "leaves out the text of a message in 1 row (1: role developer)"
+    said = "refuses a prompt in 1 row (1: it leaves out the text of role developer)"
     refused(lambda: stream(file, apply_chat_template_kwargs=only_user), said)
 
 

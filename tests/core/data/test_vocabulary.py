@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.data.encoder import Encoder
-from core.data.vocabulary import end_ids, template_ends, writable
+from core.data.prompts import Encoder
+from core.data.vocabulary import ChatError, end_ids, template_ends, writable
 from tests.core.data.templates import FAMILIES, tokenizer_of
 
 CHAT = {"role": "user", "content": "q"}
@@ -30,9 +30,11 @@ def test_without_a_template_or_with_a_broken_one_the_tokenizer_s_end_is_left():
 
 def test_a_role_whose_text_is_left_out_is_found():
     encoder, other = Encoder(tokenizer_of("phi3")), {"role": "developer", "content": "d"}
-    assert encoder.dropped_role([{"role": "system", "content": "s"}, CHAT]) is None
-    assert encoder.dropped_role([CHAT, other]) == "developer" == encoder.dropped_role([CHAT, other])
-    assert encoder.dropped_role("a string") is None
+    encoder.check_roles([{"role": "system", "content": "s"}, CHAT])
+    encoder.check_roles("a string")
+    for _ in range(2):
+        with pytest.raises(ChatError, match="role developer"):
+            encoder.check_roles([CHAT, other])
 
 
 def test_text_that_no_tokenizer_takes_is_replaced():

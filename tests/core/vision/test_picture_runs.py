@@ -14,7 +14,7 @@ import torch
 from core import export
 from core.checkpoint.run_state import load_tensors
 from core.config import compose
-from core.data.encoder import Encoder
+from core.data.prompts import Encoder
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.models import load_modality, load_policy, load_tokenizer

@@ -120,7 +120,9 @@ def test_a_text_model_with_pictures_and_the_reverse(tmp_path):
 def test_a_prompt_with_pictures_is_never_cut(tmp_path):
     rows = [row(0, png()), row(1, png(1, 112, 112))]  # 4 and 16 tokens
     short = dict(max_prompt_length=40)
-    assert "a prompt with media is longer than the limit" in refused(tmp_path, *rows, truncation="left", **short)
+    assert "a prompt with media is longer than data.max_prompt_length=40" in refused(
+        tmp_path, *rows, truncation="left", **short
+    )
     assert "in 1 row (1: 49 tokens)" in refused(tmp_path, *rows, **short)
     path = write_parquet(tmp_path / "a.parquet", rows)
     kept = PromptStream(
@@ -152,7 +154,7 @@ def test_equal_questions_about_other_pictures_are_other_questions(tmp_path):
     rows = [row(0, png(seed), prompt=f"{MARKER}?", extra_info={"note": "x"}) for seed in (0, 1, 0)]
     path = write_parquet(tmp_path / "a.parquet", rows)
     stream = PromptStream(data_config(train_files=[path]), tokenizer(), 1, modality=READING)
-    uids = [stream.files.prompt(path, index, index).uid for index in range(3)]
+    uids = [stream.files.prompt(index, index).uid for index in range(3)]
     assert uids[0] == uids[2] != uids[1]
 
 
