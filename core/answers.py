@@ -81,11 +81,11 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
         raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
     try:
         manifest = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        rule = f"no {beside.name} beside it that can be read ({error}), so nothing tells what it holds"
+        if (manifest["kind"], manifest["format"]) != (kind, FORMAT):
+            raise ValueError(f"it is of a file of {manifest['kind']}, format {manifest['format']}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        rule = f"no {beside.name} beside it that tells of {kind} in format {FORMAT} ({error})"
         raise InputError(f"{path}: {rule}; restore it from a copy") from error
-    if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):
-        raise InputError(f"{path}: is not a file of {kind} (format {FORMAT}) of python -m core.evaluate")
     return manifest
 
 
@@ -110,10 +110,7 @@ def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -
     """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
     from core.tracking.validation import failed_share
 
-    shown = f". The first failure: {first}" if first else ""
     for source in dict.fromkeys(record.data_source for record in records):
         if failed_share(one for one in records if one.data_source == source) == 1:
-            raise InputError(
-                f"{path}: the scorer failed on every answer of data_source={source!r}, so that there is no accuracy to "
-                f"report; correct the reward function and score the answers again{shown}"
-            )
+            rule = f"the scorer failed on every answer of data_source={source!r}, so that there is no accuracy"
+            raise InputError(f"{path}: {rule}; correct it and score the answers again. {first}")

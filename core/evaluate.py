@@ -55,7 +55,6 @@ DECIDING = (
 # Sections of which nothing is loaded while answers are generated, and those of which something is while they are scored
 UNREAD = ("custom_reward_function.", "reward_model.", "algorithm.", "actor_rollout_ref.actor.", "critic.")
 REWARDS = ("reward_model.", "custom_reward_function.")
-Lines = dict[files.Key, dict[str, Any]]
 
 
 # -- generate -------------------------------------------------------------------------------------------
@@ -66,7 +65,6 @@ class GenerateCall:
     """A checked call of ``generate``, of which nothing is loaded yet. ``checkpoint`` is that of a run."""
 
     recipe: str
-    trainer: str
     config: Config
     out: Path
     checkpoint: Checkpoint | None = None
@@ -84,26 +82,12 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
     """
     if out.suffix != ".jsonl":
         raise InputError(f"--out={out}: must end in .jsonl")
-    trainer = recipes.trainer_of(recipe)
     own = examine(recipe, overrides).given.get(PATH)
     named = [name for name, value in (("--model", model), ("--run", run), (PATH, own)) if value]
     if len(named) != 1:
         has = f"{' and '.join(named)} name one each" if named else "none is named"
         raise InputError(f"model: {has}; give --model (a folder or hub id) or --run (a run folder or a checkpoint)")
-    if run is not None and any(text.lstrip("+").startswith("preset=") for text in overrides):
-        raise InputError("preset: the settings of --run are the run's own; set single keys, or use --model")
-    checkpoint, settings = None, {PATH: model or own}
-    if run is not None:
-        from core.export import find_checkpoint
-
-        checkpoint = find_checkpoint(run, "--run")
-        if "actor/adapter_model.safetensors" in checkpoint.files:
-            fix = "merge them into a model by python -m core.export, and give it as --model"
-            raise InputError(f"--run={run}: holds adapters, which no engine loads alone; {fix}")
-        # Of the run's process, not of the model; the tokenizer that trained lies beside the weights
-        own_paths = {PATH: str((checkpoint.folder / "actor").resolve()), f"{MODEL}tokenizer_path": None}
-        settings = {**(checkpoint.provenance.config if checkpoint.provenance else {}), **own_paths}
-        settings["trainer.resume_mode"] = "disable"
+    checkpoint, settings = (None, {PATH: model or own}) if run is None else _of_run(run, overrides)
     composed = examine(recipe, overrides, settings)
     if composed.problems:
         raise InputError(composed.problems)
@@ -111,7 +95,23 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
         code_keys.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
-    return GenerateCall(recipe, trainer or recipes.TRAINER, composed.config, out, checkpoint)
+    return GenerateCall(recipe, composed.config, out, checkpoint)
+
+
+def _of_run(run: str, overrides: Sequence[str]) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return a run's checkpoint and the settings that it trained with."""
+    from core.export import find_checkpoint
+
+    if any(text.lstrip("+").startswith("preset=") for text in overrides):
+        raise InputError("preset: the settings of --run are the run's own; set single keys, or use --model")
+    checkpoint = find_checkpoint(run, "--run")
+    if "actor/adapter_model.safetensors" in checkpoint.files:
+        fix = "merge them into a model by python -m core.export, and give it as --model"
+        raise InputError(f"--run={run}: holds adapters, which no engine loads alone; {fix}")
+    trained = checkpoint.provenance.config if checkpoint.provenance else {}
+    # The tokenizer that trained lies beside the weights
+    here = {PATH: str((checkpoint.folder / "actor").resolve()), f"{MODEL}tokenizer_path": None}
+    return checkpoint, {**trained, **here, "trainer.resume_mode": "disable"}
 
 
 def generate(call: GenerateCall) -> bool:
@@ -133,38 +133,30 @@ def generate(call: GenerateCall) -> bool:
         prompts = load_val_prompts(config.data, tokenizer, load_modality(model, tokenizer), loop and loop.tools_of)
         check_examples(loop, prompts)
         manifest = _manifest(call, prompts)
-        lines = _begun(out, manifest)
+        lines = {}
+        if out.exists():
+            there = files.read_manifest(out, "answers")
+            old, new = there["settings"], manifest["settings"]
+            other = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            if changed := [f"{key} was {old.get(key)}, is {new.get(key)}" for key in other]:
+                raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; give another --out")
+            manifest["sessions"] = [*there["sessions"], *manifest["sessions"]]
+            lines = files.read_lines(out)
         order = {(prompt.ordinal, sample): prompt for prompt in prompts for sample in range(manifest["samples"])}
         missing = [(prompt, key[1]) for key, prompt in order.items() if key not in lines]
         if missing:
             out.parent.mkdir(parents=True, exist_ok=True)
             files.write_manifest(out, manifest)
             write_atomic(out, "".join(map(json_line, lines.values())))  # without damaged lines
-            run = owned.enter_context(answering(config, call.trainer, tokenizer, loop, prompts))
+            trainer = recipes.trainer_of(call.recipe) or recipes.TRAINER
+            run = owned.enter_context(answering(config, trainer, tokenizer, loop, prompts))
             asyncio.run(_answer(run, missing, out, lines))
         if list(lines) != list(order):
             write_atomic(out, "".join(json_line(lines[key]) for key in order))
         return bool(missing)
 
 
-def _begun(out: Path, manifest: dict[str, Any]) -> Lines:
-    """Return the lines that the file has, and add its earlier sessions to the manifest.
-
-    Raises InputError for a file of other settings, and for one that is no file of answers.
-    """
-    if not out.exists():
-        return {}
-    there = files.read_manifest(out, "answers")
-    old, new = there["settings"], manifest["settings"]
-    changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
-    if changed:
-        fix = "answers of two settings do not go into one file: give another --out, or the settings of before"
-        raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; {fix}")
-    manifest["sessions"] = [*there["sessions"], *manifest["sessions"]]
-    return files.read_lines(out)
-
-
-async def _answer(run: RayPPOTrainer, missing: Sequence[tuple[Prompt, int]], out: Path, lines: Lines) -> None:
+async def _answer(run: RayPPOTrainer, missing: Sequence[tuple[Prompt, int]], out: Path, lines: dict) -> None:
     """Make the missing answers; append each to ``lines`` and to the file."""
 
     async def one(prompt: Prompt, sample: int) -> None:
@@ -216,19 +208,22 @@ def answering(
 
 def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return what tells whose answers these are. Raises InputError where questions cannot be kept in lines."""
+    from core.checkpoint.provenance import base_of
     from core.rewards.graders import to_json
 
     if not prompts:
         raise InputError("data.val_files=[]: there are no questions; give parquet files")
-    for prompt in prompts:
-        try:
-            to_json([prompt.ground_truth, prompt.extra_info])
-        except (TypeError, ValueError) as error:
-            fix = "convert its ground_truth and extra_info"
-            raise InputError(f"data.val_files: uid {prompt.uid}: {error}; {fix}") from error
+    try:
+        to_json([[prompt.ground_truth, prompt.extra_info] for prompt in prompts])
+        here = is_local(call.path) or is_url(call.path)  # else a hub's id, which is known by its name
+        weights = f"sha256:{base_of(os.path.expanduser(call.path)).sha256}" if here else call.path
+    except (TypeError, ValueError) as error:
+        raise InputError(f"data.val_files: {error}; convert ground_truth and extra_info") from error
+    except FileNotFoundError as error:
+        raise InputError(f"--model={call.path}: {error}; give a folder that core.export wrote") from error
     config, data = call.config, run_manifest.data_hashes(call.config.data.val_files)
     at = call.checkpoint and {"run": str(call.checkpoint.folder.parent), "step": call.checkpoint.step}
-    hashes = {"model": weights_of(call), "data": [one["sha256"] for one in data], "prompts": digest_of(prompts)}
+    hashes = {"model": weights, "data": [one["sha256"] for one in data], "prompts": digest_of(prompts)}
     return {
         "kind": "answers",
         "format": files.FORMAT,
@@ -241,22 +236,6 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "config": convert.as_json(config),
         "sessions": [run_manifest.session()],
     }
-
-
-def weights_of(call: GenerateCall) -> str:
-    """Return what tells the weights from any others, wherever they lie: a hash, or the commit on the hub."""
-    from core.checkpoint.provenance import base_of
-    from core.learner.models import readable
-
-    if is_local(call.path) or is_url(call.path):
-        try:
-            return f"sha256:{base_of(os.path.expanduser(call.path)).sha256}"
-        except FileNotFoundError as error:
-            raise InputError(f"--model={call.path}: {error}; give a folder that core.export wrote") from error
-    from transformers.utils import cached_file
-
-    with readable(call.path, "--model"):
-        return f"{call.path}@{Path(cached_file(call.path, 'config.json')).parent.name}"
 
 
 def deciding(config: Config) -> dict[str, Any]:
@@ -320,7 +299,6 @@ def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) 
 
 
 async def _scored(layer: RewardLayer, answers: Sequence[Mapping[str, Any]]) -> list[ScoredGroup]:
-    """Score answers, the samples of a question together for a function of lists."""
     questions = [list(lines) for _, lines in groupby(answers, lambda line: line["ordinal"])]
 
     async def group(lines: Sequence[Mapping[str, Any]]) -> ScoredGroup:
@@ -334,10 +312,7 @@ async def _scored(layer: RewardLayer, answers: Sequence[Mapping[str, Any]]) -> l
 
 
 def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    recipe = manifest.get("recipe")
-    if not isinstance(recipe, str) or not isinstance(manifest.get("config"), Mapping):
-        raise InputError(f"{files.manifest_path(source)}: names no recipe, or no configuration; restore it from a copy")
-    composed = examine(recipe, overrides, manifest["config"])
+    composed = examine(manifest["recipe"], overrides, manifest["config"])
     fix = "decides answers, not their scores; leave it out, or generate with it"
     problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
     if composed.config.reward_model.enable:
@@ -345,40 +320,29 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
     if problems:
         raise InputError(problems)
     unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
-    code_keys.refuse_code(str(files.manifest_path(source)), composed.config, recipe, overrides, unread)
+    where = str(files.manifest_path(source))
+    code_keys.refuse_code(where, composed.config, manifest["recipe"], overrides, unread)
     return composed.config
 
 
 # -- the command line -----------------------------------------------------------------------------------
 
 
-def generate_command(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("python -m core.evaluate generate", description="Write answers into a file.")
-    parser.add_argument("recipe", metavar="RECIPE", help="The recipe whose configuration and episodes hold: grpo.")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run's.")
-    parser.add_argument("--model", help="The Hugging Face folder or hub id of the model.")
-    parser.add_argument("--run", help="The run folder (its newest checkpoint) or a global_step_N in it.")
-    parser.add_argument("--out", type=written_here, required=True, help="The file to write, ending in .jsonl.")
-    args = parser.parse_intermixed_args(arguments)
+def generate_command(args: argparse.Namespace) -> None:
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
-    rollout, questions = call.config.actor_rollout_ref.rollout, call.config.data.val_files
-    chosen, absent = rollout.val_kwargs, [path for path in questions if not Path(path).expanduser().is_file()]
-    there = f"{', '.join(questions)}" + (f" (not there yet: {', '.join(absent)})" if absent else "")
+    chosen, questions = call.config.actor_rollout_ref.rollout.val_kwargs, call.config.data.val_files
+    absent = [path for path in questions if not Path(path).expanduser().is_file()]
+    there = ", ".join(questions) + (f" (not there yet: {', '.join(absent)})" if absent else "")
     how = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
+    what = f"{chosen.n} a question, {how}, at most {call.config.data.max_response_length} tokens"
     would = "dry run: it would write " if is_dry_run() else ""
-    how += f", at most {call.config.data.max_response_length} tokens"
-    print(f"{would}{chosen.n} a question, {how}: answers to {there} by {call.path}, into {call.out}", flush=True)
+    print(f"{would}{what}: answers to {there} by {call.path}, into {call.out}", flush=True)
     if not is_dry_run():
         worked = generate(call)
         print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
 
 
-def score_command(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("python -m core.evaluate score", description="Score a complete file of answers.")
-    parser.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="The file that generate wrote.")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of rewards.")
-    parser.add_argument("--name", help="What the file is called after (default: the scorer).")
-    args = parser.parse_intermixed_args(arguments)
+def score_command(args: argparse.Namespace) -> None:
     if is_dry_run():
         print(f"dry run: it would score {args.answers}" + ("" if args.answers.is_file() else " (not there yet)"))
         return
@@ -390,18 +354,34 @@ def score_command(arguments: Sequence[str]) -> None:
     print(f"{path}: scores of {len(records)} questions{lost}")
 
 
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; ``command`` is the function to call."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m core.evaluate", description=__doc__, formatter_class=form)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", help="What to do.")
+    make = commands.add_parser("generate", help="Write answers into a file.")
+    make.add_argument("recipe", metavar="RECIPE", help="The recipe whose configuration and episodes hold: grpo.")
+    make.add_argument("--model", help="The Hugging Face folder or hub id of the model.")
+    make.add_argument("--run", help="The run folder (its newest checkpoint) or a global_step_N in it.")
+    make.add_argument("--out", type=written_here, required=True, help="The file to write, ending in .jsonl.")
+    make.set_defaults(command=generate_command)
+    grade = commands.add_parser("score", help="Score a complete file of answers.")
+    grade.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="The file that generate wrote.")
+    grade.add_argument("--name", help="What the file is called after (default: the scorer).")
+    grade.set_defaults(command=score_command)
+    args, rest = parser.parse_known_args(arguments)  # keys stand anywhere between the options
+    if unknown := [text for text in rest if text.startswith("--") or "=" not in text]:
+        parser.error(f"not understood: {' '.join(unknown)}; keys are key=value")
+    args.overrides = rest
+    return args
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, 2 for bad input, 1 for a lost process, or 130 when it was interrupted."""
-    command, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
-    commands = {"generate": generate_command, "score": score_command}
-    if command not in commands:
-        parser = argparse.ArgumentParser("python -m core.evaluate", description=__doc__)
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        parser.add_argument("command", choices=list(commands), help="What to do; each has a --help of its own.")
-        parser.parse_args([command] if command else [])
+    args = parsed(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
-        commands[command](rest)
+        args.command(args)
         return 0
     except (InputError, OSError) as error:
         print(printable(f"core.evaluate: {error}"), file=sys.stderr)

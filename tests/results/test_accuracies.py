@@ -52,7 +52,7 @@ def test_the_macro_average_weighs_sets_equally_and_adds_up_variances():
 
 def test_reports_that_cannot_be_made(files, scores, tmp_path, capsys):
     assert "--k=5: must lie between 1 and the 4 samples" in refused([str(scores), "--k", "2", "5"], capsys)
-    assert "is not a file of scores" in refused([str(scores.parent / "shared.jsonl")], capsys)
+    assert "that tells of scores" in refused([str(scores.parent / "shared.jsonl")], capsys)
     assert generate(files, tmp_path / "few.jsonl", f"data.val_files=[{files}/letters.parquet]") == 0
     assert evaluate.main(["score", str(tmp_path / "few.jsonl"), own(files)]) == 0
     capsys.readouterr()
@@ -76,4 +76,4 @@ def test_a_report_of_scores_of_which_every_one_failed_is_refused(scores, capsys)
         row["crash"] = [1.0] * len(row["acc"])
     scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert accuracies.main([str(scores)]) == 2
-    assert "there is no accuracy to report" in capsys.readouterr().err
+    assert "there is no accuracy" in capsys.readouterr().err
