@@ -62,7 +62,7 @@ def prepare(recipe: str, argv: Sequence[str]) -> Config:
         _help(recipe, argv)
     dry = is_dry_run()
     composed = examine(recipe, argv)
-    if problems := all_problems(composed, _typed_keys(recipe, argv) if dry else None):
+    if problems := all_problems(composed, composed.typed if dry else None):
         _refuse(problems)
     if dry:
         print(_report(recipe, composed))
@@ -89,12 +89,6 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     if not composed.problems:
         problems += model_problems(config)
     return problems or _problems_of_files(config)
-
-
-def _typed_keys(recipe: str, argv: Sequence[str]) -> frozenset[str]:
-    from core.config import composition
-
-    return frozenset(composition.read(composition.split(argv)[1], recipe).given)
 
 
 def _missing_here(config: Config) -> list[str]:

@@ -53,10 +53,7 @@ def flat(config: Any) -> dict[str, Any]:
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """Return flat key -> value, of every key, as a JSON file would give it back, without secrets.
-
-    It is recorded, hashed and compared: a run with another secret is the same run.
-    """
+    """Return flat key -> value, of every key, as JSON gives it back and without secrets: it is hashed and compared."""
     shown = {key: hidden(thaw(value), key) for key, value in flat(config).items()}
     return json.loads(json.dumps(shown, default=str))
 
@@ -83,6 +80,36 @@ def as_recorded(config: Any) -> dict[str, Any]:
 def to_yaml(config: Any) -> str:
     """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema, without secrets."""
     return yaml.safe_dump(as_recorded(config), sort_keys=False, width=120)
+
+
+def entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield flat keys and values of what stands at a key, of mappings within mappings too."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from entries(f"{key}.{name}", item)
+    else:
+        yield key, value
+
+
+def over(below: Any, *layers: Any) -> Any:
+    """Return trees over each other: mappings joined, with names as text, and anything else replaced."""
+    for above in layers:
+        if isinstance(above, Mapping):
+            joined = dict(below) if isinstance(below, Mapping) else {}
+            below = joined | {str(name): over(joined.get(str(name)), value) for name, value in above.items()}
+        else:
+            below = above
+    return below
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of flat keys; of the same part the later one wins."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        tree = over(tree, value)
+    return tree
 
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where it is compiled in: ten times as fast

@@ -1,63 +1,56 @@
 """Trees to typed configurations: composed ones, and those that a run, a checkpoint or a file of answers recorded.
 
-What a change of a key means (its role) is said by its field in the schema. Resuming (``core/checkpoint``) refuses
-another objective; comparing runs (``results/reporting``) leaves bookkeeping out.
+What a change of a key means (its role) is said by its field in the schema. Code is named on the command line, never by
+a record, which may come from anybody: a command that takes settings from one calls :func:`refuse_code` first.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from core.config import convert, recipes, verl_names
 from core.config.defaults import resolve
 from core.config.schema import Config
 from core.config.secret_keys import without_hidden
 from core.config.section import (
+    ARGUMENTS,
+    CODE,
+    CONSENT,
     IDENTITY,
-    MAPPING,
+    NO_SECTION,
+    OWN_CODE,
+    UNKNOWN,
+    Limit,
     Problem,
     build,
     hints,
     is_section,
     mark,
     show,
+    typed,
 )
 from core.config.verl_names import CommandLine, unknown_key
+from core.errors import InputError
 
 
 def validated(schema: type[Config], tree: Any, problems: list[Any], line: CommandLine | None = None) -> Config:
-    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default.
-
-    With ``line``, of a command line, a value that the schema refuses may be one of another version's.
-    """
+    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default."""
     config, refused = build(schema, tree)
-    known, readings = convert.all_keys(schema), {}
+    line = line or CommandLine("", schema)
     for key, value, rule in refused:
-        if line and rule and key in known and (reading := verl_names.read_value(key, value, line)):
-            readings[key] = reading
-    if settings := {name: value for reading in readings.values() for name, value in reading.settings.items()}:
-        line.read.update({key: (value, readings[key].settings) for key, value, _ in refused if key in readings})
-        return validated(schema, _with(tree, settings), problems, line)
-    for key, value, rule in refused:
-        if not rule:
-            problems.append(unknown_key(key, value, line or CommandLine("", schema)))
-        elif rule == MAPPING and key not in known:
-            problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
+        if rule == UNKNOWN:
+            problems.append(unknown_key(key, value, line))
+        elif rule == NO_SECTION:
+            problems.append(Problem(key, value, rule, "set one of its keys"))
         else:
-            fix = readings[key].fix if key in readings else f"the default is {show(convert.get(config, key))}"
-            problems.append(Problem(key, value, f"must be {rule}", fix))
+            hint = verl_names.read_value(key, value, line)
+            fix = hint.fix if hint else f"the default is {show(convert.get(config, key))}"
+            problems.append(Problem(key, value, rule, fix))
     return config
-
-
-def _with(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree with other values of these keys, which it has."""
-    for key, value in settings.items():
-        name, _, rest = key.partition(".")
-        tree = {**tree, name: _with(tree[name], {rest: value}) if rest else value}
-    return dict(tree)
 
 
 # --- recorded ---
@@ -88,12 +81,8 @@ def _leaves(values: Mapping[str, Any], schema: type[Config], prefix: str = "") -
 
 def own_tree(values: Mapping[str, Any], schema: type[Config]) -> dict[str, Any]:
     """Return a recorded configuration as a tree of what the schema has, without secrets, which it does not hold."""
-    tree: dict[str, Any] = {}
-    for key, value in _leaves(without_hidden(values), schema):
-        if convert.known(key, schema):
-            *parents, name = key.split(".")
-            functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = value
-    return tree
+    leaves = _leaves(without_hidden(values), schema)
+    return convert.nested({key: value for key, value in leaves if convert.known(key, schema)})
 
 
 def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "") -> dict[str, Any]:
@@ -128,3 +117,65 @@ def role_of(key: str) -> str:
             if not is_section(section):
                 return role or IDENTITY
     return IDENTITY
+
+
+# --- code ---
+
+
+def _names_code(kind: str, name: str, value: Any) -> bool:
+    """Return whether a value names code; ``name`` is the key, or that within a mapping, under which it stands."""
+    if isinstance(value, Mapping):
+        return any(_names_code(kind, key, item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(_names_code(kind, name, item) for item in value)
+    text = isinstance(value, str) and value != ""
+    allows = value is True or value == 1
+    return {
+        CONSENT: allows and name in ("trust_remote_code", "allow_unisolated"),
+        ARGUMENTS: allows or text,
+        CODE: text,
+    }.get(kind, text and ":" in value)  # other texts are names of tables here
+
+
+def kind_of(key: str, schema: type[Config]) -> str:
+    """Return which values of a key name code (see :func:`_names_code`), or nothing where none does."""
+    section, _, name = key.rpartition(".")
+    section = convert.sections(schema)[section] if section else schema
+    limits = [part for one in (hints(section)[name], *get_args(hints(section)[name])) for part in get_args(one)]
+    own = any(isinstance(limit, Limit) and OWN_CODE in limit.rule for limit in limits)
+    return mark(section, name, "code") or ("plugin" if own else "")
+
+
+def code_in(config: Config) -> dict[str, Any]:
+    """Return flat key -> value of all that names code in a configuration; of a mapping each entry that does."""
+    schema, found = type(config), {}
+    for key, value in convert.flat(config).items():
+        if (kind := kind_of(key, schema)) and value != convert.get(schema(), key):
+            entries = convert.entries(key, value)
+            found |= {name: one for name, one in entries if _names_code(kind, name.rpartition(".")[2], one)}
+    return found
+
+
+def refuse_code(
+    artefact: str, config: Config, recipe: str, overrides: Sequence[str] = (), unread: Sequence[str] = ()
+) -> None:
+    """Check that ``config``, into which settings of an artefact went, names no code of its own accord.
+
+    What the ``overrides`` of the command line name is the user's word, and what the recipe's presets name is this
+    repository's. Keys that begin with one of ``unread`` are left out: the command loads nothing that they name.
+
+    Raises InputError: the artefact, the keys, and what to append to the command.
+    """
+    from core.config.composition import examine  # which itself reads records
+
+    unnamed = {key: value for key, value in code_in(config).items() if not key.startswith(tuple(unread))}
+    presets = ([f"preset={path.stem}"] for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
+    for texts in (overrides, *presets) if unnamed else ():
+        allowed = code_in(examine(recipe, texts).config)
+        unnamed = {key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value}
+    if unnamed:
+        append = " ".join(shlex.quote(f"{key}={typed(value)}") for key, value in unnamed.items())
+        raise InputError(
+            f"{artefact}: its settings name code that would run here: {', '.join(unnamed)}. They may come from "
+            f"anybody, and code is named on the command line alone. If you trust that code, append {append}"
+        )

@@ -19,8 +19,9 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 NO_SECRET = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end|think|image|next|max|min)_?token$", re.IGNORECASE)
-URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^\s'\",\]}/]+@)?([^\s'\",\]}?]*)(\?[^\s'\",\]}]*)?", re.IGNORECASE)
-IN_URLS = {"key", "code", "sig"}  # parameters that are secrets in a URL alone
+# In a URL a user with a password, or, in http, alone; and its parameters where one of them is a secret
+LOGIN = re.compile(r"(https?://|[a-z][\w+.-]*://(?=[^\s/@]*:))[^\s'\",\]}/@]+@", re.IGNORECASE)
+QUERY = re.compile(r"(://[^\s'\",\]}?]*\?)[^\s'\",\]}]*(key|code|sig|signature|token|secret)=[^\s'\",\]}]*", re.I)
 
 
 def is_secret(key: str) -> bool:
@@ -57,17 +58,5 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def without_login(text: str) -> str:
-    """Return a text with ``***`` in place of the login of each URL in it.
-
-    A user's name alone is one in http URLs, where it is mostly a token; ``sftp://jane@host`` holds none.
-    """
-
-    def hide(match: re.Match[str]) -> str:
-        scheme, user, rest, query = match.groups(default="")
-        if user and (":" in user or scheme.lower() in ("http", "https")):
-            user = f"{HIDDEN}@"
-        if any(name.lower() in IN_URLS or is_secret(name) for name in re.findall(r"[?&]([^=&]+)=", query)):
-            query = f"?{HIDDEN}"
-        return f"{scheme}://{user}{rest}{query}"
-
-    return URL.sub(hide, text) if "://" in text else text
+    """Return a text with ``***`` in place of the login of each URL in it; ``sftp://jane@host`` holds none."""
+    return QUERY.sub(rf"\1{HIDDEN}", LOGIN.sub(rf"\1{HIDDEN}@", text)) if "://" in text else text

@@ -1,4 +1,4 @@
-"""What the schema is written with: types with bounds, fields with a role, sections; and building one of a tree.
+"""What the schema is written with: types with bounds, fields with a role, sections; building one of a tree; problems.
 
 A section is a pydantic model: frozen, strict, without unknown keys, without NaN. What YAML and the command line write
 in another form than the type (``1e3`` for a count, one text for a list of one) is brought into it before validation.
@@ -15,16 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainValidator,
-    ValidationError,
-    field_validator,
-)
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator
+from pydantic_core import PydanticCustomError, core_schema
 
 from core.config.secret_keys import hidden
 from core.errors import one_line
@@ -70,7 +62,7 @@ class Limit:
     rule: str
     holds: Callable[[Any], bool]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
     def _checked(self, value: Any) -> Any:
@@ -79,7 +71,7 @@ class Limit:
 
 def refuse(rule: str) -> NoReturn:
     """Raise what pydantic reports as this rule."""
-    raise PydanticCustomError("limit", "{rule}", {"rule": rule})
+    raise PydanticCustomError("limit", "must be {rule}", {"rule": rule})
 
 
 OWN_CODE = "your own as package.module:function or path/file.py:function"
@@ -135,7 +127,7 @@ FILES = "files"  # it names what lies elsewhere: the content counts, whose hash 
 EXECUTION = "execution"  # where, how fast and how long: no other objective, but rounding and timing may differ
 BOOKKEEPING = "bookkeeping"  # what is recorded, watched and kept: no number of the run depends on it
 
-# Which values of a key name code that runs; only a command line may give them (code_keys.py)
+# Which values of a key name code that runs; only a command line may give them (recorded.py)
 CODE = "code"  # any text: a module, a file of code, a name in it, or a file that names classes
 CONSENT = "consent"  # true lets code run, in a mapping anywhere under a name of that kind
 ARGUMENTS = "arguments"  # of a library that imports what some of them name: any text or true
@@ -252,29 +244,27 @@ def brief(text: str) -> str:
 
 # --- from an untyped tree ---
 
-Refused = tuple[str, Any, str]  # key, value, what it must be; for an unknown key the last is empty
-TEXT = "text (quote what looks like something else: key=\"'1e-6'\")"
-RULES = {  # error type of pydantic -> what completes "must be ..."
-    **{"bool_type": "True or False", "int_type": "a whole number", "int_from_float": "a whole number"},
-    **{"float_type": "a number", "finite_number": "a number", "string_type": TEXT},
-}
+UNKNOWN, NO_SECTION = "unknown key", "is a section of the configuration"
 
 
-def build(schema: type[Section], tree: Any) -> tuple[Any, list[Refused]]:
-    """Return the typed configuration of a tree and what was refused; a refused key keeps its default."""
-    refused: dict[tuple[str, ...], Refused] = {}
+def build(schema: type[Section], tree: Any) -> tuple[Any, list[tuple[str, Any, str]]]:
+    """Return the typed configuration of a tree, and (key, value, rule) of what was refused; that keeps its default."""
+    refused: dict[tuple[str, ...], tuple[str, Any, str]] = {}
     while True:
         try:
             return schema.model_validate(tree), list(refused.values())
         except ValidationError as error:
             found = {path: one for one in error.errors(include_url=False) if (path := _path(schema, one["loc"]))}
-            if not found:  # the whole is no mapping
-                return schema(), list(refused.values())
-            for path, one in found.items():
-                value = functools.reduce(lambda node, name: node[name], path, tree)
-                refused[path] = (".".join(path), value, _rule(schema, path, one))
-            for path in found:
-                tree = without(tree, path)
+        if not found:  # the whole is no mapping
+            return schema(), list(refused.values())
+        for path, one in found.items():
+            must = "must be one of " if one["type"] == "literal_error" else "must be "
+            rule = {"extra_forbidden": UNKNOWN, "model_type": NO_SECTION}.get(one["type"])
+            rule = rule or one["msg"].replace("Input should be ", must)
+            rule += " (quote what looks like something else: key=\"'1e-6'\")" if one["type"] == "string_type" else ""
+            refused[path] = (".".join(path), functools.reduce(lambda node, name: node[name], path, tree), rule)
+        for path in found:
+            tree = without(tree, path)
 
 
 def _path(schema: type[Section], loc: Sequence[int | str]) -> tuple[str, ...]:
@@ -282,31 +272,10 @@ def _path(schema: type[Section], loc: Sequence[int | str]) -> tuple[str, ...]:
     path: list[str] = []
     for name in loc:
         path.append(str(name))
-        hint = hints(schema).get(str(name))
-        if not is_section(hint):
+        schema = hints(schema).get(str(name))
+        if not is_section(schema):
             break
-        schema = hint
     return tuple(path)
-
-
-def _rule(schema: type[Section], path: Sequence[str], error: ErrorDetails) -> str:
-    """Return what the value must be; nothing for an unknown key."""
-    if error["type"] == "extra_forbidden":
-        return ""
-    hint: Any = functools.reduce(lambda section, name: hints(section)[name], path, schema)
-    if is_section(hint):
-        return MAPPING
-    alone, none_too = optional(hint)
-    while get_origin(alone) is tuple or get_origin(alone) is Annotated and get_origin(get_args(alone)[0]) is tuple:
-        alone = get_args(alone)[0]  # what an item of a list must be
-    choice = next((one.rule for one in get_args(alone)[1:] if isinstance(one, Limit)), "")
-    if error["type"] == "literal_error":
-        rule = f"one of {', '.join(get_args(alone))}"
-    elif error["type"] == "string_type" and choice.startswith("one of "):  # the list of names says more than the type
-        rule = choice
-    else:
-        rule = RULES.get(error["type"], error["msg"])
-    return f"{rule}, or null" if none_too else rule
 
 
 def without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:

@@ -85,5 +85,5 @@ exec "$python" -m recipes.dapo.main_dapo \
     actor_rollout_ref.rollout.name=vllm \
     "${size[@]}" \
     trainer.backend=ray \
-    trainer.experiment_name="$name" \
+    trainer.experiment_name="$name-seed\${trainer.seed}" \
     "$@"

@@ -72,7 +72,7 @@ exec "$python" -m recipes.search_r1.main_search_r1 \
     trainer.backend=ray \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
-    trainer.experiment_name="$name" \
+    trainer.experiment_name="$name-seed\${trainer.seed}" \
     "${reference[@]}" \
     trainer.test_freq=100 \
     trainer.save_freq=100 \

@@ -49,6 +49,6 @@ exec "$python" -m recipes.sft.main_sft \
     trainer.backend=ray \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
-    trainer.experiment_name="$name" \
+    trainer.experiment_name="$name-seed\${trainer.seed}" \
     trainer.save_freq=100 \
     -- "$@"

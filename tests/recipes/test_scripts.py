@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import composition, examine
+from core.config import convert, examine
 from results.reporting.run_scripts import PRINT_WORDS, read_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,12 +122,13 @@ def test_arguments_are_forwarded_and_win_and_a_mistyped_one_ends_a_script(run, s
 
 @functools.cache
 def values(recipe, *overrides):
-    """Key -> value of the composed tree, before nulls are filled in from other keys."""
-    return dict(_leaves(composition.tree(composition.read(overrides, recipe))))
+    """Key -> value, of the user's own mappings each entry."""
+    config = examine(recipe, overrides).config
+    return dict(_leaves(convert.as_tree(config)))
 
 
 MODEL = "actor_rollout_ref.model.path"
-NAME = "trainer.experiment_name"  # made of what distinguishes a run, see below
+NAME = "trainer.experiment_name"
 
 
 @pytest.mark.parametrize("kind", [*("dapo", "grpo", "ppo", "search_r1", "sft")])

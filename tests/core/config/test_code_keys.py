@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from core.config import code_keys, compose, convert, examine, recipes, recorded
+from core.config import compose, convert, examine, recipes, recorded
 from core.config.schema import Config
 from core.errors import InputError
 
@@ -14,7 +14,7 @@ KEYS = {key: schema for schema in recorded.schemas() for key in convert.all_keys
 
 
 def test_the_keys_that_can_name_code():
-    kinds = {key: code_keys.kind_of(key, schema) for key, schema in KEYS.items()}
+    kinds = {key: recorded.kind_of(key, schema) for key, schema in KEYS.items()}
     plugins = {"algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.logger"}
     plugins |= {"actor_rollout_ref.rollout.agent_loop"}
     assert {key for key, kind in kinds.items() if kind == "plugin"} == plugins
@@ -53,24 +53,24 @@ def test_an_artefact_that_names_code_is_refused():
     for key, value in CODE.items():
         config = examine("grpo", (), {key: value}).config
         with pytest.raises(InputError) as refused:
-            code_keys.refuse_code("ARTEFACT", config, "grpo", ["trainer.seed=3"])
+            recorded.refuse_code("ARTEFACT", config, "grpo", ["trainer.seed=3"])
         line = str(refused.value)
         assert line.startswith("ARTEFACT: its settings name code that would run here: ") and key in line
         append = line.rpartition("If you trust that code, append ")[2]
-        code_keys.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
+        recorded.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
 
 
 def test_the_command_line_names_the_value_and_not_the_key_alone():
     config = examine("grpo", (), {"custom_reward_function.path": "evil.py"}).config
     with pytest.raises(InputError):
-        code_keys.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
+        recorded.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
 
 
 def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
     """An interpolation would be resolved after the check of what was given, and could read the environment."""
     monkeypatch.setenv("SECRET", "token")
     hidden = {"trainer.project_name": "evil.py:f", "algorithm.adv_estimator": "${trainer.project_name}"}
-    assert "evil.py:f" not in str(code_keys.code_in(examine("grpo", (), hidden).config))
+    assert "evil.py:f" not in str(recorded.code_in(examine("grpo", (), hidden).config))
     told = {"trainer.project_name": "${oc.env:SECRET}", "data.prompt_key": "a\\${oc.env:SECRET}"}
     config = examine("grpo", (), told).config
     assert (config.trainer.project_name, config.data.prompt_key) == tuple(told.values())
@@ -87,14 +87,14 @@ def test_what_is_no_code_passes():
         "reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}},
         "trainer.logger": ["console", "wandb"],
     }
-    code_keys.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
+    recorded.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
 
 
 def test_the_repositorys_own_presets_are_no_foreign_code():
     for recipe in recipes.names():
         for path in (recipes.folder(recipe) / "preset").glob("*.yaml"):
             config = examine(recipe, [f"preset={path.stem}"]).config
-            code_keys.refuse_code("ARTEFACT", config, recipe)
+            recorded.refuse_code("ARTEFACT", config, recipe)
 
 
 def test_a_recipes_name_is_no_path():
