@@ -253,7 +253,7 @@ class RayPPOTrainer:
         with metrics.time("gen"), progress(f"step {metrics.step}, answers", wanted, "prompt") as answered:
             collecting = collect(
                 roll_group,
-                self.keeps,
+                self.keep_group,
                 fresh_enough(self.collect_state, oldest),
                 self.collect_limits(),
                 stop_requested=lambda: self.run.stop.requested,
@@ -363,13 +363,6 @@ class RayPPOTrainer:
         """Answer the prompt of an ordinal and score the answers."""
         return await self.rollout.roll_group(self.stream.prompt(ordinal))
 
-    def keeps(self, group: ScoredGroup) -> bool:
-        """Return what ``keep_group`` does; a group that it drops is remembered where steps are recorded."""
-        kept = self.keep_group(group)
-        if self.trace is not None and not kept:
-            self.trace.remember(group)
-        return kept
-
     def looks_ahead(self, step: int) -> bool:
         """Return whether the next step's first prompts are answered by the policy that this step updates."""
         return self.config.trainer.max_staleness > 0 and step < self.run.total_steps
@@ -378,7 +371,7 @@ class RayPPOTrainer:
         """Return what answers the next step's first prompts with this step's policy, if ``max_staleness`` allows it."""
         if not self.looks_ahead(step):
             return None
-        return collect_ahead(self.roll_group, self.keeps, self.collected, self.collect_limits())
+        return collect_ahead(self.roll_group, self.keep_group, self.collected, self.collect_limits())
 
     def make_ahead(self) -> Ahead:
         return Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)

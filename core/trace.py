@@ -42,11 +42,11 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """A group to record: why it was chosen, and its rows in the batch; a dropped group has none."""
+    """A group to record: why it was chosen, and its rows in the batch."""
 
     group: ScoredGroup
     why: str
-    rows: range | None
+    rows: range
 
 
 class TraceRecorder:
@@ -56,19 +56,12 @@ class TraceRecorder:
         self.config, self.options, self.tokenizer = config, config.trainer.trace, tokenizer
         self.folder, self.total_steps = run_folder(config) / FOLDER, total_steps
         self.texts: dict[int, str | dict[str, str]] = {}  # of the tokens seen so far
-        self.dropped: dict[int, ScoredGroup] = {}  # the lowest ordinals, which do not depend on timing
 
     def is_due(self, step: int) -> bool:
         """Return whether the step is to be recorded."""
         freq = self.options.freq
         regular = freq > 0 and (step % freq == 0 or step in (1, self.total_steps))
         return regular or step in (self.options.steps or ())
-
-    def remember(self, group: ScoredGroup) -> None:
-        """Remember a group that ``keep_group`` dropped, among the first ones; groups come in any order."""
-        self.dropped[group.prompt.ordinal] = group
-        while len(self.dropped) > 2:  # the next step's may be dropped while this one trains
-            del self.dropped[max(self.dropped)]
 
     def begin(self, batch: TrainBatch, step: int) -> TrainBatch:
         """Return the batch with its rows numbered where the step is to be recorded: the update then keeps values."""
@@ -80,14 +73,10 @@ class TraceRecorder:
         self, groups: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics, workers: Any
     ) -> dict[str, float]:
         """Write the step where it is due and return what that cost, as metrics."""
-        last = groups[-1].prompt.ordinal
-        dropped = [group for ordinal, group in sorted(self.dropped.items()) if ordinal < last]
-        self.dropped = {ordinal: group for ordinal, group in self.dropped.items() if ordinal > last}
         if not self.is_due(metrics.step):
             return {}
-        start = time.thread_time()
-        chosen = self._chosen(groups, dropped, batch, _gap(batch, workers))
-        traced, _ = workers.traced([row for one in chosen for row in one.rows or ()])
+        start, chosen = time.thread_time(), self._chosen(groups)
+        traced = workers.traced([row for one in chosen for row in one.rows])
         path = self.folder / f"step_{metrics.step:06d}.npz"
 
         def write() -> None:
@@ -99,56 +88,35 @@ class TraceRecorder:
         cost = {"perf/trace_cpu_s": time.thread_time() - start}
         return {**cost, "perf/trace_mb": path.stat().st_size / 2**20} if written else {**cost, "perf/trace_dropped": 1}
 
-    def _chosen(
-        self,
-        groups: Sequence[ScoredGroup],
-        dropped: Sequence[ScoredGroup],
-        batch: TrainBatch,
-        gap: tuple[float, int] | None,
-    ) -> list[Chosen]:
-        """Return the groups to record, each once, with its first reason.
+    def _chosen(self, groups: Sequence[ScoredGroup]) -> list[Chosen]:
+        """Return the groups to record: the one of the lowest mean score, and some whose questions recur.
 
-        They are the one of the lowest mean score, the one of the largest difference between engine and learner, some
-        whose questions recur (by hash, so that other steps and runs record the same where they can), and the first one
-        that ``keep_group`` dropped.
+        They are chosen by hash, so that other steps and runs record the same where they can.
         """
         indices = range(len(groups))
         reasons = {min(indices, key=lambda i: sum(s.value for s in groups[i].scores) / len(groups[i])): "worst"}
-        if gap is not None and gap[0] > 0:
-            reasons.setdefault(int(batch.group[gap[1]]), "mismatch")
         by_hash = sorted(indices, key=lambda i: hashlib.sha256(groups[i].prompt.uid.encode()).hexdigest())
         for index in by_hash[: self.options.groups]:
             reasons.setdefault(index, "question")
         starts = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
-        chosen = [Chosen(groups[i], why, range(starts[i], starts[i + 1])) for i, why in reasons.items()]
-        return chosen + [Chosen(group, "dropped", None) for group in dropped[:1]]
+        return [Chosen(groups[i], why, range(starts[i], starts[i + 1])) for i, why in reasons.items()]
 
     def _content(
         self, step: int, chosen: Sequence[Chosen], batch: TrainBatch, traced: Mapping[int, Any]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return what is recorded of the groups: the description, and arrays over all their tokens."""
-        recorded = [row for one in chosen for row in one.rows or ()]
+        recorded = [row for one in chosen for row in one.rows]
         rows = batch.only(("response_mask", "input_ids", *FIELDS)).rows(recorded)
-        others = [t for one in chosen if one.rows is None for t in one.group.trajectories]
-        of_others = [len(t.prompt_ids) + len(t.response_ids) for t in others]
-
-        def padded(value: np.ndarray, fill: Any) -> np.ndarray:
-            return np.concatenate([value, np.full(sum(of_others), fill, value.dtype)])
-
         trajectories = [t for one in chosen for t in one.group.trajectories]
-        ids = [rows.input_ids.numpy(), *(part for t in others for part in (t.prompt_ids, t.response_ids))]
         arrays = {
-            "lengths": np.array([*rows.lengths.tolist(), *of_others], np.int32),
+            "lengths": rows.lengths.numpy().astype(np.int32),
             "prompts": np.array([len(t.prompt_ids) for t in trajectories], np.int32),
-            "ids": np.concatenate(ids),
+            "ids": rows.input_ids.numpy(),
             "sampled": _flat(trajectories, "response_mask", np.bool_),
             "engine": _flat(trajectories, "logprobs", np.float32),
+            **{name: rows.stored[name].numpy().astype(kind) for name, kind in FIELDS.items() if name in rows.stored},
+            **_of_update(recorded, rows, traced),
         }
-        for name, dtype in FIELDS.items():
-            if name in rows.stored:
-                fill = 0 if dtype is np.bool_ else np.nan
-                arrays[name] = padded(rows.require(name).numpy().astype(dtype), fill)
-        arrays |= {name: padded(value, np.nan) for name, value in _of_update(recorded, rows, traced).items()}
         known = np.unique(arrays["ids"]).tolist()
         meta = {
             "format": FORMAT,
@@ -174,24 +142,21 @@ class TraceRecorder:
 
 def _described(chosen: Chosen, batch: TrainBatch) -> dict[str, Any]:
     """Return what ``meta.json`` has of a group."""
-    prompt, rows, group = chosen.group.prompt, chosen.rows, chosen.group
-    alike = [name for name in group.scores[0].parts if len({score.parts.get(name) for score in group.scores}) == 1]
+    prompt, group = chosen.group.prompt, chosen.group
     trajectories = [
         {
             **{"stop": t.stop.value, "turns": t.turns, "tool_calls": t.tool_calls, "version": t.policy_version},
             **{"score": score.value, "parts": dict(score.parts), "status": score.status.value},
             **{"masked": score.masked, "pred": score.pred},
-            "reward": None if rows is None else float(batch.reward[rows[index]]),
-            "counted": None if rows is None else bool(batch.in_group_stats[rows[index]]),
+            **{"reward": float(batch.reward[row]), "counted": bool(batch.in_group_stats[row])},
             "roles": [[segment.role, len(segment.text)] for segment in t.segments],
         }
-        for index, (t, score) in enumerate(zip(group.trajectories, group.scores, strict=True))
+        for t, score, row in zip(group.trajectories, group.scores, chosen.rows, strict=True)
     ]
     return {
         **{name: getattr(prompt, name) for name in ("uid", "ordinal", "data_source", "ground_truth")},
         "question": prompt.messages[-1].get("content", "") if prompt.messages else "",
         "chosen": chosen.why,
-        "dropped": f"keep_group refused it; alike in all answers: {', '.join(alike)}" if rows is None else None,
         "trajectories": trajectories,
     }
 
@@ -224,16 +189,6 @@ def _byte_of() -> dict[str, int]:
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     odd = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(odd)}
-
-
-def _gap(batch: TrainBatch, workers: Any) -> tuple[float, int] | None:
-    """Return the largest |log-prob of engine less learner| of the step, before its update, and the row that has it."""
-    if batch.old_log_probs is None:  # the update's own pass is the only one
-        return workers.traced(())[1]
-    name = "response_mask" if batch.sampled_mask is None else "sampled_mask"
-    gap = (batch.require("old_log_probs") - batch.rollout_log_probs).abs() * batch.require(name)
-    place = int(gap.argmax())
-    return float(gap[place]), int(np.searchsorted(batch.lengths.cumsum(0).numpy(), place, "right"))
 
 
 def _flat(trajectories: Iterable[Trajectory], name: str, dtype: type) -> np.ndarray:

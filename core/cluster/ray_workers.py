@@ -58,8 +58,7 @@ class RayWorkers(RayProcesses):
 
     def traced(self, rows: Collection[int]) -> Traced:
         parts = self._each("trace", "traced", [(tuple(rows),)] * self.ranks)
-        gaps = [gap for _, gap in parts if gap is not None]
-        return {row: values for part, _ in parts for row, values in part.items()}, max(gaps, default=None)
+        return {row: values for part in parts for row, values in part.items()}
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         mini_batches = self.critic_mini_batches(batch)

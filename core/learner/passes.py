@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
-from core.algorithm.sequences import count_by_sequence, max_by_sequence
+from core.algorithm.sequences import count_by_sequence
 from core.data.vocabulary import unknown_among
 from core.learner.attention import use_packed_attention
 from core.learner.batching import micro_batches
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from core.config.schema import RolloutConfig
     from core.config.training_keys import ActorConfig, CriticConfig, RefConfig
 
-Traced = tuple[dict[int, dict[str, np.ndarray]], tuple[float, int] | None]  # TracedTokens.rows and largest_gap
+Traced = dict[int, dict[str, np.ndarray]]  # TracedTokens.rows
 NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
 
 
@@ -229,7 +229,6 @@ class TracedTokens:
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, np.ndarray]] = {}  # row -> name -> [its policy tokens] float32
-        self.largest_gap: tuple[float, int] | None = None  # |log-prob of learner less engine|, and its row
 
     def keep(self, batch: TrainBatch, log_prob_N: Tensor, **values_N: Tensor | None) -> None:
         """Keep values of tokens, [N] each; None is left out, and ``old`` are the log-probs that the ratio is to."""
@@ -239,18 +238,13 @@ class TracedTokens:
         if (old := values_N.pop("old", None)) is not None:
             values_N["ratio"] = (log_prob_N - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         values_N["log_prob"] = log_prob_N
-        gap_N = torch.zeros_like(log_prob_N)
-        if batch.old_log_probs is None and "rollout_log_probs" in batch.stored:  # no weight has moved yet
-            sampled = mask if batch.sampled_mask is None else batch.sampled_mask
-            gap_N = (log_prob_N - batch.rollout_log_probs).abs().masked_fill(~sampled, 0)
-        gap_B, counts = max_by_sequence(gap_N, batch.lengths).tolist(), count_by_sequence(mask, batch.lengths).tolist()
+        counts = count_by_sequence(mask, batch.lengths).tolist()
         kept = {name: value.detach()[mask].float().cpu() for name, value in values_N.items() if value is not None}
         parts = {name: value.split(counts) for name, value in kept.items()}
         for place, number in enumerate(batch.trace_row.tolist()):
             if number:  # one more than the row's index in the step: a blank row has 0
                 self.rows[number - 1] = {name: part[place].numpy() for name, part in parts.items()}
-                self.largest_gap = max((gap_B[place], number - 1), self.largest_gap or (0.0, -1))
 
     def of(self, rows: Collection[int]) -> Traced:
-        """Return what is kept of these rows, those of other ranks left out, and the largest gap of all."""
-        return {row: self.rows[row] for row in rows if row in self.rows}, self.largest_gap
+        """Return what is kept of these rows, those of other ranks left out."""
+        return {row: self.rows[row] for row in rows if row in self.rows}

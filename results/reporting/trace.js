@@ -145,7 +145,6 @@
     flipped: (one) => one.group.flipped,
     truncated: (one) => one.stop === "length",
     "tool error": (one) => one.error,
-    dropped: (one) => one.group.dropped !== null,
     findings: (one) => one.findings.length > 0,
   };
   const passes = (one) => {
@@ -184,7 +183,7 @@
     const { shared, several } = beginnings[group.data_source], end = shared.lastIndexOf(" ");
     return several && end > 60 ? "…" + group.question.slice(end) : group.question || group.uid;
   };
-  const WHY = { worst: "the worst of its step", mismatch: "the largest difference between engine and learner", question: "one of the regular ones", dropped: "" };
+  const WHY = { worst: "the worst of its step", question: "one of the regular ones" };
   const list = () => {
     const shown = answers.filter(passes);
     const made = [];
@@ -193,7 +192,7 @@
       if (one.s !== step) made.push(el("div", { class: "step" }, place((step = one.s))));
       if (one.group !== group) {
         group = one.group;
-        const kept = group.dropped === null ? `kept · here as ${WHY[group.chosen]}` : `dropped: ${group.dropped}`;
+        const kept = `here as ${WHY[group.chosen]}`;
         box = el("div", { class: "group" }, el("h2", { title: group.question }, titleOf(group)),
           el("p", {}, `${group.data_source} · mean ${short(group.mean)} · ${kept}${group.flipped ? " · flipped" : ""}`),
           el("div", { class: "head", "aria-hidden": true }, el("span", {}, "#"), el("span", { class: "num" }, "score"), el("span", {}, "parts"),

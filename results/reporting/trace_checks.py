@@ -142,9 +142,9 @@ CHECKS: Mapping[str, Callable[[Seen], Found]] = {
 
 
 def findings(seen: Seen) -> list[Finding]:
-    """Return what the checks find in a trajectory that trained; one that was dropped has nothing to check."""
+    """Return what the checks find in a trajectory that trained."""
     found = []
-    if "response_mask" not in seen.one.arrays or seen.group.about["dropped"]:
+    if "response_mask" not in seen.one.arrays:
         return found
     for name, check in CHECKS.items():
         with np.errstate(invalid="ignore", over="ignore"):

@@ -196,7 +196,7 @@ def _group(
         columns.add(one, vocabulary.of(step, one.arrays["ids"]), flags(one, found))
         rows.append(trajectory(one, found, step.step))
     about = group.about
-    named = {name: about[name] for name in ("uid", "ordinal", "data_source", "question", "chosen", "dropped")}
+    named = {name: about[name] for name in ("uid", "ordinal", "data_source", "question", "chosen")}
     return {**named, "truth": about["ground_truth"], "trajectories": rows}
 
 

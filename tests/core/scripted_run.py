@@ -106,7 +106,7 @@ class ScriptedWorkers:
         return {**metrics, **self.report(self.version)}
 
     def traced(self, rows):
-        return {}, None
+        return {}
 
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights([], version)

@@ -281,22 +281,6 @@ def test_two_runs_on_the_same_questions_stand_on_one_page(tmp_path):
     assert len(questions[0] & questions[1]) >= 2  # the regular ones are the same
 
 
-def test_a_dropped_group_is_shown_with_its_reason_and_is_not_checked(tmp_path):
-    run = traced_run(tmp_path / "grpo" / "run", ())
-    dropped = dataclasses.replace(made_groups(1, 0)[0], trajectories=made_groups(1, 5)[0].trajectories)
-    alike = tuple(dropped.scores[:1]) * 4
-    record(traced_config(run), 1, made_groups(1, 0)[1:], drop=dataclasses.replace(dropped, scores=alike))
-    data = page_data(run)
-    group = data["steps"][0]["groups"][-1]
-    assert (
-        group["dropped"].startswith("keep_group refused it; alike in all answers: acc") and group["chosen"] == "dropped"
-    )
-    assert all(not row["findings"] and row["reward"] is None for row in group["trajectories"])
-    columns = columns_of(data["steps"][0])
-    count = sum(row["length"] for row in group["trajectories"])
-    assert np.isnan(columns["advantage"][-count:]).all() and not np.isnan(columns["engine"][-count:]).any()
-
-
 # --- reports lead to it ---
 
 

@@ -105,7 +105,6 @@ def record(
     bugs: Bugs | None = None,
     seed: int = 0,
     recorder: TraceRecorder | None = None,
-    drop: ScoredGroup | None = None,
     single: bool = False,
     values: bool = False,
 ) -> TraceRecorder:
@@ -119,8 +118,6 @@ def record(
 
     rng = torch.Generator().manual_seed(seed + step)
     recorder = recorder or TraceRecorder(config, ByteTokenizer(), 4)
-    if drop is not None:
-        recorder.remember(drop)
     groups = passing("groups", list(groups or made_groups(step, seed)))
     batch = passing("batch", recorder.begin(make_batch(groups, PAD), step))
     noise = 1e-6 * torch.randn(batch.tokens, generator=rng)
