@@ -1,22 +1,9 @@
-"""What a run will need of memory and disk, before anything is downloaded or started.
+"""Memory and disk of a configuration, before anything is downloaded or started; a dry run prints the same.
 
     python -m core.plan dapo preset=paper actor_rollout_ref.model.path=Qwen/Qwen2.5-32B trainer.nnodes=16 --gpu H100
-    DRY_RUN=1 bash recipes/dapo/run_qwen2.5_32b.sh                         prints the same below the configuration
 
-An estimate from the model's shape and the configuration, without torch. With P parameters, R learner ranks that share
-them, c bytes a number in the passes (2 in bf16, 4 in fp32):
-
-    learner, resident   12 P / R            float32 weights and two Adam moments
-                        (4 P + 8 A) / R     with LoRA of A parameters
-    reference           4 P / R             float32 weights; none with LoRA, whose base it is
-    gathered weights    c (2 layers + ends)   one layer and the next, embedding and head
-    update              gradients and activations at their highest moment (update_bytes)
-    log-probs           activations of one layer, or the head's chunks, whichever is more (log_prob_bytes)
-    engine              c P / tp + KV cache
-
-A run in one process is planned as one rank. A reward model is not planned, and ranks that share layers
-(``tensor_model_parallel_size`` of a learner) need less than is planned. ``python -m tests.scale.world`` counts what the
-learner allocates on fake ranks; on an H200 eight layers of a 32B model took within 2 % of the plan (results/gpu).
+An estimate without torch: 12 bytes a trained parameter (float32 weights, two moments of Adam) over the learner ranks,
+what a pass holds at its highest, and the engine. A reward model is not planned.
 """
 
 from __future__ import annotations
@@ -47,11 +34,8 @@ GPUS = {name: memory * 2**30 for name, memory in TABLE["gpus"].items()}  # usabl
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
 GENERATE, LOG_PROBS, UPDATE, CRITIC_UPDATE = PHASES = ("generate", "log-probs", "update", "critic update")
 MEMORY_KEY = dict(zip(PHASES, ("gen", "old_log_prob", "update_actor", "update_critic"), strict=True))
-DEFAULT_GPU = "H100"
+DEFAULT_GPU, TENSOR = "H100", "tensor_model_parallel_size"
 SMALL = 1e8  # parameters; a dry run plans no model with fewer
-
-
-# --- models ---
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,7 @@ class Shape:
     @property
     def block(self) -> int:
         """Count the parameters of one layer."""
-        attention = 2 * self.hidden * self.q_size + 2 * self.hidden * self.kv_size
+        attention = 2 * self.hidden * (self.q_size + self.kv_size)
         bias = (self.q_size + 2 * self.kv_size) if self.bias else 0
         return attention + bias + 3 * self.hidden * self.mlp + 2 * self.hidden
 
@@ -119,20 +103,17 @@ def read_config(path: str) -> dict[str, Any] | None:
     """Return the ``config.json`` of a model's folder; None where there is none, as for a hub id. Raises InputError."""
     try:
         file = Path(path).expanduser() / "config.json"
-        if not file.is_file():
-            return None
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(f"{path}/config.json: cannot be read ({error}); it must hold a model's settings") from error
-    if not isinstance(config, dict):
+    if config is not None and not isinstance(config, dict):
         raise InputError(f"{file}: holds no mapping; it must hold a model's settings")
     return config
 
 
 def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
     """Return the shape of a hub id in the table, or of a folder's ``config.json``. Raises InputError for others."""
-    found = read_config(path)
-    if found is None:
+    if (found := read_config(path)) is None:
         if path in MODELS:
             return MODELS[path]
         near = difflib.get_close_matches(path, MODELS, n=1)
@@ -144,9 +125,7 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
     sizes = {field: config.get(name) or 0 for field, name in SIZES.items()}
     wrong = [SIZES[field] for field, size in sizes.items() if type(size) is not int or size < (field != "head_dim")]
     if wrong:
-        raise InputError(
-            f"{path}/config.json: {', '.join(wrong)} must be whole numbers above 0, as of a Llama or Qwen2"
-        )
+        raise InputError(f"{path}/config.json: {', '.join(wrong)} must be whole numbers above 0")
     bias = config.get("attention_bias", config.get("model_type", "").startswith("qwen2"))
     return Shape(**sizes, tied=config.get("tie_word_embeddings", True), bias=bias)
 
@@ -156,13 +135,11 @@ def model_problems(config: Config) -> list[str]:
     from core.vision import pictures
 
     roles, critic = config.actor_rollout_ref, config.critic
-    parts = {"actor_rollout_ref.actor": roles.actor, "actor_rollout_ref.ref": roles.ref}
     problems = list(pictures.problems(config, reads_pictures(roles.model.path)))
-    with suppress(InputError):  # a model that is unknown or damaged: loading it reports that
-        problems += _architecture(config, "actor_rollout_ref.model.path", roles.model, parts)
-    if critic.enable:
-        with suppress(InputError):
-            problems += _architecture(config, "critic.model.path", critic.model, {"critic": critic})
+    models = [("actor_rollout_ref.model.path", roles.model)] + [("critic.model.path", critic.model)] * critic.enable
+    for key, model in models:
+        with suppress(InputError):  # a model that is unknown or damaged: loading it reports that
+            problems += _architecture(config, key, model)
     return [str(problem) for problem in problems]
 
 
@@ -174,36 +151,35 @@ def reads_pictures(path: str) -> bool | None:
     return MODELS[path].tower > 0 if path in MODELS else None
 
 
-def _architecture(config: Config, key: str, model: Any, parts: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield why a model cannot be trained, or how it cannot be split. ``parts`` are the sections of its ranks."""
+def _architecture(config: Config, key: str, model: Any) -> Iterator[Problem]:
+    """Yield why a model cannot be trained, or which numbers of ranks its heads cannot be split among."""
     found = read_config(model.path) or {}
     other = [name for name in found.get("architectures") or () if name.endswith("ForConditionalGeneration")]
     if (other or "vision_config" in found) and not reads_pictures(model.path):
         fix = f"give a model of text alone, or of {', '.join(registry.PICTURE_MODELS)}"
         yield Problem(key, model.path, "a vision-language or encoder-decoder model, which is not supported", fix)
         return
-    shape, rollout = shape_of(model.path, model.override_config), config.actor_rollout_ref.rollout
-    heads, kv_heads, tensor = shape.heads, shape.kv_heads, "tensor_model_parallel_size"
-    split = []  # key, ranks, the number that they must divide, and what it is
-    if "critic" not in parts and config.needs_engine and tensor in registry.ENGINES[rollout.name].reads:
-        ranks = rollout.tensor_model_parallel_size
-        common = heads if ranks % kv_heads == 0 else gcd(heads, kv_heads)  # heads of keys may be repeated
-        what = f"{heads} attention heads and {kv_heads} key-value heads"
-        split.append((f"actor_rollout_ref.rollout.{tensor}", ranks, common, what))
+    shape, roles = shape_of(model.path, model.override_config), config.actor_rollout_ref
+    parts = {"critic": config.critic}
+    if key != "critic.model.path":
+        parts = {"actor_rollout_ref.actor": roles.actor, "actor_rollout_ref.ref": roles.ref}
+        ranks = roles.rollout.tensor_model_parallel_size
+        # an engine may repeat heads of keys
+        common = shape.heads if ranks % shape.kv_heads == 0 else gcd(shape.heads, shape.kv_heads)
+        if config.needs_engine and TENSOR in registry.ENGINES[roles.rollout.name].reads and common % ranks:
+            yield _unfit(f"actor_rollout_ref.rollout.{TENSOR}", ranks, common, shape, model.path)
     for name, part in parts.items() if config.trainer.backend == "ray" else ():
-        layers, common = part.tensor_model_parallel_size, gcd(heads, kv_heads, shape.mlp)
-        what = f"{heads} attention heads, {kv_heads} key-value heads and MLP size {shape.mlp}"
-        split.append((f"{name}.{tensor}", layers, common, what))
-        what = f"{heads} attention heads" + (f" of which each of {layers} ranks has a part" if layers > 1 else "")
-        ranks = part.ulysses_sequence_parallel_size
-        split.append((f"{name}.ulysses_sequence_parallel_size", ranks, heads // gcd(heads, layers), what))
-    for split_key, ranks, number, what in split:
-        if number % ranks:
-            fitting = ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
-            yield Problem(split_key, ranks, f"must divide the {what} of {model.path}", f"use one of {fitting}")
+        layers, ranks = part.tensor_model_parallel_size, part.ulysses_sequence_parallel_size
+        if (common := gcd(shape.heads, shape.kv_heads, shape.mlp)) % layers:
+            yield _unfit(f"{name}.{TENSOR}", layers, common, shape, model.path)
+        if (common := shape.heads // gcd(shape.heads, layers)) % ranks:
+            yield _unfit(f"{name}.ulysses_sequence_parallel_size", ranks, common, shape, model.path)
 
 
-# --- formulas ---
+def _unfit(key: str, ranks: int, common: int, shape: Shape, path: str) -> Problem:
+    what = f"must divide the {shape.heads} attention heads, {shape.kv_heads} key-value heads and MLP size {shape.mlp}"
+    fitting = ", ".join(str(one) for one in range(1, common + 1) if common % one == 0)
+    return Problem(key, ranks, f"{what} of {path}, shared with other splits", f"use one of {fitting}")
 
 
 def width(dtype: str) -> int:
@@ -211,23 +187,22 @@ def width(dtype: str) -> int:
     return 4 if dtype in FULL_PRECISION else 2
 
 
-def _tokens(config: Config, ranks: int, packed: bool, budget: int, sequences: int | None) -> int:
-    """Return the tokens of a rank's pass: a budget, or a number of sequences that ``ranks`` share."""
+def pass_tokens(config: Config, part: Any, prefix: str = "ppo_") -> int:
+    """Return the tokens in one pass of a rank: a budget, or sequences that some ranks share.
+
+    ``part`` is the actor or the critic, for an update; for log-probs it is the rollout section, with its prefix.
+    """
+    updates = prefix == "ppo_"
+    ranks = (part if updates else config.actor_rollout_ref.actor).ulysses_sequence_parallel_size
     share = -(-(config.data.max_prompt_length + config.data.max_response_length) // ranks)
-    return max(share, budget) if packed else share * (sequences or 1)
-
-
-def pass_tokens(config: Config, part: Any) -> int:
-    """Return the tokens in one pass of an update on one rank. ``part`` is the actor or the critic."""
-    limits = part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu, part.ppo_micro_batch_size_per_gpu
-    return _tokens(config, part.ulysses_sequence_parallel_size, *limits)
+    if part.use_dynamic_bsz if updates else part.log_prob_use_dynamic_bsz:
+        return max(share, getattr(part, f"{prefix}max_token_len_per_gpu"))
+    return share * (getattr(part, f"{prefix}micro_batch_size_per_gpu") or 1)
 
 
 def log_prob_tokens(config: Config) -> int:
     """Return the tokens in one log-prob pass of the policy on one rank."""
-    roles, part = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    limits = part.log_prob_max_token_len_per_gpu, part.log_prob_micro_batch_size_per_gpu
-    return _tokens(config, roles.actor.ulysses_sequence_parallel_size, part.log_prob_use_dynamic_bsz, *limits)
+    return pass_tokens(config, config.actor_rollout_ref.rollout, "log_prob_")
 
 
 def block_bytes(shape: Shape, width: int) -> int:
@@ -265,12 +240,11 @@ def update_bytes(
     adapters: int = 0,
     logits: int = CPU_LOGITS,
 ) -> float:
-    """Return gradients and activations at their highest beside the gathered weights.
+    """Return gradients and activations at their highest beside the gathered weights, which do not all exist at once.
 
-    They do not all exist at once. In the head nothing of the layers has a gradient yet; in the first layer, the last to
-    be passed backward, the activations of the others are gone. A layer's gradient is reduced in float32 while the layer
-    before it is passed backward. Those of the ends stay whole, in the passes' precision, until everything else is
-    reduced: embedding and head are one unit of FSDP2. By then no weight is gathered any more.
+    In the head no layer has a gradient yet; in the first layer, the last to be passed backward, the activations of the
+    others are gone. A layer's gradient is reduced in float32 while the layer before it is passed backward; those of the
+    ends, one unit of FSDP2, stay whole until everything else is reduced.
     """
     block, backward = block_bytes(shape, width), 2 * (shape.mlp + shape.hidden) * width
     activations = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
@@ -285,9 +259,6 @@ def update_bytes(
         head + reduced + gradients + tokens * (backward + block),  # in the first layer
         gradients + ends - gathered_bytes(shape, width),  # at the end
     )
-
-
-# --- the plan ---
 
 
 @dataclass(frozen=True)
@@ -327,27 +298,22 @@ class Plan:
 
     def _states(self) -> Iterator[Part]:
         """Yield weights and optimizers of policy, reference and critic, and when they are on the GPU."""
-        roles, critic, rank = (
-            self.config.actor_rollout_ref,
-            self.config.critic,
-            self.config.actor_rollout_ref.model.lora_rank,
-        )
-        models = [("policy", roles.actor.fsdp_config, (UPDATE,))]
-        if (roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward) and not rank:
-            models.append(("reference", roles.ref.fsdp_config, ()))
+        roles, critic = self.config.actor_rollout_ref, self.config.critic
+        lora, whole = roles.model.lora_rank, self.shape.parameters
+        trained = self.shape.adapters(lora) if lora else whole
+        models = [("policy", roles.actor.fsdp_config, (UPDATE,), whole, trained)]
+        if (roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward) and not lora:
+            models.append(("reference", roles.ref.fsdp_config, (), whole, 0))
         if critic.enable:
-            models.append(("critic", critic.model.fsdp_config, (CRITIC_UPDATE,)))
-        for role, fsdp, updates in models:
-            number = self.shape.critic_parameters if role == "critic" else self.shape.parameters
-            trained = self.shape.adapters(rank) if rank and role == "policy" else number
-            away = self.sharded and fsdp.offload_policy
+            sizes = [self.shape.critic_parameters] * 2
+            models.append(("critic", critic.model.fsdp_config, (CRITIC_UPDATE,), *sizes))
+        for role, fsdp, updates, number, trained in models:
             phases = (LOG_PROBS, *updates) if self.sharded and fsdp.param_offload else PHASES
-            what = f"weights (4 B x {number / 1e9:.3g}e9 / {self.ranks})"
-            yield Part(role, what, 4.0 * number / self.ranks, () if away else phases, state=True)
-            if updates:
+            away = self.sharded and fsdp.offload_policy
+            yield Part(role, "weights in float32", 4.0 * number / self.ranks, () if away else phases, state=True)
+            if trained:
                 phases = updates if self.sharded and fsdp.optimizer_offload else PHASES
-                what = f"optimizer (8 B x {trained / 1e9:.3g}e9 / {self.ranks})"
-                yield Part(role, what, 8.0 * trained / self.ranks, () if away else phases, state=True)
+                yield Part(role, "optimizer", 8.0 * trained / self.ranks, () if away else phases, state=True)
 
     def _passes(self) -> Iterator[Part]:
         """Yield what log-probs and updates need for a while, the policy's and the critic's."""
@@ -368,8 +334,7 @@ class Plan:
             tokens, checkpointing = pass_tokens(config, part), model.enable_gradient_checkpointing
             options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters, "logits": logits}
             yield Part(role, "weights of the layers at work", gathered, (phase,))
-            kept = "layer inputs" if checkpointing else "all layers"
-            what = f"gradients, activations of {tokens} tokens ({kept} kept)"
+            what = f"gradients, activations of {tokens} tokens"
             yield Part(role, what, update_bytes(shape, tokens, size, **options), (phase,))
 
     def _engine(self, states: Sequence[Part]) -> tuple[list[Part], int]:
@@ -377,18 +342,15 @@ class Plan:
         if not self.config.needs_engine:
             return [], 1
         rollout = self.config.actor_rollout_ref.rollout
-        reserves = (
-            "gpu_memory_utilization" in registry.ENGINES[rollout.name].reads
-        )  # a share of the memory, as vLLM does
+        reserves = "gpu_memory_utilization" in registry.ENGINES[rollout.name].reads  # as vLLM does
         gpus, size = rollout.tensor_model_parallel_size if reserves else 1, width(rollout.dtype)
         weights = size * self.shape.parameters / gpus
         phases = (GENERATE,) if reserves and rollout.free_cache_engine else PHASES
-        parts = [Part("engine", f"weights ({size} B / {gpus})", weights, phases)]
+        parts = [Part("engine", "weights", weights, phases)]
+        room = USABLE * self.memory - weights - sum(part.bytes for part in states if part.phases == PHASES)
         if reserves:
             room = rollout.gpu_memory_utilization * self.memory - weights
             parts.append(Part("engine", "KV cache (the rest of gpu_memory_utilization)", max(0.0, room), phases))
-        else:
-            room = USABLE * self.memory - weights - sum(part.bytes for part in states if part.phases == PHASES)
         return parts, max(0, int(room // (self.shape.kv_bytes(size) / gpus * self.longest)))
 
 
@@ -405,16 +367,13 @@ def lines(plan: Plan) -> Iterator[str]:
     if plan.kv_sequences == 0:
         keys = "actor_rollout_ref.rollout.tensor_model_parallel_size or gpu_memory_utilization"
         yield f"  - the engine's cache holds no sequence of full length: raise {keys}"
-    yield f"The model has {plan.shape.parameters / 1e9:.3g}e9 parameters. Learner ranks that share them: {plan.ranks}."
-    yield "Memory of one GPU, with the phase in which it is taken:"
     for part in [part for part in plan.parts if part.phases]:
         phases = "always" if part.phases == PHASES else ", ".join(part.phases)
         yield f"  {part.role:<10}{phases:<19}{_gib(part.bytes):>11}  {part.what}"
-    if plan.host_bytes:
-        yield f"Offloaded state takes {_gib(plan.host_bytes)} of host memory a rank."
+    yield f"  {'host':<10}{'a rank':<19}{_gib(plan.host_bytes):>11}  offloaded state"
+    yield f"  {'disk':<10}{'':<19}{_gib(plan.checkpoint_bytes):>11}  a checkpoint"
     if plan.config.needs_engine:
         yield f"KV cache per engine: {plan.kv_sequences:,} sequences of full length, {plan.longest:,} tokens each."
-    yield f"A checkpoint takes {_gib(plan.checkpoint_bytes)} of disk."
 
 
 def plan_lines(config: Config) -> list[str]:
