@@ -111,7 +111,7 @@ ENGINES = {  # actor_rollout_ref.rollout.name
         seeded=False,
         top_p_within_top_k=False,
         reads_media=False,
-        reads=SERVING,
+        reads=("max_model_len",),
     ),
 }
 # reward_model.reward_manager; the length penalty, the other half of verl's dapo, is DAPO's shape_reward

@@ -1,8 +1,6 @@
 """The rollout engine contract: token ids in, token ids out, one request a sample, asynchronous.
 
-``core/engines/hf.py`` (transformers, in process), ``tests/scripted_engine.py`` (tests) and
-``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. ``core/engines/sglang.py`` implements it
-except for the limitations in its docstring.
+``hf.py`` (transformers, in process) and ``vllm.py`` satisfy it, ``sglang.py`` but for what its docstring says.
 """
 
 from __future__ import annotations
@@ -28,11 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is sampled.
+    """How one response is sampled. ``temperature=0`` is greedy; ``top_k=-1`` and ``top_p=1.0`` switch truncation off.
 
-    ``temperature=0`` is greedy. ``top_k=-1`` and ``top_p=1.0`` switch truncation off. ``stop`` strings
-    are matched on the decoded response, and the token that completes one is the last that is kept.
-    Stop ids and the end-of-sequence id are kept as the last token; ``ignore_eos`` samples past the latter.
+    What ends a response is kept: a stop id, the end-of-sequence id (``ignore_eos`` samples past it), and the token that
+    completes a ``stop`` string of the decoded response.
     """
 
     max_tokens: int
@@ -44,24 +41,15 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        rules = (
-            (self.max_tokens >= 1, "max_tokens", "at least 1"),
-            (self.temperature >= 0, "temperature", "0 (greedy) or positive"),
-            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
-            (self.top_k == -1 or self.top_k >= 1, "top_k", "-1 (off) or at least 1"),
-        )
-        for holds, name, rule in rules:
-            if not holds:
-                raise ValueError(f"SamplingParams.{name}={getattr(self, name)}: must be {rule}")
+        if self.max_tokens < 1:
+            raise ValueError(f"SamplingParams.max_tokens={self.max_tokens}: must be at least 1")
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample to draw. The response depends on the weights and on all fields but ``episode``, not on the
-    other requests in flight (up to rounding: batched kernels may move a logit by an ulp).
-
-    The turns of an episode have the same number ``episode``: each begins with all of the one before, which the engine
-    that wrote it may still hold.
+    """One sample to draw. The response depends on the weights and on all fields but ``episode``, not on the other
+    requests in flight (up to rounding). The turns of an episode have the same number ``episode``: each begins with all
+    of the one before, which the engine that wrote it may still hold.
     """
 
     prompt_ids: tuple[int, ...]
@@ -72,15 +60,15 @@ class SampleRequest:
 
 
 class RolloutEngine(Protocol):
-    """What the loop requires of an engine."""
+    """What the loop requires of an engine. An update (``begin_update``, ``load`` for each bucket, ``end_update``) needs
+    that nothing is in flight; between its begin and its end the engine must not sample."""
 
     policy_version: int  # of the weights that the latest update brought
 
     async def sample(self, request: SampleRequest) -> Trajectory:
-        """Return a one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that
-        was sampled from: after temperature, top-k and top-p (temperature 1 for greedy). Requests with equal
-        ``prompt_ids`` and ``media`` in flight together share one prefill (vLLM: but for what follows the last whole
-        block). Cancelling the awaiting task aborts the request and frees its place."""
+        """Return a one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that was
+        sampled from: after temperature, top-k and top-p (temperature 1 for greedy). Requests with equal ``prompt_ids``
+        and ``media`` in flight together share one prefill. Cancelling the awaiting task aborts the request."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
         """Replace all weights by those of this process: an update of one bucket."""
@@ -89,24 +77,21 @@ class RolloutEngine(Protocol):
         """Join the group of ``size`` processes in which rank 0 broadcasts weights, as ``first_rank`` and following."""
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
-        """Begin to replace all weights by these, which come in buckets; until :meth:`end_update` the engine holds some
-        of both and must not sample. Raises ValueError where a name is unknown, missing or of another shape, and
-        RuntimeError where requests are in flight, and changes nothing then."""
+        """Begin to replace all weights by these. Raises ValueError where a name is unknown, missing or of another
+        shape, and RuntimeError where requests are in flight, and changes nothing then."""
 
     def load(self, bucket: Bucket) -> None:
         """Copy the weights of a bucket."""
 
     def end_update(self, version: int) -> list[Proof]:
-        """End the update, set ``policy_version`` and return a proof for each device. Nothing that was computed with
-        former weights (prefix caches) outlives it."""
+        """Set ``policy_version`` and return a proof for each device. Nothing that was computed with former weights
+        (prefix caches) outlives it."""
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """Return ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, computed by the
-        engine's own weights: compared with the learner's after every update."""
+        """Return ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, compared with the learner's."""
 
     def sleep(self) -> None:
-        """Give the device's memory to the learner until the next update, where the engine was made for it; between them
-        it refuses requests. Raises RuntimeError where requests are in flight."""
+        """Give the device's memory to the learner until the next update, where the engine was made for it."""
 
     def close(self) -> None:
         """Cancel what is in flight and free what the engine holds."""
@@ -143,9 +128,8 @@ def make_engine(
 ) -> RolloutEngine:
     """Make the engine that ``actor_rollout_ref.rollout.name`` names (:data:`core.config.registry.ENGINES`).
 
-    ``model`` gives the policy, which becomes the engine's own; vLLM and SGLang make their own and need the first
-    ``update_weights`` before they sample. Without ``model``, where nothing learns, the engine itself reads the weights
-    of ``actor_rollout_ref.model.path``, in its own number format, and may sample at once.
+    ``model`` gives the policy, which becomes the engine's own; vLLM and SGLang make their own and need an update before
+    they sample. Without ``model``, where nothing learns, the engine reads the weights of the model's path itself.
     ``rollout.engine_kwargs.<name>.*`` are options beyond verl's. Raises InputError for an engine that cannot be had.
     """
     make = load_object(registry.ENGINES[config.actor_rollout_ref.rollout.name].function)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -23,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.config.section import thaw
 from core.engines import SampleRequest
 from core.engines.in_process_engine import Engine, Row, positions
 from core.engines.weight_buckets import Proof, Weight
@@ -35,17 +33,10 @@ from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFai
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-log = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
 CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
 # All that a model's generation_config could set beside what a request sets; ends are decided here
-NEUTRAL = {
-    "ignore_eos": True,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "min_p": 0.0,
-}
+NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_p": 0.0}
 NEVER = -1e9  # JSON has no infinity
 GROUP = "weights"  # in which this process broadcasts to the server's
 JOIN_S = 300.0  # for the server to join it
@@ -114,12 +105,8 @@ class SGLangEngine(Engine):
 
     def _body(self, name: str, row: Row) -> dict[str, Any]:
         sampling = row.request.sampling
-        params: dict[str, Any] = {
-            **NEUTRAL,
-            "temperature": sampling.temperature,
-            "max_new_tokens": sampling.max_tokens,
-            "ignore_eos": True,
-        }
+        own = {"temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens, "ignore_eos": True}
+        params: dict[str, Any] = {**NEUTRAL, **own}
         if self.never:
             params["logit_bias"] = self.never
         body = {"rid": name, "input_ids": list(row.request.prompt_ids), "return_logprob": True, "stream": True}
@@ -228,13 +215,8 @@ class SGLangServer:
         """End requests; the server is left to who started it."""
         self._http.close()
 
-    # -- on the thread ---------------------------------------------------------------------------
-
-    async def generate(
-        self, body: Mapping[str, Any]
-    ) -> AsyncIterator[tuple[list[int], list[float | None], str | None]]:
-        """Yield ids, log-probs and SGLang's reason for the end (None before it) of a response: all of it, or where
-        ``body`` has it streamed what is new."""
+    async def generate(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[list[int], list[Any], str | None]]:
+        """Yield what is new of a streamed response: ids, log-probs and SGLang's reason for the end (None before it)."""
         known = 0
         try:
             async for line in self._http.lines("POST", f"{self.url}/generate", body):
@@ -243,7 +225,7 @@ class SGLangServer:
                     continue
                 reply = json.loads(text)
                 if "error" in reply:
-                    raise _refused("/generate", str(reply["error"]))
+                    raise RuntimeError(f"SGLang refused /generate: {reply['error']}")
                 meta = reply["meta_info"]
                 # A stream has all tokens each time, or with --incremental-streaming-output the new ones.
                 known, new = meta["completion_tokens"], meta["completion_tokens"] - known
@@ -263,28 +245,19 @@ class SGLangServer:
         except RequestFailed as failure:
             raise self._error(path, failure) from failure
         if isinstance(value, dict) and value.get("success") is False:
-            raise _refused(path, reply.text)
+            raise RuntimeError(f"SGLang refused {path}: {reply.text:.600}")
         return value
 
     def _error(self, path: str, failure: RequestFailed) -> Exception:
-        if failure.status == 404:
-            return _refused(path, "there is no such request: the server is older than SGLang 0.5.23")
         if failure.status or failure.kind == "reply":
-            return _refused(path, str(failure))
-        state = f"no answer to {path} in {self.timeout_s:g} s" if failure.kind == "timeout" else str(failure)
-        return WorkersLost(f"SGLang's server at {self.url} is lost: {state}")
-
-
-def _refused(path: str, words: str) -> RuntimeError:
-    return RuntimeError(f"SGLang refused {path}: {words:.600}")
+            return RuntimeError(f"SGLang refused {path}: {failure}")
+        return WorkersLost(f"SGLang's server at {self.url} is lost: {path}: {failure}")
 
 
 def problems(config: Config) -> list[str]:
     """Return why a run cannot have its server, a line each."""
     given = config.actor_rollout_ref.rollout.engine_kwargs.get("sglang") or {}
-    lines = [
-        f"{KEY.removesuffix('url')}{name}: is no option here; give it to the server" for name in {*given} - {"url"}
-    ]
+    lines = [f"{KEY[:-3]}{name}: is no option here; give it to the server" for name in {*given} - {"url"}]
     if not given.get("url"):
         lines.append(f"{KEY}: rollout.name=sglang needs the URL of a running server; see core/engines/sglang.py")
     if config.trainer.backend == "ray":
@@ -297,22 +270,14 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SG
     until an update. Raises InputError for a server that cannot be had."""
     if missing := problems(config):
         raise InputError(missing)
-    part, data = config.actor_rollout_ref, config.data
-    rollout = part.rollout
-    skeleton = load_policy(part.model, on_meta=True)
-    server = SGLangServer(thaw(rollout.engine_kwargs["sglang"])["url"], float(config.trainer.phase_timeout_s))
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
+    server = SGLangServer(rollout.engine_kwargs["sglang"]["url"], float(config.trainer.phase_timeout_s))
     try:
         server.get("/server_info")
     except (RuntimeError, WorkersLost) as error:
         server.close()
         raise InputError(f"{KEY}={server.url}: {error}") from error
-    log.warning("SGLang's server has flags of its own: only they decide its memory, number format and graphs")
     longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    return SGLangEngine(
-        tokenizer,
-        skeleton,
-        server,
-        device=device,
-        max_length=min(longest, positions(skeleton)),
-        max_rows=rollout.max_num_seqs,
-    )
+    limits = {"max_length": min(longest, positions(skeleton)), "max_rows": rollout.max_num_seqs}
+    return SGLangEngine(tokenizer, skeleton, server, device=device, **limits)

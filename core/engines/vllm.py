@@ -2,13 +2,12 @@
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
 ``core.engines.sampling`` decides what ended a response, as for every engine. Samples of a prompt share its whole blocks
-by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this one. The other
-end of a weight update is :mod:`core.engines.vllm_receiver`.
+by prefix caching. With tensor parallelism vLLM starts a process for each GPU, which imports this file for
+:class:`BucketReceiver` and :class:`UnknownIds`; else all of it is in this one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from core.config.section import FULL_PRECISION, thaw
 from core.data.draw_order import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines.in_process_engine import InProcessEngine, Row, positions
-from core.engines.weight_buckets import Bucket, Proof, Weight
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, checksum
 from core.errors import InputError, WorkersLost
 from core.learner.models import load_policy, resolve_path
 from core.vision.pictures import modality_of
@@ -40,11 +39,13 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.inputs.engine import tokens_input
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-
-from core.engines.vllm_receiver import UNKNOWN, BucketReceiver, UnknownIds
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as RunnerLogitsProcessor
 
 DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
 CPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM's own default is a share of the machine's memory
@@ -54,10 +55,10 @@ FIXED = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
     "disable_log_stats": True,
     "load_format": "dummy",  # weights come by an update
-    "worker_extension_cls": f"{BucketReceiver.__module__}.{BucketReceiver.__qualname__}",
+    "worker_extension_cls": f"{__name__}.BucketReceiver",
     "seed": 0,
 }
-UNKNOWN_IDS = f"{UnknownIds.__module__}:{UnknownIds.__qualname__}"
+UNKNOWN = "unknown_ids"  # of vLLM's additional_config
 KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 HIDDEN = "llvmlite.binding.ffi"
 ATTENTION_KEY = "attn_implementation"  # the learner's; vLLM has its own kernels
@@ -85,7 +86,7 @@ class VLLMEngine(InProcessEngine):
 
             options |= prepare(skeleton, processes)
         if len(unknown := unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)):
-            options["logits_processors"] = [*options.get("logits_processors", ()), UNKNOWN_IDS]
+            options["logits_processors"] = [*options.get("logits_processors", ()), f"{__name__}:UnknownIds"]
             options["additional_config"] = {**options.get("additional_config", {}), UNKNOWN: unknown.tolist()}
         with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
@@ -157,7 +158,7 @@ class VLLMEngine(InProcessEngine):
             return self.llm.collective_rpc(method, args=arguments)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
-        """Begin vLLM's own reloading, which packs and shards (:mod:`core.engines.vllm_receiver`)."""
+        """Begin vLLM's own reloading, which packs and shards."""
         super().begin_update(weights)
         if self.asleep:
             self.llm.wake_up(["weights"])
@@ -213,6 +214,56 @@ class VLLMEngine(InProcessEngine):
         self.llm = None
 
 
+class BucketReceiver:
+    """What vLLM's workers can do beside their own methods: load buckets as vLLM loads a checkpoint, layer by layer,
+    into the tensors that its kernels read."""
+
+    def join_weights_group(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
+        """Join the group in which weights are broadcast, in which ``first_rank`` is this engine's first process."""
+        GROUP.join(address, first_rank + self.rank, size, self.device, timeout_s)
+
+    def begin_buckets(self) -> None:
+        """Begin to reload."""
+        self.received: list[Checksum | None] = []
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.get_model())
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Load a bucket. A tied weight goes under each of its names: a head that vLLM packed for itself would stay
+        stale without its own."""
+        values, received = bucket.open(self.device)  # vLLM keeps them until a layer is complete
+        self.received.append(received)
+        pairs = zip(bucket.weights, values, strict=True)
+        with set_current_vllm_config(self.vllm_config):
+            self.get_model().load_weights([(name, value) for weight, value in pairs for name in weight.names])
+
+    def end_buckets(self) -> Proof:
+        """End the reload; return what this process received, and the checksum of what its kernels read."""
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.get_model(), self.vllm_config.model_config)
+        return Proof(tuple(self.received), {name: checksum(one) for name, one in self.get_model().named_parameters()})
+
+
+class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
+    """Never samples an id that the tokenizer does not know; log-probs are of the ids that are left.
+
+    It has the interfaces of both of vLLM's model runners: the second one, on GPUs, needs a class of its own.
+    """
+
+    def __init__(self, vllm_config: Any, where: Any, is_pin_memory: bool = False):
+        device = getattr(where, "device", where)  # the second runner gives the state of its requests
+        self.ids = torch.tensor(vllm_config.additional_config[UNKNOWN], dtype=torch.int64, device=device)
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Do nothing: all requests have the same ids."""
+
+    def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
+        return logits.index_fill_(1, self.ids, -torch.inf)
+
+
 def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that the CPU build needs: a bounded cache, and whole prompts, because a seeded sample of a
     prompt that comes in pieces rewinds a generator, which torch's on the CPU does not allow."""
@@ -227,13 +278,11 @@ def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
 def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     """Return vLLM's arguments for a configuration; ``rollout.engine_kwargs.vllm`` overrides the others.
 
-    Raises InputError for an argument that vLLM lacks.
+    An argument that vLLM lacks is its own TypeError.
     """
     part, data = config.actor_rollout_ref, config.data
     model, rollout = part.model, part.rollout
     extra = {name: value for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items() if value is not None}
-    for name in sorted(extra.keys() - {field.name for field in dataclasses.fields(EngineArgs)}):
-        raise InputError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM has no such engine argument")
     # Fields of the model's configuration that vLLM is to read otherwise than they stand in its folder
     overrides = {name: value for name, value in thaw(model.override_config).items() if name != ATTENTION_KEY}
     longest = max(rollout.max_model_len or data.max_prompt_length + data.max_response_length, LEAST_LENGTH)

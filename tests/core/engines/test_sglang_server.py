@@ -145,7 +145,6 @@ def test_a_stream_is_examined_token_by_token():
         (written([5, 6], "abort"), None, ""),  # it is whole all the same
         (written([5], "abort"), RuntimeError, "ended a response with abort after 1 tokens"),
         (400, RuntimeError, "refused /generate: .*scripted"),
-        (404, RuntimeError, "older than SGLang 0.5.23"),
         (None, WorkersLost, "server at .* is lost"),
         ([written([5], None), {"error": {"message": "no room"}}], RuntimeError, "refused /generate: .*no room"),
         (written([5, 6], output_token_logprobs=[[None, 5, None]] * 2), FloatingPointError, "not finite"),

@@ -71,7 +71,7 @@ def test_both_of_vllm_s_model_runners_take_the_mask():
     from vllm.v1.sample import logits_processor
     from vllm.v1.worker.gpu.sample.logits_processor import interface
 
-    from core.engines.vllm_receiver import UNKNOWN, UnknownIds
+    from core.engines.vllm import UNKNOWN, UnknownIds
 
     assert issubclass(UnknownIds, (logits_processor.LogitsProcessor, interface.LogitsProcessor))
     config = SimpleNamespace(additional_config={UNKNOWN: [1]})
