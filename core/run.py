@@ -125,6 +125,8 @@ class Run:
         if batch_size > len(stream):
             rows = f"data.train_files has {len(stream)}"
             log.warning("data.train_batch_size=%d: %s prompts, so that a step repeats some", batch_size, rows)
+        if {*self.contents.get("data.train_files", ())} & {*self.contents.get("data.val_files", ())}:
+            log.warning("data.val_files: has a file of data.train_files, so that validations ask what was trained on")
         if trainer.save_freq == 0 and not trainer.val_only:
             log.warning("trainer.save_freq=0: no checkpoint is written, and no weights are kept (-1 keeps the last)")
         print(f"writes to {self.run_dir}", flush=True)

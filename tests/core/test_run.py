@@ -43,6 +43,16 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path):
     assert DriverState.load(run.run.store.folder(2)).step == 2
 
 
+def test_a_batch_beyond_the_data_and_a_training_file_that_validates_are_warned_of(tmp_path, caplog):
+    prepare(tmp_path)
+    start(tmp_path, "data.val_files=[]")
+    assert not [one for one in caplog.messages if one.startswith("data.")]
+    train = configured(tmp_path, "run").data.train_files[0]
+    start(tmp_path, f"data.val_files={train}", "data.train_batch_size=4096", "trainer.resume_mode=disable")
+    warned = [one.partition(":")[0] for one in caplog.messages if one.startswith("data.")]
+    assert warned == ["data.train_batch_size=4096", "data.val_files"]
+
+
 def test_a_write_that_fails_is_tried_again_at_the_next_save(tmp_path, monkeypatch, caplog):
     full_at(monkeypatch, 2, 3)
     run = start(tmp_path, "trainer.total_training_steps=5")
