@@ -6,6 +6,7 @@ import errno
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from core.checkpoint.run_state import DriverState
@@ -45,9 +46,10 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path):
 
 def test_a_batch_beyond_the_data_and_a_training_file_that_validates_are_warned_of(tmp_path, caplog):
     prepare(tmp_path)
-    start(tmp_path, "data.val_files=[]")
-    assert not [one for one in caplog.messages if one.startswith("data.")]
     train = configured(tmp_path, "run").data.train_files[0]
+    pq.write_table(pq.read_table(train).slice(1), tmp_path / "other.parquet")
+    start(tmp_path, f"data.val_files={tmp_path}/other.parquet")
+    assert not [one for one in caplog.messages if one.startswith("data.")]
     start(tmp_path, f"data.val_files={train}", "data.train_batch_size=4096", "trainer.resume_mode=disable")
     warned = [one.partition(":")[0] for one in caplog.messages if one.startswith("data.")]
     assert warned == ["data.train_batch_size=4096", "data.val_files"]
