@@ -1,15 +1,12 @@
-"""The values that flow through the loop, and the one alignment rule.
+"""The values that flow through the loop, and the one alignment rule. Imports no torch: scorers and reports use it too.
 
-Axes: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P * G`` sequences, ``N`` tokens of all sequences, one
-sequence after another. A tensor's name carries its axes: ``adv_N``, ``reward_B``, ``groups_P``. Padded to the longest
-sequence a tensor is ``[B, T]``.
+Axes, which a tensor's name carries: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P * G`` sequences, ``N``
+tokens of all sequences, one sequence after another; padded to the longest sequence a tensor is ``[B, T]``.
 
 **Alignment.** Entry ``[n]`` of any ``[N]`` tensor describes the token ``input_ids[n]``. A log-prob is
 ``log p(token n | tokens of its sequence before n)``, a value is that of the state in which token ``n`` is chosen, so
 both come from the hidden state at ``n - 1``. That shift happens in exactly one function
 (``core.learner.packing.predicting_tokens``); nothing else in the repository moves a tensor by one.
-
-Nothing here imports torch: the scorers, the configuration and the reports use these types too.
 """
 
 from __future__ import annotations
@@ -101,14 +98,12 @@ class Trajectory:
             value = np.array(getattr(self, name), dtype=dtype)
             value.flags.writeable = False
             object.__setattr__(self, name, value)
-        lengths = {len(self.response_ids), len(self.response_mask), len(self.logprobs)}
-        if len(lengths) != 1:
-            raise ValueError(f"response_ids, response_mask and logprobs differ in length: {sorted(lengths)}")
+        if not len(self.response_ids) == len(self.response_mask) == len(self.logprobs):
+            raise ValueError("response_ids, response_mask and logprobs differ in length")
 
     def __repr__(self) -> str:
         """Return a short text: asyncio of Python 3.11 formats a step's groups, which took longer than collecting."""
-        tokens = f"{len(self.prompt_ids)} + {len(self.response_ids)} tokens"
-        return f"Trajectory({tokens}, {self.stop.value}, seed={self.seed}, policy_version={self.policy_version})"
+        return f"Trajectory({len(self.response_ids)} tokens, {self.stop.value}, seed={self.seed})"
 
     @property
     def response_text(self) -> str:
@@ -155,10 +150,13 @@ class Dropped:
 
 
 class BatchField:
-    """A field of a batch: its axes, and the phase that sets it. As an attribute it is the tensor that is stored."""
+    """A field of a batch: its axes, and the phase that sets it. As an attribute it is the tensor that is stored.
 
-    def __init__(self, axes: str, phase: str, *, optional: bool = False):
-        self.axes, self.phase, self.optional = axes, phase, optional
+    One of another phase than ``make_batch`` is None until it is set.
+    """
+
+    def __init__(self, axes: str, phase: str = "make_batch"):
+        self.axes, self.phase = axes, phase
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -166,25 +164,16 @@ class BatchField:
     def __get__(self, batch: TrainBatch | None, owner: type) -> Any:
         if batch is None:
             return self
-        return batch.stored.get(self.name) if self.optional else batch.require(self.name)
-
-
-def later(axes: str, phase: str) -> BatchField:
-    """Return a field that a later phase than ``make_batch`` sets, or none; it is None until then."""
-    return BatchField(axes, phase, optional=True)
+        return batch.require(self.name) if self.phase == "make_batch" else batch.stored.get(self.name)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
     """What a step trains on: the tokens of all sequences, one sequence after another, without padding.
 
-    Phases set fields with :meth:`adding`, which returns another batch that shares the other tensors. Two phases replace
-    a field: rollout correction takes rejected tokens out of ``loss_mask``, and a KL penalty lowers ``reward``. This is
-    the form from ``make_batch`` to the loss. Only :meth:`padded` makes [B, T] of a field: of 8,192 sequences of up to
-    21,000 tokens three quarters of such a tensor are padding.
-
-    A batch is pickled as numpy arrays that hold its own tokens: Ray shares their memory between the processes of a
-    node, and what was cut from a larger batch does not carry the rest of it along, as a view of a tensor does.
+    Phases set fields with :meth:`adding`. Two phases replace one: rollout correction takes rejected tokens out of
+    ``loss_mask``, and a KL penalty lowers ``reward``. A batch is pickled as numpy arrays, whose memory Ray shares
+    between the processes of a node; what was cut from a larger batch does not carry the rest of it along.
 
     Shapes: each field has N tokens (prompts included) or B sequences, as its first argument says. Ids are int32, masks
     bool, ``group`` and ``trace_row`` int64, all others float32. Numbers of tokens are 0 outside ``response_mask``.
@@ -195,26 +184,26 @@ class TrainBatch:
     pad_id: int = 0  # for padded()
     media: Mapping[int, Any] = field(default_factory=dict)  # Prompt.media of each group, once a group
 
-    input_ids = BatchField("N", "make_batch")  # prompt, then response
-    response_mask = BatchField("N", "make_batch")  # written by the policy
-    loss_mask = BatchField("N", "make_batch")  # response_mask less the sequences and tokens that carry no loss
-    group = BatchField("B", "make_batch")  # index of the sequence's prompt in the step
-    reward = BatchField("B", "make_batch")  # the shaped score; less its KL penalty once that is taken off
-    in_group_stats = BatchField("B", "make_batch")  # the sequence's reward enters its group's statistics
-    rollout_log_probs = BatchField("N", "make_batch")  # as the engine reported them
-    sampled_mask = later("N", "make_batch, without state masking")  # has one, where that is not response_mask
-    baseline = later("B", "make_batch, for an estimator with a greedy baseline")  # score of the prompt's greedy answer
-    old_log_probs = later("N", "compute_log_probs")  # the learner's, before the step's first update
-    entropy = later("N", "compute_log_probs")  # of the distribution of the old log-probs, until it is measured
-    sum_pi_squared = later("N", "compute_log_probs, for an estimator that reads it")  # of that distribution
-    ref_log_prob = later("N", "compute_log_probs, with a KL term")  # the reference policy's
-    values = later("N", "compute_log_probs, with a critic")
-    rollout_is_weights = later("N", "rollout correction, with rollout_correction.rollout_is")  # of the loss
-    advantages = later("N", "compute_advantages")
-    returns = later("N", "compute_advantages")  # the critic's target
-    loss_weight = later("N", "mini_batches, once a mini-batch")  # the token's share of the objective, over all ranks
-    selected = later("N", "mini_batching, for a policy loss that selects tokens")  # treated apart by it
-    trace_row = later("B", "update, in steps that trainer.trace records")  # one more than the index in the step
+    input_ids = BatchField("N")  # prompt, then response
+    response_mask = BatchField("N")  # written by the policy
+    loss_mask = BatchField("N")  # response_mask less the sequences and tokens that carry no loss
+    group = BatchField("B")  # index of the sequence's prompt in the step
+    reward = BatchField("B")  # the shaped score; less its KL penalty once that is taken off
+    in_group_stats = BatchField("B")  # the sequence's reward enters its group's statistics
+    rollout_log_probs = BatchField("N")  # as the engine reported them
+    sampled_mask = BatchField("N", "make_batch, without state masking")  # has one, where that is not response_mask
+    baseline = BatchField("B", "make_batch, for an estimator with a greedy baseline")  # that answer's score
+    old_log_probs = BatchField("N", "compute_log_probs")  # the learner's, before the step's first update
+    entropy = BatchField("N", "compute_log_probs")  # of the distribution of the old log-probs, until it is measured
+    sum_pi_squared = BatchField("N", "compute_log_probs, for an estimator that reads it")  # of that distribution
+    ref_log_prob = BatchField("N", "compute_log_probs, with a KL term")  # the reference policy's
+    values = BatchField("N", "compute_log_probs, with a critic")
+    rollout_is_weights = BatchField("N", "rollout correction, with rollout_correction.rollout_is")  # of the loss
+    advantages = BatchField("N", "compute_advantages")
+    returns = BatchField("N", "compute_advantages")  # the critic's target
+    loss_weight = BatchField("N", "mini_batches, once a mini-batch")  # the token's share of the objective
+    selected = BatchField("N", "mini_batching, for a policy loss that selects tokens")  # treated apart by it
+    trace_row = BatchField("B", "update, in steps that trainer.trace records")  # one more than the index in the step
 
     def __len__(self) -> int:
         return len(self.lengths)

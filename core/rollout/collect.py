@@ -102,7 +102,7 @@ async def collect(
         else:
             raise StopRequested
     finally:
-        aborted = await groups.abort()
+        await groups.abort()
     chosen = groups.passed(drawing)[: limits.wanted]
     if len(chosen) < limits.wanted:
         message = (
@@ -118,16 +118,13 @@ async def collect(
     spare = -(-through // 10) if through > len(chosen) else 0
     window = range(following, following + min(through + spare, limits.drawn)) if ahead else range(0)
     too_old = set(state.carried) if ahead else set()  # for the next step
-    dropped = [one for ordinal, one in groups.decided.items() if ordinal < following and isinstance(one, Dropped)]
+    dropped = sum(ordinal < following and isinstance(one, Dropped) for ordinal, one in groups.decided.items())
     surplus = {ordinal: one for ordinal, one in groups.decided.items() if ordinal >= following}
     carried = {ordinal: one for ordinal, one in surplus.items() if ordinal not in too_old}
     metrics = {
         "collect/prompts_drawn": groups.drawn,
-        "collect/prompts_dropped": len(dropped),
+        "collect/prompts_dropped": dropped,
         "collect/keep_rate": groups.keep_rate,
-        "collect/dropped_tokens": sum(one.tokens for one in dropped),
-        "collect/surplus_groups": sum(isinstance(one, ScoredGroup) for one in surplus.values()),
-        "collect/aborted_groups": aborted,
         "collect/wasted_tokens": sum(one.tokens for o, one in surplus.items() if o not in window or o in too_old),
         "collect/next_ordinal": following,
     }
@@ -191,12 +188,11 @@ class _Groups:
             group = task.result()
             self.decided[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
 
-    async def abort(self) -> int:
-        """Cancel what is in flight and wait until it has ended. Return how many there were."""
+    async def abort(self) -> None:
+        """Cancel what is in flight and wait until it has ended."""
         for task in self.in_flight:
             task.cancel()
         await asyncio.gather(*self.in_flight, return_exceptions=True)
-        return len(self.in_flight)
 
     def passed(self, below: int) -> list[ScoredGroup]:
         """Return the groups of lower ordinals that passed, in their order."""

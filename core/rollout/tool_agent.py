@@ -2,8 +2,8 @@
 
 A call is JSON with ``name`` and ``arguments`` in ``<tool_call>``. A turn with calls is followed by their answers; one
 without goes to the example's simulated user or ends the episode. Both are framed as the chat template writes messages
-of roles ``tool`` and ``user``. Calls that cannot be made are answered with the error, and so are tools and users that
-fail or take too long: what their code raises or returns never ends a run.
+of roles ``tool`` and ``user``. Calls that cannot be made are answered with the error, and so are tools that fail or
+take too long; what a simulated user raises ends the run.
 """
 
 from __future__ import annotations
@@ -96,13 +96,6 @@ def read_answer(answer: Any) -> tuple[str, float | None]:
     return text, _finite(reward)
 
 
-def read_reply(reply: Any) -> tuple[bool, str, float | None]:
-    """Return whether a user ends the episode, their text and their score of the policy's turn."""
-    if not isinstance(reply, tuple) or len(reply) < 3 or not (reply[0] or isinstance(reply[1], str)):
-        raise ValueError(f"it returned {reply!r:.60}, not (whether it ends, text, score, metrics)")
-    return bool(reply[0]), reply[1], _finite(reply[2])
-
-
 def _finite(value: Any) -> float | None:
     if value is not None and not math.isfinite(value):
         raise ValueError(f"it returned {value} as reward, which is no finite number")
@@ -119,7 +112,7 @@ class ToolAgentLoop(AgentLoop):
         self.users: dict[str, BaseInteraction]
         self.users = listed.load_listed(self.options.interaction_config_path, BaseInteraction)
         self.counts: Counter[str] = Counter()
-        self.traced: set[str] = set()  # tools and users whose first failure was logged
+        self.traced: set[str] = set()  # tools whose first failure was logged
         kwargs = config.data.apply_chat_template_kwargs
         self.whole_tokens = vocabulary.whole_tokens(tokenizer)
         self.ends = vocabulary.template_ends(tokenizer, kwargs)
@@ -167,34 +160,36 @@ class ToolAgentLoop(AgentLoop):
             kwargs = {key.removesuffix("_kwargs"): value for key, value in given.items()}
             tools[name] = Instance(tool, kwargs, episode, timeout_s)
         if user is not None:
-            methods = (user.BEGIN, "generate_response", user.END)
+            methods = ("start_interaction", "generate_response", "finalize_interaction")
             user = Instance(user, dict.fromkeys(methods, facts["interaction_kwargs"]), episode, timeout_s)
-        begun: list[Instance] = []
+            await user.call("start_interaction")
         try:
-            for one in [*tools.values(), *([user] if user else [])]:
-                one.failure = await self.attempt(one, one.owner.BEGIN)
-                begun += [one] if one.failure is None else []
+            for tool in tools.values():
+                tool.failure = await self.attempt(tool, "create")
             await self.take_turns(tools, user, episode)
         finally:
-            for one in begun:
-                await self.attempt(one, one.owner.END)
+            for tool in tools.values():
+                if tool.failure is None:
+                    await self.attempt(tool, "release")
+            if user is not None:
+                await user.call("finalize_interaction")
 
-    async def attempt(self, one: Instance, method: str) -> Exception | None:
-        """Call a method at the beginning or end of an episode. Return what it raised, which is noted."""
+    async def attempt(self, tool: Instance, method: str) -> Exception | None:
+        """Call a tool's method at the beginning or end of an episode. Return what it raised, which is noted."""
         try:
-            await one.call(method)
+            await tool.call(method)
         except Exception as error:
-            self.note(one, error, "user_failures" if isinstance(one.owner, BaseInteraction) else "tool_state_failures")
+            self.note(tool, error, "tool_state_failures")
             return error
         return None
 
-    def note(self, one: Instance, error: Exception, count: str) -> None:
-        """Count a failure of outside code, and log the first one of each tool and user with its traceback."""
+    def note(self, tool: Instance, error: Exception, count: str) -> None:
+        """Count a failure of a tool, and log the first one of each with its traceback."""
         self.counts[count] += 1
-        if one.owner.name not in self.traced:
-            self.traced.add(one.owner.name)
+        if tool.owner.name not in self.traced:
+            self.traced.add(tool.owner.name)
             trace = "".join(traceback.format_exception(error, limit=-8))[-TRACE:]
-            log.warning("%s failed; further failures are counted alone\n%s", one.owner.name, printable(trace))
+            log.warning("%s failed; further failures are counted alone\n%s", tool.owner.name, printable(trace))
 
     async def take_turns(self, tools: Mapping[str, Instance], user: Instance | None, episode: Episode) -> None:
         """Alternate with the policy: tools answer a turn with calls, the user, where there is one, any other."""
@@ -248,17 +243,10 @@ class ToolAgentLoop(AgentLoop):
         return self.tools[call.name].problem(call.arguments)
 
     async def reply(self, user: Instance, messages: Sequence[Mapping[str, Any]], episode: Episode) -> list[str]:
-        """Return the user's text and keep their score; nothing where they end the episode.
-
-        What is no reply becomes an error that the policy reads.
-        """
+        """Return the user's text and keep their score; nothing where they end the episode."""
         self.counts["user_turns"] += 1
-        try:
-            over, text, score = read_reply(await user.call("generate_response", [dict(one) for one in messages]))
-        except Exception as error:
-            self.note(user, error, "user_failures")
-            return [self.cut(writable(f"error: {listed.described(error)}"))]
-        episode.user_scores += [] if score is None else [score]
+        over, text, score, *_ = await user.call("generate_response", [dict(one) for one in messages])
+        episode.user_scores += [] if score is None else [_finite(score)]
         return [] if over else [writable(text)]
 
     def cut(self, text: str) -> str:
@@ -290,11 +278,9 @@ class ToolAgentLoop(AgentLoop):
     def metrics(self) -> Mapping[str, float]:
         counts, self.counts = self.counts, Counter()
         asked = counts["made"] + counts["invalid"]
-        found = {"agent/calls": float(asked)}
-        for name in ("invalid", "refused", "failed"):
-            found[f"agent/{name}_calls"] = counts[name] / asked if asked else 0.0
-        others = ("tool_state_failures", "user_turns", "user_failures") if self.users else ("tool_state_failures",)
-        return found | {f"agent/{name}": float(counts[name]) for name in others}
+        shares = {f"agent/{name}_calls": counts[name] / max(asked, 1) for name in ("invalid", "refused", "failed")}
+        others = {f"agent/{name}": float(counts[name]) for name in ("tool_state_failures", "user_turns")}
+        return {"agent/calls": float(asked), **shares, **others}
 
     def close(self) -> None:
         for owner in [*self.tools.values(), *self.users.values()]:

@@ -27,7 +27,6 @@ from typing import Any
 
 import yaml
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
 from pydantic import BaseModel, ConfigDict
 
 from core.config.code_by_path import absent, load_object
@@ -68,25 +67,18 @@ class BaseTool:
     a thread of its own, which is left behind at the deadline.
     """
 
-    KEY, SECTION, BEGIN, END = f"{MULTI_TURN}.tool_config_path", "tools", "create", "release"
+    KEY, SECTION = f"{MULTI_TURN}.tool_config_path", "tools"
     tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
-        """``config`` is the file's, ``tool_schema`` too. Raises ValueError for what it cannot mean."""
-        self.config = config
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        """``config`` is the file's, ``tool_schema`` too, without one the class's own. Raises what cannot be meant."""
+        self.config, self.tool_schema = config, tool_schema or self.tool_schema
         if self.tool_schema is None:
             raise ValueError(f"{type(self).__name__} has no schema of its own: give the entry tool_schema")
         told = OpenAIFunctionToolSchema.model_validate(self.tool_schema)
         self.name, self.schema = told.function.name, told.model_dump(exclude_unset=True)  # as chat templates read it
-        try:
-            Draft202012Validator.check_schema(told.function.parameters)
-        except SchemaError as error:
-            raise ValueError(f"parameters is no JSON schema: {error.message}") from error
+        Draft202012Validator.check_schema(told.function.parameters)
         self.validator = Draft202012Validator(told.function.parameters)
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | Mapping[str, Any] | None:
-        return self.tool_schema
 
     def problem(self, arguments: Any) -> str | None:
         """Return what is wrong with the arguments of a call, or None where they fit."""
@@ -118,18 +110,15 @@ class BaseTool:
 
 
 class BaseInteraction:
-    """A simulated user. One object serves all episodes of a run, many at a time: keep an episode's state by its id.
+    """A simulated user, of whom all is true that :class:`BaseTool` says. ``config`` is the file's, with the name.
 
-    Every method but :meth:`close` gets the example's ``interaction_kwargs`` as ``kwargs``. See :class:`BaseTool`.
+    Every method but :meth:`close` gets the example's ``interaction_kwargs`` as ``kwargs``. What it raises ends the run.
     """
 
     KEY, SECTION = f"{MULTI_TURN}.interaction_config_path", "interaction"
-    BEGIN, END = "start_interaction", "finalize_interaction"
 
     def __init__(self, config: dict[str, Any]):
-        """``config`` is the file's, with the user's name. Raises ValueError for what it cannot mean."""
-        self.config = config
-        self.name: str = config.get("name", "interaction_agent")
+        self.config, self.name = config, config["name"]
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin an episode of this id."""
@@ -140,13 +129,12 @@ class BaseInteraction:
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Return whether the episode ends, the user's text, a score of the policy's turn or None, and metrics.
 
-        ``messages`` are the prompt's and all since, of roles assistant, tool and user. Where it raises, or returns what
-        is no reply, the policy reads an error in its place, and ``agent/user_failures`` counts it.
+        ``messages`` are the prompt's and all since, of roles assistant, tool and user.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Let go of an episode's state. Called once for each that began, however the episode ends."""
+        """Let go of an episode's state."""
 
     def close(self) -> None:
         """Let go of what the object holds."""

@@ -132,7 +132,7 @@ def test_without_a_filter_exactly_the_wanted_groups_are_begun():
     rollouts = Rollouts(0)
     result = run(rollouts, lambda g: True, wanted=6, in_flight=100)
     assert sorted(rollouts.begun) == list(range(6)) and not rollouts.aborted
-    assert result.metrics["collect/surplus_groups"] == 0 and result.metrics["collect/prompts_drawn"] == 6
+    assert result.metrics["collect/wasted_tokens"] == 0 and result.metrics["collect/prompts_drawn"] == 6
 
 
 def test_trained_lengths_are_distributed_as_generated_lengths():

@@ -48,7 +48,7 @@ def test_all_problems_of_a_file_of_tools_come_together(tmp_path):
         ("{class_name: recipes.lab.tools.Calculator, config: {type: native}}", "a second one is named 'calculator'"),
         (
             f"{{class_name: {__file__}:Echo, tool_schema: {{function: {{name: a, parameters: {{type: 7}}}}}}}}",
-            "no JSON schema",
+            "SchemaError",
         ),
     ]
     found = problems_of(tmp_path, "tools:\n" + "".join(f"  - {entry}\n" for entry, _ in entries))
