@@ -28,8 +28,8 @@ case "$what" in
     bm25) disk=45 say="built here from the corpus (the published one is Lucene's): hours on one core.
   memory to build       about 40 GB        memory to search      about 10 GB, mapped from disk" ;;
     flat) disk=130 say="PeterJinGo/wiki-18-e5-index, 65 GB to download.
-  memory to search      65 GB on a CPU, over any number of servers (RETRIEVER_SHARDS); 32 GB of GPU memory where faiss
-                        has GPUs. Mapped from disk it runs with less, and every search reads all of it" ;;
+  memory to search      65 GB on a CPU; 32 GB of GPU memory where faiss has GPUs.
+                        Mapped from disk it runs with less, and every search reads all of it" ;;
     hnsw) disk=140 say="PeterJinGo/wiki-18-e5-index-HNSW64, about 76 GB to download.
   memory to search      76 GB for speed; mapped from disk with less, slower" ;;
 esac

@@ -178,11 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = _parse(argv)
     if is_dry_run():
-        checked = f"shards {' '.join(args.shards or ())}"
-        if args.index:
-            there = "is there" if Path(args.index).expanduser().exists() else "is not there yet"
-            checked = f"{args.index} ({there}), corpus, encoder"
-        print(f"retrieval_server: the arguments are good; checked at start: {checked}")
+        there = "is there" if Path(args.index).expanduser().exists() else "is not there yet"
+        print(f"retrieval_server: the arguments are good; checked at start: {args.index} ({there}), corpus, encoder")
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
@@ -228,21 +225,16 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _options(args: argparse.Namespace) -> RetrieverOptions:
-    own = ("host", "port", "topk", "max_batch", "max_waiting", "max_connections", "index", "shards")
-    own += ("no_mmap", "no_check", "no_gpu")
+    own = ("host", "port", "topk", "max_batch", "max_waiting", "max_connections", "no_mmap", "no_check", "no_gpu")
     given = {name: value for name, value in vars(args).items() if name not in own and value is not None}
-    given |= {"mmap": not args.no_mmap, "check_encoder": not args.no_check, "gpu": not args.no_gpu}
-    return RetrieverOptions(args.index or "", shards=tuple(args.shards or ()), **given)
+    return RetrieverOptions(**given, mmap=not args.no_mmap, check_encoder=not args.no_check, gpu=not args.no_gpu)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.retrieval_server", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--index", help="A folder that recipes.search_r1.index.cli wrote, or a faiss file.")
-    what.add_argument("--shards", nargs="+", metavar="URL", help="The servers of all --shard I/N, to merge.")
-    add("--shard", metavar="I/N", help="Search the I-th of N slices of a flat index, from 1.")
+    add("--index", required=True, help="A folder that recipes.search_r1.index.cli wrote, or a faiss file.")
     add("--no-gpu", action="store_true", help="Search on the CPU where faiss finds GPUs.")
     add("--corpus", help="The corpus, JSON lines of {id, contents} (default: that of the index).")
     add("--backend", choices=BACKENDS, help="The back end to search (default: the only one that the folder holds).")
@@ -267,8 +259,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, help="The threads of faiss and of the encoder on the CPU.")
     add("--ef-search", type=int, help="The candidates of a query in HNSW (default 128).")
     add("--nprobe", type=int, help="The lists that a query searches in IVF (default 32).")
-    add("--rerank", metavar="MODEL", help="A cross-encoder that orders the first passages anew.")
-    add("--rerank-from", type=int, help="The passages that it orders (default 10).")
     add("--max-batch", type=int, default=256, help="The most queries searched together (default %(default)s).")
     add(
         "--max-waiting",

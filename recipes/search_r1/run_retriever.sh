@@ -2,7 +2,6 @@
 # The retrieval server of the Search-R1 runs, on http://127.0.0.1:8000/retrieve.
 #
 #   bash recipes/search_r1/run_retriever.sh [--port 8000] [--device cuda] [...]
-#   RETRIEVER_SHARDS=4 bash recipes/search_r1/run_retriever.sh        4 servers that hold a slice each, and their front
 #   DRY_RUN=1 only checks the arguments;  --help lists them all
 #
 # The default is the retriever of the published runs: flat search over the E5 index that download_wiki18.sh fetches to
@@ -28,43 +27,4 @@ fi
 [[ -n "${RETRIEVER_INDEX:-}" ]] || settings+=(--backend flat)
 [[ -z "$corpus" ]] || settings+=(--corpus "$corpus")
 
-server=("$python" -m recipes.search_r1.retrieval_server)
-shards="${RETRIEVER_SHARDS:-1}"
-if [[ ! "$shards" =~ ^[1-9][0-9]*$ ]]; then
-    echo "run_retriever.sh: RETRIEVER_SHARDS=$shards: must be a whole number of servers, at least 1" >&2
-    exit 2
-fi
-if ((shards == 1)); then
-    exec "${server[@]}" "${settings[@]}" "$@"
-fi
-if [[ "${DRY_RUN:-0}" != 0 ]]; then
-    exec "${server[@]}" "${settings[@]}" --shard "1/$shards" "$@"
-fi
-
-# Slices on free ports, which each prints. What acts after the search is the front's, the other arguments are theirs.
-front=() rest=()
-while (($#)); do
-    case "$1" in
-        --host=* | --port=* | --topk=* | --max-*=* | --rerank*=*) front+=("$1"); shift ;;
-        --host | --port | --topk | --max-* | --rerank*) front+=("$1" "${2:?$1 needs a value}"); shift 2 ;;
-        *) rest+=("$1"); shift ;;
-    esac
-done
-ports="$(mktemp -d)"
-pids=()
-trap '((${#pids[@]})) && kill "${pids[@]}" 2>/dev/null; rm -rf "$ports"' EXIT
-trap 'exit 143' TERM
-trap 'exit 130' INT
-threads=$(( $(nproc) / shards > 0 ? $(nproc) / shards : 1 ))
-for ((number = 1; number <= shards; number++)); do
-    "${server[@]}" "${settings[@]}" --shard "$number/$shards" --port 0 --threads "$threads" "${rest[@]}" \
-        >"$ports/$number" &
-    pids+=($!)
-    # The first one scans and unpacks a corpus that was never opened; the others find that done.
-    until [[ -s "$ports/$number" ]]; do kill -0 "${pids[-1]}" 2>/dev/null || exit 2; sleep 0.2; done
-done
-addresses=()
-for ((number = 1; number <= shards; number++)); do addresses+=("http://127.0.0.1:$(<"$ports/$number")"); done
-"${server[@]}" --shards "${addresses[@]}" "${front[@]}" &
-pids+=($!)
-wait "$!" # a server in the foreground would keep a signal from ending the others
+exec "$python" -m recipes.search_r1.retrieval_server "${settings[@]}" "$@"

@@ -1,7 +1,7 @@
 """Retrieval on a real corpus: what is found, how fast, in how much memory.
 
     DATA_DIR=... python -m tests.benchmarks.retrieval [--work outputs/search_r1/retrieval]
-    DATA_DIR=... python -m tests.benchmarks.retrieval --shards 1 2        only the section on flat search in slices
+    DATA_DIR=... python -m tests.benchmarks.retrieval --flat              only the section on flat search at E5's width
 
 Builds the corpus and its indices in ``--work`` (interrupted, it goes on where it stopped), measures every back end in a
 process of its own, and writes ``results/search_r1/retrieval.{json,md}``. The encoder is all-MiniLM-L6-v2 as packaged by
@@ -241,16 +241,13 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         "measured": {backend: measured[backend] for backend in BACKENDS if backend in measured},
         "agree": {name: overlap(*_found(options.work, "flat", name)) for name in ("hnsw", "ivf") if name in measured},
         "rounding": rounding(options) if built.get("dtype", "float32") != "float32" else {},
-        "sharded": earlier.get("sharded", {}),
+        "flat_search": earlier.get("flat_search", {}),
         "http": over_http(options) if "bm25" in options.backends else earlier.get("http", {}),
     }
 
 
-def in_shards(options: argparse.Namespace) -> dict[str, Any]:
-    """Flat search over hashed vectors of the published width: one process, and slices behind HTTP with their front.
-
-    Vectors of any encoder cost a flat search the same. One thread a slice; the front's encoding is not timed.
-    """
+def flat_search(options: argparse.Namespace) -> dict[str, Any]:
+    """Flat search over hashed vectors of the published width: vectors of any encoder cost a flat search the same."""
     from recipes.search_r1.index.build import build_index
     from recipes.search_r1.index.encoder import make_encoder, settings_of
     from recipes.search_r1.index.opening import make_retriever
@@ -264,71 +261,31 @@ def in_shards(options: argparse.Namespace) -> dict[str, Any]:
     whole = make_retriever(RetrieverOptions(index, threads=1))
     vectors = whole._encoder.encode(texts, "")
     speeds = {str(n): rate(lambda part: whole.search(part, 3), vectors, n) for n in BATCHES}
-    expected = whole.retrieve(texts[:256], 3)
-    found = {"rows": len(whole), "width": WIDTH, "threads": 1, "search": speeds, "served": {}}
-    for count in options.shards:
-        servers, addresses = [], []
-        try:
-            for number in range(1, count + 1):
-                command = [sys.executable, "-m", "recipes.search_r1.retrieval_server", "--index", str(index)]
-                command += ["--shard", f"{number}/{count}", "--port", "0", "--threads", "1"]
-                servers.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
-                addresses.append(f"http://127.0.0.1:{int(servers[-1].stdout.readline())}")
-            front = make_retriever(RetrieverOptions("", shards=tuple(addresses)))
-            began, done = time.perf_counter(), 0
-            while time.perf_counter() - began < 3 * SPEED_SECONDS:
-                same = front.retrieve(texts[:256], 3) == expected
-                done += 256
-            served = {"per_second": done / (time.perf_counter() - began), "same": same, "load": os.getloadavg()[0]}
-            served["file_mib"] = [_file_pages(server.pid) for server in servers]
-            found["served"][str(count)] = served
-        finally:
-            for server in servers:
-                server.kill()
-                server.wait()
-                server.stdout.close()
+    found = {"rows": len(whole), "width": WIDTH, "threads": 1, "search": speeds}
     return found | {"date": date.today().isoformat(), "load": os.getloadavg()[0]}
 
 
-def _file_pages(pid: int) -> float:
-    """MiB of mapped files that a process has in memory."""
-    lines = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(lines["RssFile"].split()[0]) / 1024
-
-
-def shards_section(result: dict[str, Any]) -> str:
-    """The section on flat search in slices, and what follows from its rate for the published index."""
-    found = result.get("sharded")
+def flat_section(result: dict[str, Any]) -> str:
+    """The section on flat search, and what follows from its rate for the published index."""
+    found = result.get("flat_search")
     if not found:
         return ""
     wide = PASSAGES * WIDTH / (found["rows"] * found["width"])  # times the work of a query here
-    rows = [
-        [f"search of one process, batch {n}", _speed(speed), f"{speed['cpu'] / wide:.2f}", ""]
-        for n, speed in found["search"].items()
-    ]
-    for count, served in found["served"].items():
-        answer = "the same passages, scores and order" if served["same"] else "OTHER ANSWERS"
-        files = ", ".join(f"{size:,.0f}" for size in served["file_mib"])
-        answer += f"; {files} MiB of mapped files a server, libraries included"
-        rows.append(
-            [f"{count} server{'s' * (count != '1')} and a front, batch 256", f"{served['per_second']:,.0f}", "", answer]
-        )
+    rows = [[f"batch {n}", _speed(speed), f"{speed['cpu'] / wide:.2f}"] for n, speed in found["search"].items()]
     flops = 2.0 * found["rows"] * found["width"] * found["search"]["256"]["cpu"]
     share = PASSAGES * 2.0 * WIDTH
     return f"""
-## Flat search in slices
+## Flat search at the published width
 Measured on {found["date"]} over the same passages as hashed vectors of {found["width"]} numbers, the width of E5's,
-top 3, one thread a process; load {found["load"]:.1f}. The first number is by the clock, the one in parentheses by a
-second of CPU time. The servers are on the same cores and are asked over HTTP by a front (`--shards`); each encodes the
-queries itself, and scores what it finds anew, so that its answers do not depend on the batch.
+top 3, one thread; load {found["load"]:.1f}. The first number is by the clock, the one in parentheses by a
+second of CPU time.
 
-{table(["what", "queries a second", "a core, 21 M passages, computed", "answers"], rows)}
+{table(["what", "queries a second", "a core, 21 M passages, computed"], rows)}
 
 For the published index this gives, computed and not measured: {flops / 1e9:,.0f} GFLOP/s of a core and
 {share / 1e9:,.1f} GFLOP a query, so {flops / share:.2f} queries a second and core in batches of 256, and
 {512 * share / flops / 64:,.0f} s for 512 queries on 64 such cores; smaller batches are slower, as the first rows show.
-The vectors take {PASSAGES * WIDTH * 4 / 1e9:.1f} GB of memory as float32, shared by however many servers there are, and
-half of that on GPUs.
+The vectors take {PASSAGES * WIDTH * 4 / 1e9:.1f} GB of memory as float32, and half of that on GPUs.
 """
 
 
@@ -448,7 +405,7 @@ mapped files (for the dense ones the encoder and its libraries are in it). Build
 {encoding}
 
 Requests a second over HTTP (client and server on the same cores, BM25, one query a request, top 3): {served}.
-{shards_section(result)}
+{flat_section(result)}
 ## Goals
 {goal_table(result)}
 """
@@ -463,13 +420,13 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="default: all")
     parser.add_argument("--build", action="store_true", help="build the indices and stop")
     parser.add_argument("--only", choices=BACKENDS, help="measure this one and print JSON")
-    parser.add_argument("--shards", nargs="+", type=int, help="measure flat search in so many slices, and nothing else")
+    parser.add_argument("--flat", action="store_true", help="measure flat search at E5's width, and nothing else")
     options = parser.parse_args()
-    if options.shards:
-        result = json.loads(RESULT.with_suffix(".json").read_text()) | {"sharded": in_shards(options)}
+    if options.flat:
+        result = json.loads(RESULT.with_suffix(".json").read_text()) | {"flat_search": flat_search(options)}
         RESULT.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
         RESULT.with_suffix(".md").write_text(report(result))
-        print(shards_section(result))
+        print(flat_section(result))
         return
     options.encoder = options.encoder or packaged_encoder()
     if options.only:

@@ -4,8 +4,10 @@ import gzip
 import io
 import json
 import math
+import random
 import re
 import tarfile
+import types
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,6 @@ from recipes.search_r1.index.corpus import Corpus
 from recipes.search_r1.index.encoder import EncoderSettings, HashingEncoder, make_encoder, settings_of
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import BACKENDS, RetrievalError, RetrieverOptions
-from recipes.search_r1.index.rerank import RerankingRetriever
 from tests.search import contents, write_corpus
 
 ROWS = 200
@@ -108,8 +109,8 @@ def test_flat_is_the_exact_inner_product_and_the_others_agree(built):
 
 def test_controls_find_something_else_or_nothing(built):
     assert opened(built, "empty").retrieve(["a", "b"], 3) == [[], []]
-    random = opened(built, "random")
-    one, other, again = random.retrieve(["a", "b", "a"], 5)
+    control = opened(built, "random")
+    one, other, again = control.retrieve(["a", "b", "a"], 5)
     assert one == again != other and len(set(ids(one))) == 5
 
 
@@ -324,31 +325,12 @@ def test_what_is_missing_is_said(built, tmp_path):
         make_retriever(RetrieverOptions(tmp_path / "index"))
 
 
-# --- reranking and encoders ---
-
-
-def test_reranking_judges_a_querys_own_passages(built):
-    pairs = []
-
-    def judge(given):
-        pairs.extend(given)
-        return [float(text.split()[0].strip('"')[6:]) for _, text in given]  # the number in the title
-
-    inner = opened(built, "bm25")
-    reranked = RerankingRetriever(inner, judge, "numbers", candidates=6)
-    queries = ["harbour beside the garden", "castle", "zzzz"]
-    found = reranked.retrieve(queries, 2)
-    for query, passages, before in zip(queries, found, inner.retrieve(queries, 6), strict=True):
-        numbers = [int(p.id[1:]) for p in before]
-        assert [int(p.id[1:]) for p in passages] == sorted(numbers, reverse=True)[:2]
-        assert {text for asked, text in pairs if asked == query} == {p.contents for p in before}
-    assert found[2] == [] and len(pairs) == 12
-    assert reranked.corpus_hash == inner.corpus_hash and reranked.fingerprint != inner.fingerprint
+# --- encoders ---
 
 
 @pytest.fixture(scope="module")
 def tiny_bert(tmp_path_factory):
-    """A random encoder and a random cross-encoder over a vocabulary of words."""
+    """A random encoder over a vocabulary of words."""
     transformers = pytest.importorskip("transformers")
     import torch
 
@@ -359,15 +341,8 @@ def tiny_bert(tmp_path_factory):
     size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **size)
     torch.manual_seed(3)
-    for name, network in (
-        ("encoder", transformers.BertModel(config)),
-        (
-            "judge",
-            transformers.BertForSequenceClassification(transformers.BertConfig(**config.to_dict() | {"num_labels": 1})),
-        ),
-    ):
-        network.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    transformers.BertModel(config).save_pretrained(folder / "encoder")
+    tokenizer.save_pretrained(folder / "encoder")
     return folder
 
 
@@ -396,25 +371,67 @@ def test_mean_pooling_leaves_padding_out_and_prefixes_count(tiny_bert):
     assert (torn[0] == torn[1]).all()
 
 
-def test_a_real_encoder_and_a_real_cross_encoder_through_the_options(tiny_bert, tmp_path):
+def test_a_real_encoder_through_the_options(tiny_bert, tmp_path):
     texts = ["red fox", "blue whale sea", "sea", "fox fox"]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": t, "contents": t}) + "\n" for t in texts))
     encoder = make_encoder(settings_of(str(tiny_bert / "encoder")))
     build_index(tmp_path / "c.jsonl", tmp_path / "index", ["hnsw"], encoder)
-    retriever = make_retriever(
-        RetrieverOptions(tmp_path / "index", rerank=str(tiny_bert / "judge"), rerank_from=4, threads=1)
-    )
+    retriever = make_retriever(RetrieverOptions(tmp_path / "index", threads=1))
     alone, beside = retriever.retrieve(["blue whale sea"], 4), retriever.retrieve(["red", "blue whale sea", "sea"], 4)
     assert ids(alone[0]) == ids(beside[1]) and sorted(ids(alone[0])) == sorted(texts)
     assert [p.score for p in alone[0]] == pytest.approx([p.score for p in beside[1]], abs=1e-5)
     with pytest.raises(RetrievalError, match="cannot be loaded"):
         make_retriever(RetrieverOptions(tmp_path / "index", encoder=str(tmp_path / "no-such-model")))
-    with pytest.raises(RetrievalError, match="2 logits"):
-        import transformers
 
-        two = transformers.AutoModelForSequenceClassification.from_pretrained(
-            tiny_bert / "judge", num_labels=2, ignore_mismatched_sizes=True
-        )
-        two.save_pretrained(tmp_path / "two")
-        transformers.AutoTokenizer.from_pretrained(tiny_bert / "judge").save_pretrained(tmp_path / "two")
-        make_retriever(RetrieverOptions(tmp_path / "index", rerank=str(tmp_path / "two")))
+
+# --- a flat index ---
+
+WORDS = [f"w{number}" for number in range(60)]
+
+
+@pytest.fixture(scope="module")
+def ties(tmp_path_factory):
+    """An index of 4,500 passages (five blocks), in which each text stands several times, far apart: exact ties."""
+    folder, rng = tmp_path_factory.mktemp("ties"), random.Random(1)
+    texts = [" ".join(rng.choices(WORDS, k=24)) for _ in range(700)]
+    rows = [{"id": str(number), "contents": f'"T"\n{rng.choice(texts)}'} for number in range(4500)]
+    (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_index(folder / "c.jsonl", folder / "index", ("flat", "hnsw"), HashingEncoder(EncoderSettings("hashing:768")))
+    return folder / "index"
+
+
+def test_an_answer_depends_neither_on_the_batch_nor_on_threads(ties):
+    """A matrix product's last bits do: with 256 queries at once and with one, by one thread and by two."""
+    one, two = (make_retriever(RetrieverOptions(ties, backend="flat", threads=threads)) for threads in (1, 2))
+    many = [" ".join(random.Random(number).choices(WORDS, k=9)) for number in range(256)]
+    together = one.retrieve(many, 5)
+    assert together == two.retrieve(many, 5) == [two.retrieve([query], 5)[0] for query in many]
+
+
+def test_equal_scores_are_ordered_by_id_as_a_number(ties):
+    (found,) = make_retriever(RetrieverOptions(ties, backend="flat")).retrieve(["w1 w2 w3"], 40)
+    assert found == sorted(found, key=lambda passage: (-passage.score, int(passage.id)))
+    last = [int(passage.id) for passage in found if passage.score == found[-1].score]
+    (more,) = make_retriever(RetrieverOptions(ties, backend="flat")).retrieve(["w1 w2 w3"], 400)
+    assert last == [int(passage.id) for passage in more if passage.score == found[-1].score][: len(last)]
+
+
+def test_gpus_take_a_flat_index_in_half_precision(ties, monkeypatch):
+    """faiss' build for CPUs has no GPUs; one that finds some is asked to split the index over them."""
+    import faiss
+
+    plain = make_retriever(RetrieverOptions(ties, backend="flat"))
+    asked = []
+
+    def move(moved, co):
+        asked.append((co.shard, co.useFloat16))
+        return moved
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
+    monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", types.SimpleNamespace, raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", move, raising=False)
+    on_gpus = make_retriever(RetrieverOptions(ties, backend="flat"))
+    assert asked == [(True, True)] and on_gpus.fingerprint != plain.fingerprint  # other scores in half precision
+    for options in ({"backend": "flat", "gpu": False}, {"backend": "hnsw"}):
+        make_retriever(RetrieverOptions(ties, **options))
+    assert len(asked) == 1 and dense._gpus() == 2

@@ -18,7 +18,6 @@ from core.files import replacing
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
 from recipes.search_r1.index.encoder import Encoder, weights_hash
 from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint, id_order
-from recipes.search_r1.index.shards import Slice
 
 VECTORS, ABOUT = "vectors.f32", "vectors.json"
 CHUNK = 1024  # passages encoded between two notes of how far it went
@@ -102,9 +101,9 @@ def build_faiss(
 
 
 class DenseRetriever:
-    """A retriever that encodes the queries and searches a faiss index, or a slice of a flat one.
+    """A retriever that encodes the queries and searches a faiss index.
 
-    Among passages of equal score a flat index finds those whose ids come first, so that slices merge exactly.
+    Among passages of equal score a flat index finds those whose ids come first.
     Raises RetrievalError where rows, dimensions or (``check``) the vectors of a few passages do not agree.
     """
 
@@ -117,14 +116,11 @@ class DenseRetriever:
         ef_search: int = 128,
         nprobe: int = 32,
         check: bool = True,
-        part: Slice | None = None,
         gpu: bool = True,
         threads: int | None = None,
     ):
         self._index, self.backend = _opened(path, mmap)
         self._threads = threads
-        if part and self.backend != "flat":
-            raise RetrievalError(f"shard={part}: {path} is {self.backend}; only a flat index can be split")
         self._corpus, self._encoder = corpus, encoder
         if self._index.ntotal != len(corpus):
             raise RetrievalError(f"{path}: {self._index.ntotal} vectors, the corpus has {len(corpus)} rows: not a pair")
@@ -133,22 +129,18 @@ class DenseRetriever:
                 f"{path}: vectors of {self._index.d} numbers, encoder {encoder.settings.model} makes {encoder.dim}"
             )
         settings = self._set_search(ef_search, nprobe)
-        self._rows = part.rows(len(corpus)) if part else range(len(corpus))
         if check:
             self._check_encoder(path)
-        if self.backend == "flat" and gpu and not part and _gpus():
+        if self.backend == "flat" and gpu and _gpus():
             self._index, settings = _on_gpus(self._index), {"dtype": "float16"}
         on_cpu = self.backend == "flat" and not settings
         self._vectors = _vectors(self._index) if on_cpu else None  # a view, which stays on disk where it is mapped
-        self._slice = self._vectors[self._rows.start : self._rows.stop] if part else None
         self.corpus_hash = corpus.hash
-        whole = fingerprint(
-            self.backend, corpus.hash, encoder.settings.as_dict(), weights_hash(encoder.settings.model), settings
-        )
-        self.fingerprint = f"{whole}-{part}" if part else whole
+        encoded_by = encoder.settings.as_dict(), weights_hash(encoder.settings.model)
+        self.fingerprint = fingerprint(self.backend, corpus.hash, *encoded_by, settings)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._corpus)
 
     def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
         search = self._search_flat if self.backend == "flat" else self.search
@@ -161,10 +153,7 @@ class DenseRetriever:
 
         if self._threads:
             faiss.omp_set_num_threads(self._threads)  # of the thread that calls it, and a server searches in another
-        if self._slice is None:
-            return self._index.search(vectors_ND, topk)
-        scores_NK, rows_NK = faiss.knn(vectors_ND, self._slice, min(topk, len(self)), faiss.METRIC_INNER_PRODUCT)
-        return scores_NK, rows_NK + self._rows.start
+        return self._index.search(vectors_ND, topk)
 
     def _search_flat(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ``search`` of so many that none outside can be as good as the ``topk``-th, with scores anew.
@@ -199,7 +188,7 @@ class DenseRetriever:
 
     def _check_encoder(self, path: Path) -> None:
         """Encode the first, middle and last passage anew. Raises RetrievalError where the file's vectors differ."""
-        rows = sorted({self._rows[at] for at in (0, len(self) // 2, -1)})
+        rows = sorted({0, len(self) // 2, len(self) - 1})
         texts = [self._corpus.row(row)["contents"] for row in rows]
         fresh = self._encoder.encode(texts, self._encoder.settings.passage_prefix)
         for row, vector in zip(rows, fresh, strict=True):

@@ -11,26 +11,16 @@ from typing import Any
 from recipes.search_r1.index.controls import EmptyRetriever, RandomRetriever
 from recipes.search_r1.index.corpus import Corpus, read_json, scan
 from recipes.search_r1.index.passages import BACKENDS, DENSE, RetrievalError, Retriever, RetrieverOptions
-from recipes.search_r1.index.shards import ShardedRetriever, Slice
 
 BUILT = "index.json"  # {"backends": {name: settings}, "encoder": settings or null}
 
 
 def make_retriever(options: RetrieverOptions) -> Retriever:
-    """Open an index folder or a faiss file, with the cross-encoder that the options name."""
+    """Open an index folder or a faiss file."""
     if options.backend is not None and options.backend not in BACKENDS:
         raise RetrievalError(f"backend={options.backend!r}: must be one of {', '.join(BACKENDS)}")
     path = Path(options.index).expanduser()
-    if options.shards:
-        retriever: Retriever = ShardedRetriever(options.shards)
-    else:
-        retriever = _of_file(path, options) if path.is_file() else _of_folder(path, options)
-    if options.rerank is not None:
-        from recipes.search_r1.index.rerank import RerankingRetriever, cross_encoder
-
-        rate = cross_encoder(options.rerank, options.device)
-        retriever = RerankingRetriever(retriever, rate, options.rerank, options.rerank_from)
-    return retriever
+    return _of_file(path, options) if path.is_file() else _of_folder(path, options)
 
 
 def _of_folder(folder: Path, options: RetrieverOptions) -> Retriever:
@@ -84,17 +74,8 @@ def _dense(path: Path, corpus: Corpus, built_with: dict[str, Any], options: Retr
     else:
         settings = settings_of(str(options.encoder), **given)
     encoder = make_encoder(settings, options.device, options.threads)
-    part = Slice.of(options.shard) if options.shard else None
-    search = (
-        options.mmap,
-        options.ef_search,
-        options.nprobe,
-        options.check_encoder,
-        part,
-        options.gpu,
-        options.threads,
-    )
-    return DenseRetriever(path, corpus, encoder, *search)
+    names = ("mmap", "ef_search", "nprobe", "check_encoder", "gpu", "threads")
+    return DenseRetriever(path, corpus, encoder, *(getattr(options, name) for name in names))
 
 
 def _only(backends: dict[str, Any], folder: Path) -> str:

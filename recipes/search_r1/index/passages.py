@@ -69,14 +69,11 @@ class RetrieverOptions:
         encoder: folder or hub id of the encoder; by default what the folder was built with. With it come
             ``query_prefix``, ``passage_prefix``, ``pooling`` (mean or cls) and ``max_length`` in tokens; None means
             the folder's, or E5's for a faiss file.
-        device: of encoder and cross-encoder.
+        device: of the encoder.
         mmap: leaves on disk what can be read from there.
         threads: of faiss and of torch on the CPU; None is their own default.
         ef_search, nprobe: HNSW's candidates and IVF's lists a query looks at.
-        rerank: folder or hub id of a cross-encoder, which orders the first ``rerank_from`` passages anew.
         gpu: search a flat index on the GPUs that faiss finds, in half precision and split over them.
-        shard: ``I/N`` searches the I-th of N slices of a flat index, for a front that merges them; I counts from 1.
-        shards: addresses of the N servers that hold the slices; with it ``index`` is not used.
         check_encoder: encode a few passages at start and compare them with the index.
     """
 
@@ -94,10 +91,6 @@ class RetrieverOptions:
     ef_search: int = 128
     nprobe: int = 32
     gpu: bool = True
-    shard: str | None = None
-    shards: tuple[str, ...] = ()
-    rerank: str | None = None
-    rerank_from: int = 10
     check_encoder: bool = True
 
 
