@@ -48,7 +48,7 @@ from core.rollout.group_rollout import GroupRollout, TrajectorySampler, make_det
 from core.run import LoopState, Run, prepare_torch
 from core.tracking.health import FAILED
 from core.tracking.loggers import print_examples, progress
-from core.tracking.metrics import BusyClock, data_metrics, profiled, progress_metrics, unknown_ids
+from core.tracking.metrics import BusyClock, data_metrics, progress_metrics, unknown_ids
 from core.tracking.tracker import generation_rows
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
@@ -193,7 +193,7 @@ class RayPPOTrainer:
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
             for metrics in self.run.steps():
-                with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
+                with metrics.time("step"):
                     groups_P = self.collect(metrics)
                     ahead.start(self.collect_ahead(metrics.step), metrics)
                     batch = self.make_batch(groups_P, metrics.step)

@@ -25,7 +25,6 @@ from core.engines import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
 from core.rewards.grading import Answer, ModelScore
-from core.tracking.metrics import Profile
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Facts(NamedTuple):
 
 
 class Process:
-    """What all of them share: threads, signs of life, a profile, and how ranks of one model meet.
+    """What all of them share: threads, signs of life, and how ranks of one model meet.
 
     The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores``, which are those of the
     node that it runs on where the number is None. ``gpus`` are those that it may use where Ray assigned them to others.
@@ -72,7 +71,6 @@ class Process:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         torch.set_num_threads(self.threads)  # Ray allows an actor one
-        self.profile: Profile | None = None
         self.store: torch.distributed.TCPStore | None = None
 
     def liveness(self) -> None:
@@ -112,13 +110,6 @@ class Process:
             for ident, frame in sys._current_frames().items()
             if ident != threading.get_ident()
         )
-
-    def start_profile(self) -> None:
-        self.profile = Profile()
-        self.profile.start()
-
-    def stop_profile(self, trace: str) -> None:
-        self.profile.stop(Path(trace))
 
 
 class LearnerProcess(Process):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from core.checkpoint.provenance import ModelFingerprint
-from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses, rank_name
 from core.cluster.ray_weights import WeightSync
 from core.data.vocabulary import known_ids
@@ -90,17 +89,6 @@ class RayWorkers(RayProcesses):
 
     def load(self, folder: Path) -> None:
         self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)
-
-    def start_profile(self) -> None:
-        self.watch.call("start_profile", "start_profile", dict.fromkeys(self._profiled(), ()))
-
-    def stop_profile(self, folder: Path, name: str) -> None:
-        traces = {actor: folder.absolute() / f"{name}_{actor.replace(' ', '_')}.json" for actor in self._profiled()}
-        self.watch.call("stop_profile", "stop_profile", {actor: (str(path),) for actor, path in traces.items()})
-
-    def _profiled(self) -> list[str]:
-        """Return the names of learner ranks and engines; a reward model has no profile."""
-        return [name for name in self.watch.actors if not name.startswith(RayRewardModel.NAME)]
 
     def _each(self, phase: str, method: str, arguments: Sequence[tuple]) -> list[Any]:
         """Call the learner's method on rank 0, 1, ... with the rank's arguments."""

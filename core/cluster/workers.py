@@ -27,7 +27,6 @@ from core.learner.model_checks import compare_probe, compare_weights, probe_ids,
 from core.learner.models import compute_dtype, load_policy
 from core.learner.saving import load_model, load_optimizer, save_model
 from core.rewards.grading import RewardModelCall
-from core.tracking.metrics import Profile
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class LocalWorkers(Learner):
         actor, length = config.actor_rollout_ref.actor, config.data.max_response_length
         self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
         self.critic_mini_batches = mini_batching(config.critic, length)
-        self.profile: Profile | None = None
 
     @property
     def threads(self) -> int:
@@ -114,15 +112,6 @@ class LocalWorkers(Learner):
         for name, part in self.trained.items():
             load_model(part.module, folder / name)
             load_optimizer(part, folder / name)
-
-    def start_profile(self) -> None:
-        """Begin a profile in every process that holds a model."""
-        self.profile = Profile()
-        self.profile.start()
-
-    def stop_profile(self, folder: Path, name: str) -> None:
-        """End the profile; its traces are ``folder/name[_<process>].json``."""
-        self.profile.stop(folder / f"{name}.json")
 
     def close(self) -> None:
         self.engine.close()

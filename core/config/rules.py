@@ -22,7 +22,7 @@ SHORT = {
     **{name: f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")},
     **{"policy": "actor_rollout_ref", "val": "actor_rollout_ref.rollout.val_kwargs", "kl": "algorithm.kl_ctrl"},
     **{"reward": "reward_model", "judge": "reward_model.judge", "custom": "custom_reward_function"},
-    **{"correction": "algorithm.rollout_correction", "profiler": "global_profiler", "ray": "ray_kwargs"},
+    **{"correction": "algorithm.rollout_correction", "ray": "ray_kwargs"},
 }
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

@@ -202,15 +202,6 @@ def staleness_and_resuming(c: View) -> Broken:
         yield "trainer.resume_from_path", rule, "name a checkpoint: <run>/global_step_N"
 
 
-def ray_and_profiles(c: View) -> Broken:
-    steps = c.trainer.total_training_steps
-    if c.profiler.tool and steps is not None and max(c.profiler.steps or [0]) > steps:
-        yield "global_profiler.steps", f"goes beyond trainer.total_training_steps={steps}", "name earlier steps"
-    if c.profiler.tool and c.is_url(c.profiler.save_path):
-        fix = "leave it out; the traces are then in the run folder, and sent with it where that is a URL"
-        yield "global_profiler.save_path", "is written by torch, which writes to no URL", fix
-
-
 # --- what can run, and is probably not meant ---
 
 
@@ -237,16 +228,10 @@ def bounds_and_baselines_of_losses(c: View) -> Broken:
         yield f"{ACTOR}.clip_ratio_c", rule, "the published runs have clip_ratio_c=10000"
 
 
-def profiles_of_no_step(c: View) -> Broken:
-    if c.profiler.tool and not c.profiler.steps:
-        rule = f"names no step, so global_profiler.tool={c.profiler.tool} profiles nothing"
-        yield "global_profiler.steps", rule, "set global_profiler.steps=[3,4], say; the first step is slower"
-
-
 PROBLEMS = (
     *(episodes_fit, a_model_is_a_hub_id_or_a_path, schedules_have_an_end, the_critic),
     *(batches_are_whole, parts_divide_ranks, passes_hold_a_sequence),
     *(covariance_bounds_leave_room, answers_are_compared, the_kl_controller, no_pass_for_old_log_probs),
-    *(what_fits_together, the_estimator, staleness_and_resuming, ray_and_profiles),
+    *(what_fits_together, the_estimator, staleness_and_resuming),
 )
-WARNINGS = (the_kl_is_penalised_twice, bounds_and_baselines_of_losses, profiles_of_no_step)
+WARNINGS = (the_kl_is_penalised_twice, bounds_and_baselines_of_losses)

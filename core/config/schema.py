@@ -380,12 +380,6 @@ class TrainerConfig(Section):
     trace: TraceConfig = bookkeeping(TraceConfig())
 
 
-class GlobalProfilerConfig(Section):
-    tool: Literal["torch"] | None = key(None, "profiler; null: no profile")
-    steps: tuple[Count, ...] | None = key(None, "steps that are profiled", ".tool")
-    save_path: str | None = key(None, "folder of torch's traces; null: <run folder>/profile", ".tool")
-
-
 class RayKwargsConfig(Section):
     ray_init: Open = key(FrozenDict(num_cpus=None), "arguments of ray.init", code=ARGUMENTS)
     timeline_json_file: str | None = key(None, "file for Ray's timeline of the run; null: none")
@@ -405,7 +399,6 @@ class Config(Section):
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), used_if="generates")
     trainer: TrainerConfig = TrainerConfig()
     ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=OVER_RAY)
-    global_profiler: GlobalProfilerConfig = bookkeeping(GlobalProfilerConfig())
 
     # Facts of a recipe, which it overrides in its subclass; the others follow from the keys
 

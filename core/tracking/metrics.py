@@ -11,19 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.config.paths import run_folder
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.config.schema import Config
 
 # part -> the timers it is made of. With the rest they add up to timing_s/whole, the seconds since the line before.
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -177,43 +174,3 @@ def time_parts(row: Mapping[str, float]) -> dict[str, float]:
     begun = {name: [row[PREFIX + timer] for timer in timers if PREFIX + timer in row] for name, timers in PARTS.items()}
     seconds = {name: sum(timed) for name, timed in begun.items() if timed}
     return {**seconds, REST: whole - sum(seconds.values())}
-
-
-class Profile:
-    """torch's profiler in this process, which writes a Chrome trace (open it in ui.perfetto.dev).
-
-    ``start`` and ``stop`` enclose a step, in the same thread.
-    """
-
-    def __init__(self) -> None:
-        self._running: Any = None
-
-    def start(self) -> None:
-        import torch
-
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._running = torch.profiler.profile(activities=activities)
-        self._running.start()
-
-    def stop(self, trace: Path) -> None:
-        """End the profile and write it to ``trace``."""
-        running, self._running = self._running, None
-        running.stop()
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        running.export_chrome_trace(str(trace))
-
-
-@contextmanager
-def profiled(config: Config, workers: Any, step: int) -> Iterator[None]:
-    """Profile the step in every process that works on it, where ``global_profiler`` names it."""
-    profiler = config.global_profiler
-    if profiler.tool is None or step not in (profiler.steps or ()):
-        yield
-        return
-    workers.start_profile()
-    try:
-        yield
-    finally:
-        workers.stop_profile(Path(profiler.save_path or run_folder(config) / "profile"), f"step_{step}")

@@ -15,7 +15,7 @@ from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import check_examples, make_agent_loop
 from core.rollout.collect import CollectState, StopRequested
 from core.run import LoopState
-from core.tracking.metrics import profiled, progress_metrics
+from core.tracking.metrics import progress_metrics
 from core.types import StepMetrics, TrainBatch
 from recipes.sft.demonstrations import DemonstrationFiles, demonstration_batch, end_ids
 
@@ -44,7 +44,7 @@ class SFTTrainer(RayPPOTrainer):
         with self.run.running(self.workers, self.agent_loop, self.reward) as self.runner:
             self.validate_before_training()
             for metrics in self.run.steps():
-                with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
+                with metrics.time("step"):
                     batch = self.draw(metrics.step)
                     self.update(batch, metrics)
                 self.end_step(batch, metrics)

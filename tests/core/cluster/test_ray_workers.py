@@ -73,18 +73,6 @@ def call(actor, function, *arguments):
 # -- training
 
 
-@pytest.mark.processes
-def test_every_process_writes_its_trace(model, pair, tmp_path):
-    ranks, _, _ = pair
-    ranks.config = cluster_config(model, "global_profiler.tool=torch", "global_profiler.steps=[1]")
-    ranks.start_profile()
-    ranks.compute_values(mixed_batch(groups=1))
-    ranks.stop_profile(tmp_path, "step_1")
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"step_1_learner_rank_0.json", "step_1_learner_rank_1.json", "step_1_engine_0.json"}
-    assert "aten::" in (tmp_path / "step_1_learner_rank_1.json").read_text()
-
-
 def test_two_ranks_report_and_compute_what_one_process_does(pair):
     ranks, alone, metrics = pair
     for found, expected in metrics:

@@ -1,9 +1,8 @@
-"""Numbers of a step: its data under verl's names, and its seconds, which add up; profiles; how far work is."""
+"""Numbers of a step: its data under verl's names, and its seconds, which add up; how far work is."""
 
 from __future__ import annotations
 
 import io
-import json
 import random
 import time
 
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.config import compose, examine
-from core.ray_trainer import RayPPOTrainer
+from core.config import compose
 from core.tracking import loggers
 from core.tracking.loggers import progress
 from core.tracking.metrics import PARTS, REST, BusyClock, data_metrics, progress_metrics, time_parts
@@ -139,26 +137,6 @@ def test_the_report_shows_a_table_that_adds_up(finished, tmp_path):
     assert sum(table.values()) == pytest.approx(total, abs=0.0005 * len(table) + 0.0005)
     rows = [row for row in load_run(finished).metrics if row["step"]]
     assert total == pytest.approx(np.mean([row["timing_s/whole"] for row in rows]), abs=0.0006)
-
-
-# --- profiles ---
-
-
-def test_torch_writes_a_trace_of_the_chosen_step(folder):
-    config = configured(folder, "traced", "global_profiler.tool=torch", "global_profiler.steps=[2]", steps=3)
-    run = RayPPOTrainer(config).init_workers()
-    run.fit()
-    (trace,) = (run.run.run_dir / "profile").iterdir()
-    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert trace.name == "step_2.json" and "Optimizer.step#AdamW.step" in names  # the update is in it
-
-
-@pytest.mark.parametrize("steps", ["[90]", "null"])
-def test_a_profile_that_is_never_made_is_told(steps):
-    keys = ["preset=lab", "global_profiler.tool=torch", f"global_profiler.steps={steps}"]
-    found = examine("grpo", [*keys, "trainer.total_training_steps=20"])
-    told = found.warnings if steps == "null" else found.problems
-    assert len(told) == 1 and "global_profiler" in told[0]
 
 
 # --- progress ---
