@@ -201,7 +201,7 @@ def answering(
                 engine = make_engine(config, None, tokenizer, device)
                 owned.callback(engine.close)
         if config.actor_rollout_ref.rollout.multi_turn.deterministic_tools and isinstance(engine, InProcessEngine):
-            run.tool_calls.holds, engine.before_step = True, run.tool_calls.settled
+            run.barrier.holds, engine.before_step = frozenset({"tools"}), run.barrier.settled
         run.sampler = run.make_sampler(engine)
         yield run
 

@@ -34,17 +34,18 @@ from core.learner.models import check_files, check_lengths, load_modality, load_
 from core.learner.step_settings import StepNeeds, multiplier
 from core.rewards.layer import RewardLayer
 from core.rewards.scorer_check import check_hooks
-from core.rollout.agent_loop import AgentLoop, Barrier, Limits, check_examples, make_agent_loop
+from core.rollout.agent_loop import AgentLoop, Barrier, Limits, TrajectorySampler, check_examples, make_agent_loop
 from core.rollout.collect import (
     Ahead,
     Collected,
     CollectLimits,
     CollectState,
+    GroupRollout,
     collect,
     collect_ahead,
     fresh_enough,
+    make_deterministic,
 )
-from core.rollout.group_rollout import GroupRollout, TrajectorySampler, make_deterministic
 from core.run import LoopState, Run, prepare_torch
 from core.tracking.health import FAILED
 from core.tracking.loggers import print_examples, progress
@@ -95,7 +96,7 @@ class RayPPOTrainer:
         self.val_prompts: Sequence[Prompt] = ()
         self.reward: RewardLayer | None = None
         self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
-        self.tool_calls = Barrier()
+        self.barrier = Barrier()
         self.workers: LocalWorkers | None = None
         self.sampler: TrajectorySampler | None = None
         self.rollout: GroupRollout | None = None
@@ -178,12 +179,12 @@ class RayPPOTrainer:
         self.sampler = self.make_sampler(self.turns.watch(engine))
         n, greedy = self.config.actor_rollout_ref.rollout.n, self.needs.baseline
         hooks = self.generate, self.shape_reward
-        self.rollout = GroupRollout(*hooks, self.reward, self.clock, n, self.train_sampling, greedy)
-        make_deterministic(self.config, engine, self.rollout.scoring, self.tool_calls)
+        self.rollout = GroupRollout(*hooks, self.reward, self.clock, n, self.train_sampling, self.barrier, greedy)
+        make_deterministic(self.config, engine, self.barrier)
 
     def make_sampler(self, engine: Any) -> TrajectorySampler:
         """Return what samples single turns and episodes from an engine."""
-        return TrajectorySampler(engine, self.tokenizer, self.config.trainer.seed, self.agent_loop, self.tool_calls)
+        return TrajectorySampler(engine, self.tokenizer, self.config.trainer.seed, self.agent_loop, self.barrier)
 
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""

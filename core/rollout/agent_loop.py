@@ -80,19 +80,17 @@ def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
 
 
 def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt]) -> None:
-    """Check all examples that a run may draw. Raises InputError, and closes the loop, where it refuses any."""
+    """Check all examples that a run may draw. Raises InputError where the loop refuses any."""
     problems = Problems(shown=3)
     for example in examples if loop is not None else ():
         if trouble := loop.check(example):
             where = example.where if isinstance(example, Example) else f"uid {example.uid}"
             problems.add(KEY, "an example does not suit its loop", "correct the data", where, trouble)
-    if problems.found:
-        loop.close()
     problems.raise_if_any()
 
 
 class Barrier:
-    """Runs jobs: tools, scorers. Where it ``holds``, results are handed out together once no job is outstanding.
+    """Runs tools and scorers. Results of a kind that it ``holds`` are handed out together, once no job is outstanding.
 
     Results arrive in an order that chance decides. Where they decide what is generated next (filtered groups, turns
     after a tool), an engine that decodes in this process awaits :meth:`settled` before each step: which samples decode
@@ -100,14 +98,14 @@ class Barrier:
     """
 
     def __init__(self) -> None:
-        self.holds = False
+        self.holds: frozenset[str] = frozenset()  # of "tools" and "scores"
         self._round: list[asyncio.Task] = []
         self._end = asyncio.Event()  # of the round
         self._news = False  # results were handed out since the last call of settled
 
-    async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what the job returns."""
-        if not self.holds:
+    async def run(self, kind: str, job: Callable[[], Awaitable[Any]]) -> Any:
+        """Return what the job returns; ``kind`` is tools or scores."""
+        if kind not in self.holds:
             return await job()
         task = asyncio.ensure_future(job())
         self._round.append(task)
@@ -140,14 +138,6 @@ class Limits:
     turn: int
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What the policy wrote in one go."""
-
-    text: str
-    stop: Stop
-
-
 class Episode:
     """One sample of one prompt while it grows.
 
@@ -166,7 +156,7 @@ class Episode:
         engine: RolloutEngine,
         tokenizer: Any,
         run_seed: int,
-        calls: Barrier | None = None,
+        barrier: Barrier | None = None,
     ):
         self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
         self.seed = sampling_seed(run_seed, prompt.ordinal, sample_index)
@@ -176,7 +166,7 @@ class Episode:
         self.ids: list[int] = []  # of the response
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
         self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
-        self._calls = calls or Barrier()
+        self._barrier = barrier or Barrier()
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._segments: list[Segment] = []
@@ -193,7 +183,7 @@ class Episode:
         """Whether no further turn has room."""
         return self._full or self.left < 1
 
-    async def turn(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
+    async def turn(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Segment:
         """Let the policy write until the end of the sequence, one of the ``stop`` strings, or a limit.
 
         The token that completes a stop string is kept, whatever follows the string in it. Each turn has a seed of its
@@ -207,12 +197,11 @@ class Episode:
         ids = (*self.prompt.token_ids, *self.ids)
         request = SampleRequest(ids, sampling, seed, episode=self.seed, media=self.prompt.media)
         wrote = await self._engine.sample(request)
-        text = wrote.response_text
-        self._append(wrote.response_ids.tolist(), True, wrote.logprobs.tolist(), Segment("policy", text))
+        self._append(wrote.response_ids.tolist(), True, wrote.logprobs.tolist(), Segment("policy", wrote.response_text))
         self._versions.append(wrote.policy_version)
         self.turns += 1
         self.stop = wrote.stop
-        return Turn(text, wrote.stop)
+        return self._segments[-1]
 
     async def call(
         self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None, *, counted: bool = True
@@ -224,7 +213,7 @@ class Episode:
             async with asyncio.timeout(timeout_s):
                 return await job()
 
-        return await self._calls.run(bounded)
+        return await self._barrier.run("tools", bounded)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text that is not the policy's. What looks like a special token in it stays text.
@@ -233,17 +222,15 @@ class Episode:
         """
         return self._tokenizer.encode(writable(text), add_special_tokens=False, split_special_tokens=True)
 
-    def add(self, text: str, role: str = "tool") -> bool:
-        """Append text that the policy did not write. See :meth:`add_ids`."""
-        return self.add_ids(self.encode(text), text, role)
+    def add(self, text: str, role: str = "tool", ids: Sequence[int] | None = None) -> bool:
+        """Append text that the policy did not write: all of it or, where it would leave no token to the policy, none.
 
-    def add_ids(self, ids: Sequence[int], text: str, role: str = "tool") -> bool:
-        """Append ids, all of them or, where they would leave no token to the policy, none.
-
-        Returns whether the policy can go on. Where it cannot, the episode is over and counts as truncated.
+        ``ids`` are its own, if they are not :meth:`encode`'s. Returns whether the policy can go on. Where it cannot,
+        the episode is over and counts as truncated.
         """
         if role == "policy":
             raise ValueError("role='policy' is kept for what the engine sampled")
+        ids = self.encode(text) if ids is None else ids
         if len(ids) >= self.left:
             self.cut_short()
             return False
@@ -278,3 +265,24 @@ class Episode:
             user_scores=tuple(self.user_scores),
             tool_rewards=tuple(self.tool_rewards),
         )
+
+
+@dataclass(frozen=True)
+class TrajectorySampler:
+    """Samples trajectories from an engine: single turns, or episodes of an agent loop."""
+
+    engine: Any  # has ``async sample(request)``
+    tokenizer: Any
+    run_seed: int
+    agent_loop: AgentLoop | None
+    barrier: Barrier
+
+    async def sample(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
+        """Return an episode of the agent loop, played to its end, or without a loop one turn of the engine."""
+        if self.agent_loop is None:
+            seed = sampling_seed(self.run_seed, prompt.ordinal, sample_index)
+            return await self.engine.sample(SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media))
+        parts = {"engine": self.engine, "tokenizer": self.tokenizer, "barrier": self.barrier}
+        episode = Episode(prompt, sample_index, sampling, limits, run_seed=self.run_seed, **parts)
+        await self.agent_loop.run(episode)
+        return episode.trajectory()

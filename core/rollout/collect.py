@@ -8,20 +8,30 @@ silently on short answers. Timing decides only how many ordinals beyond the last
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from core.config.schema import Config
+from core.engines import RolloutEngine, SamplingParams
+from core.engines.in_process_engine import InProcessEngine
+from core.rewards.layer import RewardLayer
+from core.rollout.agent_loop import Barrier
 from core.tracking.metrics import BusyClock
-from core.types import Dropped, ScoredGroup, StepMetrics
+from core.types import Dropped, Prompt, ScoredGroup, StepMetrics, Trajectory
+from reward_scores.score import Score
 
 log = logging.getLogger(__name__)
 
 FilteredGroup = ScoredGroup | Dropped
 RollGroup = Callable[[int], Awaitable[ScoredGroup]]
 KeepGroup = Callable[[ScoredGroup], bool]
+Generate = Callable[[Prompt, int, SamplingParams], Awaitable[Trajectory]]
+ShapeReward = Callable[[Score, Trajectory], Score]
+GREEDY = -1  # the sample index of a greedy baseline answer
 STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sample still decodes
 
 
@@ -223,6 +233,59 @@ class _Groups:
         while end in self.decided:
             end += 1
         return len(self.passed(end)) >= self.limits.wanted
+
+
+@dataclass(frozen=True)
+class GroupRollout:
+    """Answers a prompt ``n`` times with the hook ``generate``, scores the answers and shapes their scores.
+
+    With ``greedy`` each group has a greedy answer as well, whose score is its baseline. ``clock`` counts the seconds in
+    which anything decodes or is scored.
+    """
+
+    generate: Generate
+    shape_reward: ShapeReward
+    reward: RewardLayer
+    clock: BusyClock
+    n: int
+    sampling: SamplingParams
+    barrier: Barrier
+    greedy: bool = False
+
+    async def roll_group(self, prompt: Prompt) -> ScoredGroup:
+        """Answer a prompt, score the answers and shape their scores."""
+        rolls = [self.answers(prompt, range(self.n), self.sampling)]
+        if self.greedy:
+            rolls.append(self.answers(prompt, [GREEDY], dataclasses.replace(self.sampling, temperature=0.0)))
+        rolled = await asyncio.gather(*rolls)
+        scores, *baseline = [tuple(map(self.shape_reward, one.scores, one.trajectories)) for one in rolled]
+        return dataclasses.replace(rolled[0], scores=scores, baseline=baseline[0][0] if baseline else None)
+
+    async def answers(self, prompt: Prompt, indices: Iterable[int], sampling: SamplingParams) -> ScoredGroup:
+        """Return an answer for each sample index, each scored while others still decode; nothing shapes the scores."""
+
+        async def answer(index: int) -> tuple[Trajectory, Score]:
+            with self.clock.busy("decode"):
+                trajectory = await self.generate(prompt, index, sampling)
+            with self.clock.busy("reward"):
+                score = await self.barrier.run("scores", lambda: self.reward.score(prompt, trajectory))
+            return trajectory, score.keeping_raw()
+
+        return ScoredGroup(prompt, *zip(*await asyncio.gather(*map(answer, indices)), strict=True))
+
+
+def make_deterministic(config: Config, engine: RolloutEngine, barrier: Barrier) -> None:
+    """Have an engine in this process await what decides which samples decode together: a run then repeats to the bit.
+
+    Scores are awaited where they decide what is begun next, tools with ``multi_turn.deterministic_tools``. Other
+    engines are left alone.
+    """
+    if not isinstance(engine, InProcessEngine):
+        return
+    tools, in_flight = config.actor_rollout_ref.rollout.multi_turn.deterministic_tools, config.data.gen_batch_size
+    scores = config.drops_groups or (in_flight is not None and in_flight < config.data.train_batch_size)
+    barrier.holds = frozenset(kind for kind, held in (("tools", tools), ("scores", scores)) if held)
+    engine.before_step = barrier.settled if barrier.holds else None
 
 
 class Ahead:

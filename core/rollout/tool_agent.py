@@ -273,7 +273,7 @@ class ToolAgentLoop(AgentLoop):
         for text, behind in zip(texts, others, strict=True):
             ids += [*episode.encode(text), *self.tokenizer.encode(behind, add_special_tokens=False)]
             added += text + behind
-        return episode.add_ids(ids, added, role)
+        return episode.add(added, role, ids)
 
     def metrics(self) -> Mapping[str, float]:
         counts, self.counts = self.counts, Counter()

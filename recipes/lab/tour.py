@@ -26,10 +26,10 @@ SETTINGS = (
 )
 STATIONS = {
     "core/ray_trainer.py": "begins the step, in which the prompt's answers are collected, weighed and trained on",
-    "core/rollout/collect.py": "draws the prompt's ordinal, and keeps or drops the group of its answers",
+    "core/rollout/collect.py": "draws the prompt's ordinal, has it answered n times and scored, and keeps or drops the group",
     "core/data/prompts.py": "finds the example of the ordinal, and makes token ids of it by the chat template",
     "core/data/parquet.py": "reads the example's row: question, ground truth, data source",
-    "core/rollout/group_rollout.py": "asks for n answers to it, each with a seed of its own, and for their scores",
+    "core/rollout/agent_loop.py": "asks for each answer to it, with a seed of its own",
     "core/engines/in_process_engine.py": "lets all requests decode together, one token of each a step",
     "core/engines/hf.py": "runs the policy over the prompt once and over the answers token by token",
     "core/engines/sampling.py": "draws each next token from the policy's logits, and decides when an answer ends",

@@ -111,7 +111,7 @@ def test_an_engine_in_this_process_awaits_scores_where_they_decide_what_is_drawn
         one = config(folder, "filtered", server.url, "data.gen_batch_size=2")
         run = RayPPOTrainer(one).init_workers()
         try:
-            assert run.rollout.scoring.holds and run.workers.engine.before_step is not None
+            assert run.barrier.holds and run.workers.engine.before_step is not None
         finally:
             run.reward.close()
             run.workers.close()

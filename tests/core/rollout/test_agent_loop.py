@@ -63,10 +63,11 @@ async def said(text: str) -> str:
 
 async def two_turns(e: Episode) -> None:
     turn = await e.turn(stop=ASK)
-    assert turn.text == "so <ask>x</ask>" and turn.stop is Stop.STOP_STRING
+    assert turn.text == "so <ask>x</ask>" and e.stop is Stop.STOP_STRING
     answer = await e.call(lambda: said("<eos> it is 4"))
     assert e.add(f"[{answer}]")
-    assert (await e.turn(stop=ASK)).stop is Stop.EOS
+    await e.turn(stop=ASK)
+    assert e.stop is Stop.EOS
 
 
 def test_an_episode_is_one_stream_of_what_was_sampled_and_what_was_added():
@@ -129,9 +130,11 @@ def test_a_turn_is_cut_at_its_own_limit_and_the_episode_goes_on():
     e = episode(engine, response=20, turn=5)
 
     async def play() -> None:
-        assert (await e.turn()).stop is Stop.LENGTH
+        await e.turn()
+        assert e.stop is Stop.LENGTH
         assert not e.over and e.left == 15
-        assert (await e.turn()).stop is Stop.EOS
+        await e.turn()
+        assert e.stop is Stop.EOS
 
     asyncio.run(play())
     assert not e.trajectory().truncated

@@ -7,9 +7,8 @@ import random
 
 from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
-from core.rollout.agent_loop import Barrier
+from core.rollout.agent_loop import Barrier, TrajectorySampler
 from core.rollout.collect import CollectLimits, CollectState, collect
-from core.rollout.group_rollout import TrajectorySampler
 from core.types import Prompt, ScoredGroup
 from reward_scores.score import Score
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -48,7 +47,7 @@ class Slow:
 
 def held():
     barrier = Barrier()
-    barrier.holds = True
+    barrier.holds = frozenset({"scores"})
     return barrier
 
 
@@ -59,7 +58,7 @@ def test_results_are_handed_out_together_and_in_order():
         order = []
 
         async def one(number):
-            result = await barrier.run(lambda: slow.score(number if number != 7 else None))
+            result = await barrier.run("scores", lambda: slow.score(number if number != 7 else None))
             assert not barrier._round  # the last one's score is there
             order.append((number, result.value))
 
@@ -93,7 +92,7 @@ def decoded_together(seed: int) -> list[tuple[int, ...]]:
         async def one(sample):
             sampling = SamplingParams(max_tokens=2 + (ordinal * 7 + sample * 3) % 31, ignore_eos=True)
             trajectory = await engine.sample(SampleRequest(prompt.token_ids, sampling, 10 * ordinal + sample))
-            return trajectory, await barrier.run(lambda: slow.score(int(trajectory.response_ids[-1]) % 2))
+            return trajectory, await barrier.run("scores", lambda: slow.score(int(trajectory.response_ids[-1]) % 2))
 
         trajectories, scores = zip(*await asyncio.gather(*map(one, range(2))), strict=True)
         return ScoredGroup(prompt, trajectories, scores)

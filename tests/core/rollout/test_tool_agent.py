@@ -254,7 +254,7 @@ def framed(tmp_path, name, role, last, texts=("REPLY",), stop=Stop.EOS):
     tools, users = (CALCULATOR, None) if role == "tool" else (None, USERS)
     loop = loop_of(tmp_path, f"{MULTI}.max_parallel_calls={len(texts)}", tools=tools, users=users, words=words)
     added, end = [], words.convert_tokens_to_ids(last)
-    parts = {"encode": lambda text: [], "add_ids": lambda ids, text, role: added.append(text)}
+    parts = {"encode": lambda text: [], "add": lambda text, role, ids: added.append(text)}
     loop.add(role, list(texts), SimpleNamespace(ids=[end], stop=stop, **parts))
     return last + added[0]
 
