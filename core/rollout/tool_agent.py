@@ -160,9 +160,7 @@ class ToolAgentLoop(AgentLoop):
             kwargs = {key.removesuffix("_kwargs"): value for key, value in given.items()}
             tools[name] = Instance(tool, kwargs, episode, timeout_s)
         if user is not None:
-            methods = ("start_interaction", "generate_response", "finalize_interaction")
-            user = Instance(user, dict.fromkeys(methods, facts["interaction_kwargs"]), episode, timeout_s)
-            await user.call("start_interaction")
+            user = Instance(user, {"generate_response": facts["interaction_kwargs"]}, episode, timeout_s)
         try:
             for tool in tools.values():
                 tool.failure = await self.attempt(tool, "create")
@@ -171,8 +169,6 @@ class ToolAgentLoop(AgentLoop):
             for tool in tools.values():
                 if tool.failure is None:
                     await self.attempt(tool, "release")
-            if user is not None:
-                await user.call("finalize_interaction")
 
     async def attempt(self, tool: Instance, method: str) -> Exception | None:
         """Call a tool's method at the beginning or end of an episode. Return what it raised, which is noted."""
@@ -283,8 +279,8 @@ class ToolAgentLoop(AgentLoop):
         return {"agent/calls": float(asked), **shares, **others}
 
     def close(self) -> None:
-        for owner in [*self.tools.values(), *self.users.values()]:
+        for tool in self.tools.values():
             try:
-                owner.close()
+                tool.close()
             except Exception:  # how the run ended must not be hidden by it
-                log.warning("%s cannot be closed", type(owner).__name__, exc_info=True)
+                log.warning("%s cannot be closed", tool.name, exc_info=True)

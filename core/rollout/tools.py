@@ -110,34 +110,22 @@ class BaseTool:
 
 
 class BaseInteraction:
-    """A simulated user, of whom all is true that :class:`BaseTool` says. ``config`` is the file's, with the name.
-
-    Every method but :meth:`close` gets the example's ``interaction_kwargs`` as ``kwargs``. What it raises ends the run.
-    """
+    """A simulated user. ``config`` is the file's, with the name. One object serves all episodes, many at a time."""
 
     KEY, SECTION = f"{MULTI_TURN}.interaction_config_path", "interaction"
 
     def __init__(self, config: dict[str, Any]):
         self.config, self.name = config, config["name"]
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin an episode of this id."""
-        return instance_id
-
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Return whether the episode ends, the user's text, a score of the policy's turn or None, and metrics.
 
-        ``messages`` are the prompt's and all since, of roles assistant, tool and user.
+        ``messages`` are the prompt's and all since, of roles assistant, tool and user; ``kwargs`` are the example's
+        ``interaction_kwargs``. What it raises ends the run.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
-
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Let go of an episode's state."""
-
-    def close(self) -> None:
-        """Let go of what the object holds."""
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
@@ -178,6 +166,8 @@ class ListedClass(BaseModel):
             raise ValueError(f"{where} does not extend core.rollout.tools.{base.__name__}")
         if base is BaseTool:
             return kind({name: value for name, value in self.config.items() if name != "type"}, self.tool_schema)
+        if unread := [name for name in ("start_interaction", "finalize_interaction") if hasattr(kind, name)]:
+            raise ValueError(f"nothing calls {where}.{unread[0]}; do all in generate_response, from its messages")
         return kind({**self.config, "name": self.name or kind.__name__.removesuffix("Interaction").lower()})
 
 

@@ -26,7 +26,7 @@ SETTINGS = (
 )
 STATIONS = {
     "core/ray_trainer.py": "begins the step, in which the prompt's answers are collected, weighed and trained on",
-    "core/rollout/collect.py": "draws the prompt's ordinal, has it answered n times and scored, and keeps or drops the group",
+    "core/rollout/collect.py": "draws the ordinal, has the prompt answered n times and scored, keeps or drops a group",
     "core/data/prompts.py": "finds the example of the ordinal, and makes token ids of it by the chat template",
     "core/data/parquet.py": "reads the example's row: question, ground truth, data source",
     "core/rollout/agent_loop.py": "asks for each answer to it, with a seed of its own",

@@ -30,6 +30,11 @@ class PoliteInteraction(BaseInteraction):
     pass
 
 
+class StatefulInteraction(BaseInteraction):
+    async def start_interaction(self, instance_id=None, **kwargs):
+        return instance_id
+
+
 def problems_of(tmp_path, text: str, base=BaseTool) -> list[str]:
     (tmp_path / "file.yaml").write_text(text)
     with pytest.raises(InputError) as error:
@@ -65,6 +70,8 @@ def test_users_have_a_name_of_their_own_or_their_class_s(tmp_path):
     users = load_listed(tmp_path / "users.yaml", BaseInteraction)
     assert {name: user.name for name, user in users.items()} == {"polite": "polite", "other": "other"}
     said = problems_of(tmp_path, f"- {entry}\n- {entry}\n- class_name: recipes.lab.tools.Calculator\n", BaseInteraction)
+    (unread,) = problems_of(tmp_path, f"- class_name: {__file__}:StatefulInteraction\n", BaseInteraction)
+    assert "StatefulInteraction.start_interaction" in unread
     assert "a second one is named 'polite'" in said[0] and "does not extend" in said[1]
 
 
