@@ -24,7 +24,6 @@ from reward_scores import (
     qa_em_format,
     random_reward,
     short_answer,
-    unit_tests,
 )
 from reward_scores.score import Scorer, any_ground_truth, no_libraries, no_note
 
@@ -37,7 +36,7 @@ def _scorer(module: ModuleType) -> Scorer:
 
 
 _MATH, _DAPO, _PRIME, _QA = _scorer(math_reward), _scorer(math_dapo), _scorer(prime_math), _scorer(qa_em)
-_CODE, _TESTED = _scorer(prime_code), _scorer(unit_tests)
+_CODE = _scorer(prime_code)
 _SHORT = _scorer(short_answer)
 
 # A name that ends in * stands for every data source that starts so.
@@ -71,8 +70,6 @@ SCORERS: dict[str, Scorer] = {
     "apps": _CODE,
     "codeforces": _CODE,
     "taco": _CODE,
-    "openai/openai_humaneval": _TESTED,
-    "google-research-datasets/mbpp": _TESTED,
     "hiyouga/geometry3k": _scorer(geo3k),
     "nq": _QA,
     "triviaqa": _QA,

@@ -19,13 +19,20 @@ from reward_scores import prime_source, unit_tests
 from reward_scores import sandbox_fusion as fusion
 from reward_scores.sandbox import Sandbox
 from reward_scores.score import Score, graded, no_answer, plain
-from reward_scores.unit_tests import FAILURES, BadTests, SandboxOptions, agrees
+from reward_scores.unit_tests import FAILURES, SandboxOptions
 
 METHODS = ("published", "robust")
 EXAMPLES = tuple(example for example in unit_tests.EXAMPLES if isinstance(example[1], str))
 COUNTED = 10  # tests that count once one fails
 ALL_SECONDS, ONE_SECONDS = 5.0, 10.0  # published limits of a test: in the run of all tests, and alone
-_CALL = """
+_PREPARE = (
+    Path(prime_source.__file__).read_text(encoding="utf-8")
+    + """
+import json, sys
+print(json.dumps(prepared(json.load(sys.stdin))))
+"""
+)
+_READ = """
 def _run(text, run=code):
     import builtins
     from unittest.mock import mock_open
@@ -103,11 +110,10 @@ def _published(source: str, tests: dict[str, Any], continuous: bool, options: Sa
 
 def _script(box: Sandbox, source: str, function: bool) -> str | None:
     """Return the answer as a script, by Python's parser in the sandbox; None for what is no Python."""
-    box.load(Path(prime_source.__file__).read_text(encoding="utf-8"))
-    read = box.call("prepared", source, seconds=ALL_SECONDS)
+    read = box.run(_PREPARE, json.dumps(source), ALL_SECONDS)
     if read.status != "ok":
         return None
-    script, is_script, is_module = read.value
+    script, is_script, is_module = json.loads(read.stdout)
     return script if is_script or (function and is_module) else None
 
 
@@ -115,17 +121,15 @@ def _run_all(box: Sandbox, source: str, script: str, tests: dict[str, Any], end:
     """Run every test until one fails. Returns the tests' results by number."""
     found: dict[int, str] = {}
     function, inputs, outputs = tests.get("fn_name"), tests["inputs"], tests["outputs"]
-    if function or not inputs:  # a script is loaded where it runs
-        loaded = box.load(prime_source.HEAD + source if function else script, ALL_SECONDS).status
-        if loaded != "ok":
-            return {0: "timeout" if loaded == "timeout" else "error"}
+    if not inputs:
+        status = box.run(prime_source.HEAD + source if function else script, "", ALL_SECONDS).status
+        return {} if status == "ok" else {0: "timeout" if status == "timeout" else "error"}
     for number, (given, wanted) in enumerate(zip(inputs, outputs, strict=False)):
         seconds = min(ALL_SECONDS, end - box.charged, box.left)
         if seconds <= 0:
             found[number] = "timeout"
         elif function:
-            name = f"Solution.{function}" if "class Solution" in source else function
-            found[number] = _call(box, name, given, wanted, seconds)
+            found[number] = _call(box, source, function, given, wanted, seconds)
         else:
             found[number] = _run(box, script, given, wanted, seconds)
         if found[number] != "passed":
@@ -145,23 +149,17 @@ def _run_first(box: Sandbox, script: str, tests: dict[str, Any], known: dict[int
 
 def _run(box: Sandbox, script: str, given: Any, wanted: Any, seconds: float) -> str:
     given, wanted = ("\n".join(text) if isinstance(text, list) else str(text) for text in (given, wanted))
-    ran = box.run(script + _CALL, given, seconds)
-    if ran.status != "ok":
-        return "timeout" if ran.status == "timeout" else "error"
-    return "passed" if agrees(same_output, ran.stdout, wanted) else "wrong"
+    return unit_tests.run(box, script + _READ, given, wanted, seconds, same_output)
 
 
-def _call(box: Sandbox, name: str, given: str, wanted: str, seconds: float) -> str:
+def _call(box: Sandbox, source: str, function: str, given: str, wanted: str, seconds: float) -> str:
     try:
         arguments, goal = [json.loads(line) for line in given.split("\n")], json.loads(wanted)
     except (ValueError, AttributeError):
         return "error"
     if arguments and isinstance(arguments[0], dict):
         arguments = [_whole_keys(arguments[0])]
-    called = box.call(name, *arguments, seconds=seconds)
-    if called.status != "ok":
-        return "timeout" if called.status == "timeout" else "error"
-    return "passed" if agrees(same_value, called.value, goal) else "wrong"
+    return unit_tests.call(box, prime_source.HEAD + source, function, arguments, goal, seconds, same_value)
 
 
 def _whole_keys(value: dict[str, Any]) -> dict[Any, Any]:
@@ -228,10 +226,4 @@ def check_ground_truth(
     """Return a problem, or None, under both methods: a row without tests is a mistake in the data."""
     if method == "published" and not continuous:
         return "method=published has no score for a failed test with continuous=False; set method=robust"
-    problem = unit_tests.check_ground_truth(ground_truth)
-    if problem or ground_truth is None:
-        return problem
-    try:
-        return None if len(unit_tests.read_tests(ground_truth)) else "it has no tests"
-    except BadTests as error:
-        return str(error)
+    return unit_tests.check_ground_truth(ground_truth)

@@ -1,13 +1,12 @@
-"""Score programs by tests: standard input and output, calls of a function, or assertions (HumanEval, MBPP).
+"""Score programs by tests: standard input and output, or calls of a function.
 
 The answer is the last closed block of Python code. It runs in :mod:`reward_scores.sandbox`; outputs and results are
-compared here, and assertions in a process that the program cannot reach.
+compared here, where the program cannot reach.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import json
 import math
 import textwrap
@@ -18,16 +17,35 @@ from typing import Any
 from reward_scores.sandbox import Isolation, Limits, Sandbox, isolation, required_isolation, unisolated
 from reward_scores.score import Score, as_text, graded, no_answer, plain
 
+_MARK = "\n=> "  # in front of what a function returned
+LONGEST_DICT = 1 << 18  # characters
+# A function's arguments come as literals; what it returned is printed as one, of exact built-in types
+_CALL = """
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(map(_plain, value))
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+import sys as _sys
+_value = _plain(FUNCTION(*eval(_sys.stdin.read(), {"nan": float("nan"), "inf": float("inf")})))
+_sys.stdout.write("\\n=> " + repr(_value))
+"""
 TOLERANCE = 1e-6  # of numbers that are not integers
 PYTHON = ("python", "python3", "py")
 FAILURES = ("timeout", "error")  # parts of the score: shares of tests that ended so
 _SUM = '{"inputs": ["1 2\\n", "-3 3\\n"], "outputs": ["3\\n", "0\\n"]}'
-_ASSERTED = {"test_list": ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]}
+_CALLS = {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]}
 EXAMPLES = (
     ("```python\nprint(sum(map(int, input().split())))\n```", _SUM, 1.0),
     ("```python\nprint(3)\n```", _SUM, 0.0),
-    ("```python\ndef add(a, b):\n    return a + b\n```", _ASSERTED, 1.0),
-    ("```python\ndef add(a, b):\n    return a - b\n```", _ASSERTED, 0.0),
+    ("```python\ndef add(a, b):\n    return a + b\n```", _CALLS, 1.0),
+    ("```python\ndef add(a, b):\n    return a - b\n```", _CALLS, 0.0),
     ("The sum.", _SUM, 0.0),
 )
 
@@ -38,20 +56,11 @@ class BadTests(ValueError):
 
 @dataclass(frozen=True)
 class Tests:
-    """The tests of a problem: ``inputs`` with ``outputs`` (calls of ``fn_name`` where it is set), or ``asserts``.
-
-    ``prelude`` is the code that an answer continues; ``names`` are the program's that the assertions use.
-    """
+    """The tests of a problem: ``inputs`` with ``outputs`` (calls of ``fn_name`` where it is set)."""
 
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     fn_name: str | None = None
-    asserts: tuple[str, ...] = ()
-    prelude: str = ""
-    names: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.asserts) or len(self.inputs)
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,8 @@ def score(
         return no_answer(**dict.fromkeys(FAILURES, 0.0))
     options = SandboxOptions(**(sandbox or {}))
     statuses = list(run_tests(source, tests, options, stop_early=not continuous))
-    share = statuses.count("passed") / len(tests)
-    parts = {name: statuses.count(name) / len(tests) for name in FAILURES}
+    share = statuses.count("passed") / len(tests.inputs)
+    parts = {name: statuses.count(name) / len(tests.inputs) for name in FAILURES}
     return graded(share == 1, source, share if continuous else float(share == 1), **parts)
 
 
@@ -131,20 +140,9 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     given = as_columns(plain(given))
     if not isinstance(given, Mapping):
         raise BadTests(f"tests must be a mapping, a list of {{input, output}} or their JSON, got {given!r:.100}")
-    present = {name: value for name, value in zip(given, map(plain, given.values()), strict=True) if _given(value)}
-    if "inputs" in present:
-        return _input_tests(present)
-    if "test" in present and "entry_point" in present:
-        source, entry = str(present["test"]), str(present["entry_point"])
-        return _assertions([f"{source}\n\ncheck({entry})"], present.get("prompt", ""), (entry,))
-    if "test_list" in present:
-        setup = str(present.get("test_setup_code", ""))
-        lists = {name: present.get(name, []) for name in ("test_list", "challenge_test_list")}
-        asserts = [test for name, tests in lists.items() for test in texts(tests, name)]
-        return _assertions([f"{setup}\n{test}" for test in asserts], "", ())
-    raise BadTests(
-        f"tests need inputs and outputs, test and entry_point, or test_list; got {', '.join(map(str, given))}"
-    )
+    if "inputs" not in given:
+        raise BadTests(f"tests need inputs and outputs; got {', '.join(map(str, given))}")
+    return _input_tests(given)
 
 
 def as_columns(given: Any) -> Any:
@@ -166,13 +164,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _given(value: Any) -> bool:
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
-
-
 def _input_tests(given: Mapping[str, Any]) -> Tests:
-    inputs, outputs = texts(given["inputs"], "inputs"), texts(given.get("outputs", []), "outputs")
-    if len(inputs) != len(outputs):
+    inputs, outputs = (texts(plain(given.get(name, [])), name) for name in ("inputs", "outputs"))
+    if len(inputs) != len(outputs) or not inputs:
         raise BadTests(f"{len(inputs)} inputs and {len(outputs)} outputs")
     if not isinstance(given.get("fn_name"), str | None):
         raise BadTests(f"fn_name must be the name of a function, got {given['fn_name']!r:.100}")
@@ -209,87 +203,50 @@ def _json(text: str) -> Any:
         raise BadTests(f"fn_name needs JSON, an argument a line, and one value out: {text[:100]!r}") from error
 
 
-def _assertions(asserts: Sequence[str], prelude: str, entry: tuple[str, ...]) -> Tests:
-    try:
-        own = {name for name in _defined(ast.parse(prelude)) if name not in entry}
-        used = {name for test in asserts for name in _free(ast.parse(test))}
-    except SyntaxError as error:
-        raise BadTests(f"tests that are no Python: {error}") from error
-    # a program's own sum is tested only where a test uses nothing else of it: it must not replace the tests' own sum
-    names = (used | set(entry)) - own
-    names = names - set(dir(builtins)) or names
-    return Tests(asserts=tuple(asserts), prelude=prelude, names=tuple(sorted(names)))
-
-
-def _free(tree: ast.Module) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - _defined(tree)
-
-
-def _defined(tree: ast.Module) -> set[str]:
-    """Return the names that the module's top level gives a value."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and _is_stored(part)}
-    return names
-
-
-def _is_stored(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
-
-
 # --- running them
 
 
 def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bool = False) -> Iterator[str]:
     """Yield each test's result: passed, wrong, error or timeout; fewer of them where ``stop_early``."""
     with options.box() as box:
-        if tests.asserts:
-            seconds = min(options.timeout_s * len(tests), options.total_timeout_s)
-            tested = box.judge(program(source, tests.prelude), tests.asserts, tests.names, tests.prelude, seconds)
-            results = {"passed": "passed", "failed": "wrong", "timeout": "timeout"}
-            yield from (results.get(each.status, "error") for each in tested)
-            return
-        one = _run_call if tests.fn_name else _run_script
         for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
             left = min(options.timeout_s, options.total_timeout_s - box.charged, box.left)
-            status = one(box, source, tests.fn_name, given, wanted, left) if left > 0 else "timeout"
+            if left <= 0:
+                status = "timeout"
+            elif tests.fn_name:
+                arguments = [_json(line) for line in given.split("\n")]
+                status = call(box, source, tests.fn_name, arguments, _json(wanted), left, same_value)
+            else:
+                status = run(box, source, given, wanted, left, same_output)
             yield status
             if stop_early and status != "passed":
                 return
 
 
-def program(source: str, prelude: str) -> str:
-    """Return the answer behind the code that it continues: indented lines are the rest of its last function."""
-    if not prelude:
-        return source
-    first = next((line for line in source.split("\n") if line.strip()), "")
-    return prelude + source if first[:1].isspace() else f"{prelude}\n\n{source}"
-
-
-def _run_script(box: Sandbox, source: str, fn_name: None, given: str, wanted: str, seconds: float) -> str:
+def run(box: Sandbox, source: str, given: str, wanted: str, seconds: float, same: Callable[[str, str], bool]) -> str:
+    """Return the result of a script's test."""
     ran = box.run(source, given, seconds)
     if ran.status != "ok":
         return "timeout" if ran.status == "timeout" else "error"
-    return "passed" if agrees(same_output, ran.stdout, wanted) else "wrong"
+    return "passed" if agrees(same, ran.stdout, wanted) else "wrong"
 
 
-def _run_call(box: Sandbox, source: str, fn_name: str, given: str, wanted: str, seconds: float) -> str:
-    """Make the calls of one test in a program loaded anew, so that tests cannot lean on one another."""
-    called = box.load(source, seconds)
-    if called.status == "ok":
-        called = box.call(_callable_name(source, fn_name), *map(_json, given.split("\n")), seconds=seconds)
-    if called.status != "ok":
-        return "timeout" if called.status == "timeout" else "error"
-    return "passed" if agrees(same_value, called.value, _json(wanted)) else "wrong"
-
-
-def _callable_name(source: str, fn_name: str) -> str:
-    return f"Solution.{fn_name}" if "class Solution" in source else fn_name
+def call(
+    box: Sandbox, source: str, name: str, arguments: Any, wanted: Any, seconds: float, same: Callable[[Any, Any], bool]
+) -> str:
+    """Return the result of a call of a function, in a program loaded anew, so that tests cannot lean on one another."""
+    owner = "Solution()." if "class Solution" in source else ""
+    ran = box.run(source + _CALL.replace("FUNCTION", f"{owner}{name}"), repr(arguments), seconds)
+    if ran.status != "ok":
+        return "timeout" if ran.status == "timeout" else "error"
+    _, mark, value = ran.stdout.rpartition(_MARK)
+    # The hashes of a dictionary's keys may be chosen to collide: a large one could hold up the grader
+    if not mark or ("{" in value and len(value) > LONGEST_DICT):
+        return "error"
+    try:
+        return "passed" if agrees(same, ast.literal_eval(value), wanted) else "wrong"
+    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):  # no value
+        return "error"
 
 
 # --- comparing

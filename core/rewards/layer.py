@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RUN_PROGRAMS = ("prime_code", "unit_tests")  # scorers that do
 TESTS_SHARE = 0.8  # of reward_model.timeout_s: a slow program is a wrong answer, not a failing scorer
 
 
@@ -221,8 +220,7 @@ def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     sandbox, fusion = reward.sandbox.model_dump(), reward.sandbox_fusion.model_dump()
     if reward.reward_manager != "naive":  # naive has no deadline for an answer
         sandbox["total_timeout_s"] = fusion["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
-    for name in RUN_PROGRAMS:
-        options[name] = {"sandbox": sandbox, **options.get(name, {})}
+    options["prime_code"] = {"sandbox": sandbox, **options.get("prime_code", {})}
     if reward.sandbox_fusion.url:
         options["prime_code"] = {"sandbox_fusion": fusion, **options["prime_code"]}
     return options

@@ -69,10 +69,9 @@ def check_scorers(layer: RewardLayer, rows: Iterable[Row]) -> Known:
     except WorkersLost as error:
         fix = "its traceback is above; correct the function's module, or raise reward_model.memory_limit_mb"
         raise InputError(f"reward_model.reward_manager: {error}; {fix}") from error
-    for name in {"prime_code", "unit_tests"} & set(examples):
-        options = layer.scorers.reward_kwargs[name]
-        if not options.get("sandbox_fusion", {}).get("url"):  # what holds the programs of answers on this machine
-            print(SandboxOptions(**options["sandbox"]).isolation().line, flush=True)
+    options = layer.scorers.reward_kwargs["prime_code"]
+    if "prime_code" in examples and "sandbox_fusion" not in options:  # what holds the programs on this machine
+        print(SandboxOptions(**options["sandbox"]).isolation().line, flush=True)
     return known
 
 

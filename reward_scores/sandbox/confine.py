@@ -1,4 +1,4 @@
-"""Shut a process in by means of the kernel: namespaces, Landlock, resource limits (Linux, by ctypes).
+"""Shut a process in by means of the kernel: namespaces and resource limits (Linux, by ctypes).
 
 The filter of system calls is ``seccomp.py``. Run inside the sandbox's own processes. Every function raises OSError
 where the kernel refuses.
@@ -6,20 +6,14 @@ where the kernel refuses.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
 import resource
 import signal
-import stat
 import struct
-import tempfile
-from typing import NoReturn
 
 import seccomp
-
-MODES = ("namespaces", "user_namespaces", "landlock", "none")
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_NS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
@@ -33,8 +27,6 @@ _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
 _FIRST_UID = 0x40000000  # of the users that programs run as where the sandbox starts as root; one a sandbox
 
 _PIVOT_ROOT, _CAPSET = (155, 41), (126, 91)
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 
 
 def _checked(result: int, what: str) -> int:
@@ -96,8 +88,8 @@ def readable(search_path: list[str]) -> list[str]:
     return [path for path in found if path not in inside]
 
 
-def enter_root(paths: list[str], box_bytes: int, uid: int) -> None:
-    """Change to a file tree of nothing but ``paths``, read-only, four devices and an empty, small working folder."""
+def enter_root(paths: list[str]) -> None:
+    """Change to a read-only file tree of nothing but ``paths``, four devices and an empty working folder."""
     _mount("none", "/", None, _REC | _PRIVATE)
     root = next(p for p in _MOUNT_POINTS if os.path.isdir(p) and not any(q.startswith(p + "/") for q in paths))
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
@@ -105,9 +97,6 @@ def enter_root(paths: list[str], box_bytes: int, uid: int) -> None:
     for path in (*paths, *_DEVICES):
         _show(path, root + path)
     os.mkdir(root + "/box")
-    gid = os.getegid() if uid == os.geteuid() else uid
-    data = f"size={max(box_bytes, 4096)},nr_inodes=256,mode=700,uid={uid},gid={gid}"
-    _mount("tmpfs", root + "/box", "tmpfs", _NOSUID | _NODEV | _NOEXEC, data)
     _mount(None, root, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     os.chdir(root)
     _syscall(_PIVOT_ROOT[_require_architecture()], "pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
@@ -132,34 +121,9 @@ def _show(path: str, target: str) -> None:
     _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | nodev | kept)
 
 
-def program_uid(mode: str, paths: list[str]) -> int:
-    """Return the user that programs run as. Where the sandbox starts as root it is this sandbox's alone.
-
-    Under Landlock that user needs rights to the standard library, which namespaces show to it in any case.
-    """
-    alone = mode == "namespaces" or (mode == "landlock" and all(map(_open_to_all, paths)))
-    return _FIRST_UID + os.getpid() if alone and os.geteuid() == 0 else os.geteuid()
-
-
-def _open_to_all(path: str) -> bool:
-    """Return whether any user may read the file or folder, as far as the folders on the way decide."""
-    path = os.path.realpath(path)
-    while path != os.path.dirname(path):
-        wanted = stat.S_IXOTH if os.path.isdir(path) else stat.S_IROTH
-        if not os.stat(path).st_mode & wanted:
-            return False
-        path = os.path.dirname(path)
-    return True
-
-
-def tasks(uid: int) -> int:
-    """Return how many threads a user has, which count against the limit of each of its processes."""
-    found = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            status = os.stat(f"/proc/{name}/task")
-            found += status.st_nlink - 2 if status.st_uid == uid else 0
-    return found
+def program_uid(mode: str) -> int:
+    """Return the user that programs run as. Where the sandbox starts as root it is this sandbox's alone."""
+    return _FIRST_UID + os.getpid() if mode == "namespaces" and os.geteuid() == 0 else os.geteuid()
 
 
 def drop_privileges(uid: int) -> None:
@@ -177,55 +141,21 @@ def drop_privileges(uid: int) -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-# --- Landlock
-
-
-def landlock(paths: list[str]) -> None:
-    """Allow from here on only reading of ``paths``: no file can be written or made, no TCP port used."""
-    version = _syscall(_LANDLOCK_CREATE, "landlock", None, 0, 1)
-    rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
-    rule_set = struct.pack("QQQ", rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
-    ruleset = _syscall(_LANDLOCK_CREATE, "landlock", ctypes.c_char_p(rule_set), size, 0)
-    for path in (*paths, "/dev/null", "/dev/urandom"):
-        write = _WRITE_FILE if path == "/dev/null" else 0
-        allowed = _READ_FILE | (_EXECUTE | _READ_DIR if os.path.isdir(path) else write)
-        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", allowed & rights, beneath)
-        _syscall(_LANDLOCK_ADD, f"landlock {path}", ruleset, 1, ctypes.c_char_p(rule), 0)
-        os.close(beneath)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _syscall(_LANDLOCK_RESTRICT, "landlock", ruleset, 0)
-    os.close(ruleset)
-
-
-def enter_vanished_folder() -> None:
-    """Enter an empty working folder in which nothing can be made, and that leaves nothing behind."""
-    folder = tempfile.mkdtemp()
-    os.chdir(folder)
-    os.rmdir(folder)
-
-
 # --- limits
 
 
-def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int, threads: int) -> None:
-    """Set resource limits of this process; ``threads`` are those of all processes of its user."""
-    stack = min(112 << 20, memory_bytes)  # a larger one would grow into what lies below it
+def limit(memory_bytes: int, cpu_seconds: int, threads: int, own_user: bool) -> None:
+    """Set resource limits of this process; ``threads`` are those of all processes of its user, if that is its own."""
     wanted = {
         resource.RLIMIT_AS: memory_bytes,
-        resource.RLIMIT_CPU: cpu_seconds,
-        resource.RLIMIT_FSIZE: file_bytes,
-        resource.RLIMIT_STACK: stack,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_STACK: min(112 << 20, memory_bytes),  # a larger one would grow into what lies below it
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: threads,
+        **({resource.RLIMIT_NPROC: threads} if own_user else {}),
     }
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     for name, value in wanted.items():
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
-
-
-def leave(code: int) -> NoReturn:
-    os._exit(code)

@@ -48,16 +48,6 @@ ALLOWED: dict[str, Numbers] = {
     **{"getrandom": (318, 278), "recvfrom": (45, 207), "recvmsg": (47, 212), "shutdown": (48, 210)},
     **{"getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209)},
 }
-# Change files by their names. Only where a program has a folder of its own: Landlock does not deny all of them.
-CHANGES: dict[str, Numbers] = {
-    **{"mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1), "unlink": (87, -1), "unlinkat": (263, 35)},
-    **{"rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, -1), "linkat": (265, 37)},
-    **{"symlink": (88, -1), "symlinkat": (266, 36), "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53)},
-    **{"fchmodat2": (452, 452), "utime": (132, -1), "utimes": (235, -1), "utimensat": (280, 88)},
-    **{"truncate": (76, 45), "ftruncate": (77, 46), "fallocate": (285, 47), "flock": (73, 32)},
-    **{"getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10)},
-    **{"listxattr": (194, 11), "llistxattr": (195, 12), "flistxattr": (196, 13)},
-}
 
 
 class Word(NamedTuple):
@@ -72,12 +62,11 @@ _THREAD, _NEW_NAMESPACES = 0x00010000, 0x7E020080  # flags of clone
 _STREAM, _KIND = 1, 0xF  # of socketpair's type
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _FCNTL = (0, 1, 2, 3, 1030, 1032)  # dup, get and set the descriptor's flags, get the file's, dup and close, pipe's size
-_LOCKS = (5, 6, 7, 36, 37, 38)
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, window's size, FIONREAD, FIONBIO, FIO(N)CLEX
 _PRCTL = (15, 16, 0x53564D41)  # a thread's name, a mapping's name
 
 
-def limited(pid: int, changes: bool) -> list[tuple[str, Numbers, tuple[Word, ...]]]:
+def limited(pid: int) -> list[tuple[str, Numbers, tuple[Word, ...]]]:
     """Return the calls that are allowed with some arguments, of the process ``pid``; a name may stand there twice."""
     fcntl = (72, 25)
     return [
@@ -88,7 +77,7 @@ def limited(pid: int, changes: bool) -> list[tuple[str, Numbers, tuple[Word, ...
         ("prctl", (157, 167), (Word(0, _PRCTL),)),
         ("ioctl", (16, 29), (Word(2, _IOCTL),)),
         # F_SETOWN and F_SETSIG with O_ASYNC would have the kernel send a signal of choice to a process of choice
-        ("fcntl", fcntl, (Word(2, _FCNTL + (_LOCKS if changes else ())),)),
+        ("fcntl", fcntl, (Word(2, _FCNTL),)),
         ("fcntl", fcntl, (Word(2, (_F_SETFL,)), Word(4, (0,), _O_ASYNC))),
         # Unix stream pairs alone (asyncio wakes itself with one): a datagram could go to any socket by its name
         ("socketpair", (53, 199), (Word(0, (1,)), Word(2, (_STREAM,), _KIND))),
@@ -96,12 +85,12 @@ def limited(pid: int, changes: bool) -> list[tuple[str, Numbers, tuple[Word, ...
     ]
 
 
-def install(pid: int, changes: bool) -> None:
+def install(pid: int) -> None:
     """Filter the system calls of this thread from here on. Raises OSError where the kernel or the machine cannot."""
     if ARCHITECTURE is None:
         raise OSError(38, f"no system call numbers for {platform.machine()}")
     libc, zero = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(0)
-    program = b"".join(struct.pack("HBBI", *step) for step in _filter(ARCHITECTURE, pid, changes))
+    program = b"".join(struct.pack("HBBI", *step) for step in _filter(ARCHITECTURE, pid))
     buffer = ctypes.create_string_buffer(program, len(program))
     header = ctypes.c_char_p(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer)))
     no_new_privs, set_seccomp, by_filter = 38, 22, ctypes.c_ulong(2)
@@ -116,12 +105,12 @@ _LOAD, _EQUAL, _AND, _JUMP, _END = 0x20, 0x15, 0x54, 0x05, 0x06
 _ALLOW, _REFUSE, _ABSENT, _KILL = ((_END, 0, 0, what) for what in (0x7FFF0000, 0x00050001, 0x00050026, 0x80000000))
 
 
-def _filter(arch: int, pid: int, changes: bool) -> list[Step]:
+def _filter(arch: int, pid: int) -> list[Step]:
     steps = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_ARCH[arch]), _KILL, (_LOAD, 0, 0, 0)]
-    for numbers in (*ALLOWED.values(), *(CHANGES.values() if changes else ())):
+    for numbers in ALLOWED.values():
         if numbers[arch] >= 0:
             steps += [(_EQUAL, 0, 1, numbers[arch]), _ALLOW]
-    rules = limited(pid, changes)
+    rules = limited(pid)
     for _, numbers, words in rules:
         steps += _rule(numbers[arch], words)
     steps.append((_LOAD, 0, 0, 0))

@@ -94,15 +94,13 @@ def test_tests_that_are_none():
         *(([["1", "2", "3"]], "must be a mapping"), ([{"input": "1"}], "must be a mapping")),
         (["1\n", "2\n"], "must be a mapping"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"inputs": [], "outputs": []}, "tests need"),
+        ({"inputs": [], "outputs": []}, "0 inputs"),
         ({"test": "def check(c): pass"}, "tests need"),
-        ({"test_list": ["assert f(:"]}, "no Python"),
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "needs JSON"),
     ):
         with pytest.raises(BadTests, match=problem):
             read_tests(tests)
-        for scorer in ("apps", "google-research-datasets/mbpp"):
-            assert problem in scorer_for(scorer).check_ground_truth(tests), tests
+        assert problem in scorer_for("apps").check_ground_truth(tests), tests
 
 
 def test_rewards_and_failures():
@@ -144,18 +142,6 @@ def test_calls_do_not_lean_on_one_another():
     assert unit_tests.score(fenced(source), CALLS).value == 0.5
 
 
-def test_a_body_continues_the_prompt():
-    task = {
-        "prompt": "def twice(x):\n    '''Twice x.'''\n",
-        "test": "def check(f):\n    assert f(2) == 4 and f('a') == 'aa'",
-        "entry_point": "twice",
-    }
-    assert unit_tests.score(fenced("    return 2 * x"), task).acc == 1
-    assert unit_tests.score(fenced("def twice(x):\n    return 2 * x"), task).acc == 1
-    assert unit_tests.score(fenced("    return 4"), task).acc == 0
-    assert unit_tests.score(fenced("pass"), task).acc == 0
-
-
 # --- published semantics beyond the vectors
 
 
@@ -195,7 +181,7 @@ def configured(*overrides):
 def test_the_configuration_reaches_the_scorers():
     reward = configured("reward_model.sandbox.timeout_s=2", "reward_model.reward_manager=prime")
     sandbox = {"allow_unisolated": False, "timeout_s": 2.0, "memory_limit_mb": 1024, "total_timeout_s": 8.0}
-    assert scorer_options(reward) == {"prime_code": {"sandbox": sandbox}, "unit_tests": {"sandbox": sandbox}}
+    assert scorer_options(reward) == {"prime_code": {"sandbox": sandbox}}
     json.dumps(scorer_options(reward))  # they are sent to workers
     reward = configured(
         "reward_model.sandbox_fusion.url=http://h/run_code", "reward_model.sandbox_fusion.max_concurrent=3"
@@ -203,8 +189,7 @@ def test_the_configuration_reaches_the_scorers():
     fusion = scorer_options(reward)["prime_code"]["sandbox_fusion"]
     own = {"url": "http://h/run_code", "max_concurrent": 3, "memory_limit_mb": 1024}
     assert fusion == {**own, "give_up_s": 120.0, "api_key_env": None}
-    assert "sandbox_fusion" not in scorer_options(reward)["unit_tests"]
-    assert "total_timeout_s" not in scorer_options(configured())["unit_tests"]["sandbox"]
+    assert "total_timeout_s" not in scorer_options(configured())["prime_code"]["sandbox"]
 
 
 def test_options_of_the_user_come_first():

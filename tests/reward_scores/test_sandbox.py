@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from reward_scores import sandbox
-from reward_scores.sandbox import Called, Isolation, Limits, Sandbox, SandboxError, SandboxUnavailable, plain
+from reward_scores.sandbox import Isolation, Limits, Sandbox, SandboxError, SandboxUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = Limits(seconds=3.0, memory_mb=256, output_bytes=1 << 16, file_bytes=1 << 20, threads=8)
+LIMITS = Limits(seconds=3.0, memory_mb=256, output_bytes=1 << 16, threads=8)
 MODES = {mode: Isolation(mode, True) for mode in sandbox.MODES}
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -133,7 +137,6 @@ USING_UP = {
     "takes all memory": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "error"),
     "takes memory at once": ("x = bytearray(1 << 40)", "error"),
     "writes without end": ("f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 16))", "error"),
-    "writes many files": ("for n in range(10**6): open(str(n), 'wb').write(bytes(1 << 16))", "error"),
     "recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return repr([f]) + f([x])\nf(1)", None),
     "crashes": ("import ctypes; ctypes.string_at(0)", "error"),
     "exit code": ("import sys; sys.exit(3)", "error"),
@@ -198,157 +201,11 @@ def test_the_same_program_prints_the_same(how):
     assert len(printed) == 1
 
 
-def test_a_program_leaves_nothing_to_the_next(box):
-    left = (
-        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.symlink('/', 'd')\nos.chmod('a/b', 0)\n"
-        "for _ in range(30):\n    os.mkdir('y' * 250)\n    os.chdir('y' * 250)\n"  # longer than a path may be
-        "os.chdir('/box')\nos.chmod('.', 0)"
-    )
-    box.run(left)
-    assert box.run("import os\nprint(os.listdir('.'))").stdout in ("[]\n", "")  # Landlock: it cannot even look
-
-
 def test_time_is_charged_by_what_a_program_does(box):
-    assert box.run("import time\ntime.sleep(0.3)").seconds > 0.25
+    assert box.run("import time\ntime.sleep(0.3)").seconds > 0.05  # a fifth of the wall
     before = box.charged
     assert box.run("import time\nwhile True: time.sleep(0.01)", seconds=0.5).status == "timeout"
     assert box.charged - before >= 0.5
-
-
-PROGRAM = """
-class Solution:
-    def twice(self, x): return x * 2
-class Odd:
-    def __eq__(self, other): return True
-    __hash__ = object.__hash__
-def echo(*values, **named): return list(values) or named
-def odd(): return Odd()
-def fail(): raise KeyError("no")
-def leave(): raise SystemExit(0)
-def vanish():
-    import os
-    os._exit(0)
-def wait():
-    while True: pass
-"""
-
-
-def test_values_come_back_as_plain_data(box):
-    assert box.load(PROGRAM) == Called("ok")
-    values = (
-        None,
-        True,
-        3,
-        -(2**70),
-        1.5,
-        "a\ud800",
-        b"x",
-        [1, (2, {3}), frozenset("a")],
-        {1: [2], (1,): 3},
-        1j,
-        range(2),
-    )
-    back = box.call("echo", *values).value
-    assert back == list(values) and list(map(type, back)) == list(map(type, values))
-    assert box.call("Solution.twice", "ab").value == "abab"
-    assert box.call("echo", int).value == [int]
-    assert box.call("odd").value != 0 and not isinstance(box.call("odd").value, (int, str))
-
-
-def test_calls_that_give_no_value(box):
-    ends = {"fail": "raised", "absent": "raised", "leave": "ended", "vanish": "ended", "wait": "timeout"}
-    for name, status in ends.items():
-        box.load(PROGRAM)
-        assert box.call(name, seconds=0.3).status == status, name
-        assert box.load(PROGRAM).status == "ok" and box.call("echo", 1).value == [1], name
-
-
-TESTS = [
-    "assert f(2) == 4",
-    "assert f(3) == 9",
-    "assert f(0) == 0 and f(1) is not None",
-    "assert sorted([f(2), 1]) == [1, 4]",
-]
-CHEATS = {
-    "exits when loaded": "import sys; sys.exit(0)",
-    "exits hard when loaded": "import os; os._exit(0)",
-    "exits when called": "def f(x): raise SystemExit(0)",
-    "exits hard when called": "import os\ndef f(x): os._exit(0)",
-    "equals everything": (
-        "class A:\n    def __eq__(s, o): return True\n    __ne__ = __eq__\n    __hash__ = None\ndef f(x): return A()"
-    ),
-    "a number that equals everything": (
-        "class A(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\ndef f(x): return A(7)"
-    ),
-    "a text that equals everything": (
-        "class A(str):\n    def __eq__(s, o): return True\n    __hash__ = None\ndef f(x): return A()"
-    ),
-    "a list that equals everything": "class A(list):\n    def __eq__(s, o): return True\ndef f(x): return A()",
-    "patches builtins": (
-        "import builtins\nbuiltins.AssertionError = None\nbuiltins.sorted = lambda *a: [1, 4]\n"
-        "builtins.all = builtins.any = lambda *a: True\ndef f(x): return 7"
-    ),
-    "defines what tests use": "def sorted(x): return [1, 4]\ndef f(x): return 7",
-    "patches the modules beside it": (
-        "import sys\nfor m in list(sys.modules.values()):\n    for n in ('encode', 'decode', '_failure', 'loads'):\n"
-        "        if hasattr(m, n): setattr(m, n, lambda *a: ['passed', ''])\ndef f(x): return 7"
-    ),
-    "writes verdicts to every descriptor": (
-        "import os\nfor n in range(3, 64):\n"
-        '    try: os.write(n, b\'["passed", ""]\\n\' * 9)\n    except OSError: pass\n'
-        "def f(x): return 7"
-    ),
-    "answers for itself": ("import os\ndef f(x):\n    os.write(4, b'[\"ok\", true]\\n' * 9)\n    return 7"),
-    "sends what is no value": "import os\nos.write(4, b'[' * 100000 + b'\\n')\ndef f(x): return 7",
-    "sends too much": "import os\ndef f(x):\n    while True: os.write(4, b'x' * 65536)",
-    "looks for the tests": (
-        "import gc\ndef f(x):\n    for o in gc.get_objects():\n"
-        "        if isinstance(o, (list, dict)) and 'f(2) == 4' in str(o):\n"
-        "            return x * x\n    return 7"
-    ),
-    "walks up the stack": (
-        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
-        "        if 'tests' in frame.f_locals: return x * x\n        frame = frame.f_back\n    return 7"
-    ),
-    "raises what a test raises": "def f(x): raise AssertionError",
-    "never answers": "def f(x):\n    while True: pass",
-    "is not there": "g = 1",
-    "a value with every attribute": (
-        "class A:\n    def __getattr__(s, n): return s\n    def __call__(s, *a): return s\ndef f(x): return A()"
-    ),
-}
-
-
-def test_no_cheat_passes_a_test(box):
-    for name, source in CHEATS.items():
-        verdicts = box.judge(source, TESTS, ["f"], seconds=0.5)
-        assert len(verdicts) == len(TESTS), name
-        assert [verdict.status for verdict in verdicts].count("passed") == 0, (name, verdicts)
-        honest = box.judge("def f(x): return x * x", TESTS, ["f"])
-        assert [verdict.status for verdict in honest] == ["passed"] * len(TESTS), (name, honest)
-
-
-def test_a_judge_handles_what_programs_have(box):
-    source = (
-        "import math\nclass Node:\n    def __init__(self, v): self.v, self.next = v, None\n"
-        "def total(n): return n.v + (total(n.next) if n.next else 0)\ndef count(k):\n    yield from range(k)\n"
-        "def bad(): raise ValueError('no')"
-    )
-    tests = [
-        "a = Node(1); a.next = Node(2); assert total(a) == 3 and a.next.v == 2",
-        "assert list(count(3)) == [0, 1, 2]",
-        "assert math.isclose(total(Node(0.5)), 0.5)",
-        "try:\n    bad()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False",
-        "assert total(Node(2)) == 3",
-    ]
-    statuses = [verdict.status for verdict in box.judge(source, tests, ["Node", "total", "count", "bad", "math"])]
-    assert statuses == ["passed"] * 4 + ["failed"]
-
-
-def test_what_the_prelude_defines_is_the_tests_own(box):
-    prelude = "def helper(x): return x + 1\ndef f(x):\n    '''To be written.'''\n"
-    cheat = prelude + "def helper(x): return 7\ndef f(x): return 7"
-    assert box.judge(cheat, ["assert f(1) == helper(1)"], ["f"], prelude)[0].status == "failed"
 
 
 def test_a_killed_scorer_leaves_nothing(how):
@@ -392,27 +249,40 @@ def test_without_isolation_no_program_runs(monkeypatch):
         Sandbox()
 
 
-def test_a_probe_sees_what_is_open():
-    """Each way is open to a program that nothing holds, or that Landlock alone holds: the probe is no empty one."""
-    everything = sandbox.probe(Isolation("none", False))
-    ways = ("files outside", "network", "signals", "signals by descriptor", "priorities", "processors", "schedulers")
-    for way in ways:
-        assert way in everything.removeprefix("a program reaches ").split(", ")
-    assert everything.count(",") > 50
-    assert sandbox.probe(Isolation("none", False), escapes=False) == ""
-    alone = sandbox.probe(Isolation("landlock", False)).removeprefix("a program reaches ").split(", ")
-    if len(alone) > 1:  # where there is Landlock
-        for way in (
-            "owners of sockets",
-            "owners of sockets by structure",
-            "signals of sockets",
-            "signals at input",
-            "its parent's priority",
-            "datagrams to a socket's path",
-            "modes of files outside",
-            "times of files outside",
-        ):
-            assert way in alone
+@contextlib.contextmanager
+def targets():
+    """What the ways out of ``sandbox_probe.py`` try to reach: a file, sockets by port, path and name, and a process."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        file, path, name = f"{folder}/secret", f"{folder}/socket", f"rlrepro-{os.getpid()}-{os.urandom(8).hex()}"
+        Path(file).write_text("secret", encoding="utf-8")
+        os.chmod(folder, 0o755)  # other users' programs may look: what keeps them out must be the sandbox
+        os.chmod(file, 0o666)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for address in (path, f"\0{name}"):
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(address)
+        os.chmod(path, 0o666)
+        sleeps = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
+        stack.callback(sleeps.communicate, b"\n")
+        yield {"file": file, "port": tcp.getsockname()[1], "path": path, "name": name, "pid": sleeps.pid}
+
+
+def reached(how: Isolation) -> list[str]:
+    """The ways of ``sandbox_probe.py`` that are open."""
+    script = Path(__file__).with_name("sandbox_probe.py").read_text(encoding="utf-8")
+    with targets() as given, Sandbox(Limits(), how) as box:
+        ran = box.run(script, json.dumps(given))
+    *ways, last = ran.stdout.split("\n")[:-1] or [""]
+    assert last == "end", ran
+    return ways
+
+
+def test_every_way_out_is_shut_and_is_open_where_nothing_holds_a_program():
+    everything = reached(Isolation("none", False))
+    assert {"files outside", "network", "signals", "signals by descriptor", "priorities"} <= set(everything)
+    assert len(everything) > 40 and sandbox.probe(Isolation("none", False), escapes=False) == ""
+    assert "sockets" in sandbox.probe(Isolation("none", False))
+    assert reached(sandbox.isolation()) == []
 
 
 @pytest.mark.parametrize("arch", [0, 1])
@@ -422,19 +292,18 @@ def test_the_filter_of_system_calls(monkeypatch, arch):
     import seccomp
 
     allow, refuse, absent, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-    calls = {**seccomp.ALLOWED, **seccomp.CHANGES, **{name: numbers for name, numbers, _ in seccomp.limited(7, True)}}
+    calls = {**seccomp.ALLOWED, **{name: numbers for name, numbers, _ in seccomp.limited(7)}}
     for side in zip(*calls.values(), strict=True):
         known = [number for number in side if number >= 0]
         assert len(known) == len(set(known))
 
-    def answer(name, *arguments, changes=False, machine=seccomp._AUDIT_ARCH[arch]):
+    def answer(name, *arguments, machine=seccomp._AUDIT_ARCH[arch]):
         number = calls[name][arch] if name in calls else name
         words = [number, machine, 0, 0, *(part for one in arguments for part in (one & 0xFFFFFFFF, one >> 32))]
-        return filtered(seccomp._filter(arch, 7, changes), words + [0] * 16)
+        return filtered(seccomp._filter(arch, 7), words + [0] * 16)
 
     assert answer("read") == allow and answer("read", machine=0x40000003) == kill
     assert answer("chmod" if arch == 0 else "fchmodat") == absent
-    assert answer("chmod" if arch == 0 else "fchmodat", changes=True) == allow
     assert answer(9999) == answer(0x40000000 + calls["read"][arch]) == answer("clone3") == absent
     thread = 0x3D0F00
     assert answer("clone", thread) == allow
@@ -443,7 +312,7 @@ def test_the_filter_of_system_calls(monkeypatch, arch):
     assert answer("kill", 1) == answer("kill", 0) == answer("kill", 2**64 - 1) == answer("tgkill", 1, 1) == refuse
     assert answer("fcntl", 3, 4, 0x800) == answer("fcntl", 3, 2, 1) == allow
     assert answer("fcntl", 3, 4, 0x2800) == answer("fcntl", 3, 8, 1) == answer("fcntl", 3, 10) == refuse
-    assert answer("fcntl", 3, 6) == refuse and answer("fcntl", 3, 6, changes=True) == allow
+    assert answer("fcntl", 3, 6) == refuse
     assert answer("ioctl", 0, 0x5401) == allow
     assert {answer("ioctl", 0, one) for one in (0x5412, 0x5452, 0x8901, 0x8902)} == {refuse}
     assert answer("prctl", 15) == allow and {answer("prctl", one) for one in (1, 4, 22, 36, 62)} == {refuse}
@@ -471,14 +340,3 @@ def filtered(program, words):
         else:
             assert code == 0x06
             return operand
-
-
-def test_every_mode_that_runs_here_isolates_and_one_does():
-    assert [mode for mode in MODES if "reaches" in sandbox.probe(MODES[mode])] == []
-    assert sandbox.isolation().mode in sandbox.MODES, sandbox.isolation()
-
-
-def test_what_is_no_value_is_refused():
-    for message in (["h", "x"], ["q"], [], {"a": 1}, ["i", 3], ["s", ["l"]], ["d", 1], ["n", "print"]):
-        with pytest.raises(plain.NotPlain):
-            plain.decode(message, lambda number: number)

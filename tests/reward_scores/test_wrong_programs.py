@@ -15,7 +15,7 @@ from core.rewards.graders import GraderPool
 from core.rewards.grading import Job, Scorers
 from core.rewards.layer import scorer_options
 from reward_scores import prime_code, unit_tests
-from reward_scores.sandbox import SandboxError, plain
+from reward_scores.sandbox import SandboxError
 from reward_scores.score import ScoreStatus
 
 WALL = 1.0  # seconds of an answer, far below the time limit of a test
@@ -126,11 +126,11 @@ def test_a_script_that_evades_its_grader_is_wrong():
 
 
 def test_a_module_that_evades_its_grader_is_wrong():
-    all_wrong(ANYWHERE.values(), FN, {"test_list": ["assert f(2) == 4"]})
+    all_wrong(ANYWHERE.values(), FN)
 
 
 def test_a_function_that_evades_its_grader_is_wrong():
-    all_wrong(map(indented, ANYWHERE.values()), FN, {"test_list": [f"assert f({LONG!r}) == 4"]})
+    all_wrong(map(indented, ANYWHERE.values()), FN)
 
 
 def test_a_value_that_cannot_be_graded_is_wrong():
@@ -139,19 +139,6 @@ def test_a_value_that_cannot_be_graded_is_wrong():
             program = indented(source.replace("WHAT", str(depth)))
             wrong(program, FN)
             wrong(program, {"fn_name": "f", "inputs": ["1"], "outputs": ["1.5"]}, prime_code, method="published")
-
-
-def test_what_is_on_the_channel_is_no_score():
-    sources = [
-        "import time, os\nos.close(3)\ntime.sleep(99)",  # nothing is read, and the pipe is closed
-        "import os\nos.write(4, b'[\"ok\", null]\\n' * 3)\ndef f(x): return 1",  # answers before it is asked
-        "import os\nos.write(4, b'[' * 989 + b']' * 989 + b'\\n')",
-        "import os\nos.write(4, b'\"' + b'[' * 989 + b'\\n')",
-        "import os\nos.write(4, b'[\"ok\"]\\n')",
-        "import os\nos.write(4, b'{\"ok\": 1}\\n')",
-        'import os\nos.write(4, b\'["ok", ["d", 1]]\\n\')',
-    ]
-    all_wrong(sources, FN, {"test_list": ["assert f(2) == 4"]})
 
 
 def test_a_text_that_the_parser_cannot_take_is_wrong():
@@ -175,30 +162,3 @@ def test_a_slow_start_is_no_verdict():
 
     with pytest.raises(sandbox.SandboxError, match="did not answer in time"):
         sandbox.Sandbox(seconds=0.001)
-
-
-HASH = 2**61 - 1  # of integers
-
-
-def test_keys_that_collide_do_not_hold_up_the_grader():
-    for message in (
-        ["d", *([["i", hex(n * HASH)], 1] for n in range(30000))],
-        ["s", *(["i", hex(n * HASH)] for n in range(30000))],
-        ["z", *(["c", -1000003 * n, n] for n in range(30000))],
-        ["d", *([["t", ["i", hex(n * HASH)]], 1] for n in range(30000))],
-        ["l", *(["s", *(["i", hex(n * HASH)] for n in range(500))] for _ in range(60))],
-    ):
-        begun = time.monotonic()
-        with pytest.raises(plain.NotPlain, match="more than 1000 keys"):
-            plain.decode(message, lambda number: number)
-        assert time.monotonic() - begun < 1
-    assert len(plain.decode(["d", *([n, n] for n in range(30000))], int)) == 30000
-
-
-def test_depth_is_counted_outside_of_texts():
-    assert plain.loads_foreign(b'["[[[[", {"a": "\\\\"}, "\\"[["]') == ["[[[[", {"a": "\\"}, '"[[']
-    deep = b"[" * plain.MAX_DEPTH + b"]" * plain.MAX_DEPTH
-    assert plain.loads_foreign(deep)
-    for bad in (b"[" + deep + b"]", b"[" * 10**6, b'"' + b"[" * 10**6):
-        with pytest.raises(plain.NotPlain):
-            plain.loads_foreign(bad)

@@ -1,6 +1,6 @@
 """Try every way out of a sandbox, each on what the prober made for it, and print the names of those that are open.
 
-It runs as a program in the sandbox (``reward_scores.sandbox.probe``), which may be none, so nothing here does harm:
+It runs as a program in the sandbox (``test_sandbox.py``), which may be none, so nothing here does harm:
 the process that it tries to reach is one that sleeps for this purpose, and what else is changed is set to what it is.
 A sandbox claims no more than this: ``isolated`` means that all of these were refused.
 """
