@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import itertools
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from core.algorithm import advantages, checks
@@ -23,12 +21,10 @@ from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.rollout_correction import correct, log_prob_metrics, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config
-from core.data.parquet import Example
 from core.data.prompts import PromptStream, load_val_prompts
-from core.data.vocabulary import known_ids
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
-from core.errors import InputError, memory_phase
+from core.errors import memory_phase
 from core.learner.batching import make_batch
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
 from core.learner.step_settings import StepNeeds, multiplier
@@ -48,8 +44,8 @@ from core.rollout.collect import (
 )
 from core.run import LoopState, Run, prepare_torch
 from core.tracking.health import FAILED
-from core.tracking.loggers import print_examples, progress
-from core.tracking.metrics import BusyClock, data_metrics, progress_metrics, unknown_ids
+from core.tracking.loggers import progress
+from core.tracking.metrics import BusyClock, data_metrics, progress_metrics
 from core.tracking.tracker import generation_rows
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
@@ -59,7 +55,6 @@ if TYPE_CHECKING:
     from core.cluster.workers import LocalWorkers
     from core.trace import TraceRecorder
 
-HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")
 DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
 OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
 
@@ -70,14 +65,6 @@ class RayPPOTrainer:
     ``RayPPOTrainer(config).init_workers()`` checks the data, loads the models and finds the checkpoint to go on from;
     ``.fit()`` trains.
     """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a method whose name is a hook's but for a letter or two: nothing would call it."""
-        super().__init_subclass__(**options)
-        for name in vars(cls):
-            near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.85)
-            if near and not any(hasattr(base, name) for base in cls.__bases__):
-                raise InputError(f"{cls.__qualname__}.{name}: nothing calls it; the hook is {near[0]}")
 
     def __init__(self, config: Config):
         self.config = config
@@ -91,7 +78,6 @@ class RayPPOTrainer:
         self.val_sampling = sampling_params(config, rollout.val_kwargs)
         # Set by init_workers, or by fit for as long as it runs:
         self.tokenizer: Any = None
-        self.known: np.ndarray | None = None  # ids of the tokenizer
         self.stream: PromptStream | None = None
         self.val_prompts: Sequence[Prompt] = ()
         self.reward: RewardLayer | None = None
@@ -138,20 +124,15 @@ class RayPPOTrainer:
         check_files(config)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         modality = load_modality(config.actor_rollout_ref.model, self.tokenizer)
-        self.known = known_ids(self.tokenizer)
         self.agent_loop = make_agent_loop(config, self.tokenizer)
         tools_of = self.agent_loop and self.agent_loop.tools_of
         self.stream = PromptStream(data, self.tokenizer, config.trainer.seed, modality=modality, tools_of=tools_of)
         self.val_prompts = load_val_prompts(data, self.tokenizer, modality, tools_of)
-        check_examples(self.agent_loop, self._examples())
+        check_examples(self.agent_loop, itertools.chain(self.stream.files.examples(), self.val_prompts))
         self.reward = RewardLayer(config)
-        self.reward.check(self._examples())
+        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
         examples = list(self.stream.files.first.values())
         check_hooks(examples, self.reward.known, self.tokenizer, self.shape_reward, self.keep_group)
-
-    def _examples(self) -> Iterator[Example | Prompt]:
-        """Return all that the run may draw, then the validation prompts."""
-        return itertools.chain(self.stream.files.examples(), self.val_prompts)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return, by the key of their files, the tokens of the longest prompt and those that may follow it."""
@@ -189,7 +170,10 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
         owned = self.workers, self.agent_loop, self.reward
-        with self.run.running(*owned) as self.runner, closing(self.make_ahead()) as ahead:
+        with (
+            self.run.running(*owned) as self.runner,
+            closing(Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)) as ahead,
+        ):
             self.run.bound_mismatch(lambda: self.workers.logprob_noise(self.opening_text()))
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
@@ -203,7 +187,8 @@ class RayPPOTrainer:
                     batch = self.estimate_advantages(batch, metrics)
                     self.update(batch, metrics)
                     self.collect_state = ahead.result(metrics) or self.collect_state
-                    self.sync_weights(metrics)
+                    with metrics.time("update_weights"):  # proved by checksums and a probe
+                        metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
 
     # -- hooks: a recipe overrides these ---------------------------------------------------------
@@ -267,7 +252,6 @@ class RayPPOTrainer:
             # Which groups beyond the step were answered depends on timing, and must not reach a checkpoint
             self.collect_state = dataclasses.replace(self.collect_state, carried={})
         metrics.add(self.collected.metrics)
-        metrics.add({"rollout/unknown_ids": unknown_ids(self.collected.groups, self.known)})
         return self.collected.groups
 
     def make_batch(self, groups_P: Sequence[ScoredGroup], step: int) -> TrainBatch:
@@ -325,11 +309,6 @@ class RayPPOTrainer:
             with metrics.time("update_actor"):
                 metrics.add(self.workers.update_actor(batch, lr_multiplier))
 
-    def sync_weights(self, metrics: StepMetrics) -> None:
-        """Bring the policy's weights to the engines, proved by checksums and a probe."""
-        with metrics.time("update_weights"):
-            metrics.add(self.workers.sync_weights(metrics.step))
-
     def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the run, which records and saves it."""
         trainer, step = self.config.trainer, metrics.step
@@ -344,7 +323,9 @@ class RayPPOTrainer:
         metrics.add(self.reward.failures.rate(FAILED))
         epoch = self.stream.epoch(groups_P[-1].prompt.ordinal)
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
-        self.show_generations(step, groups_P, self.config.reward_model.num_examine, "rollout_data_dir")
+        if (printed := self.config.reward_model.num_examine) or trainer.rollout_data_dir:
+            rows = generation_rows(step, groups_P, self.tokenizer)
+            self.run.tracker.show(step, rows, printed, "rollout_data_dir")
         state = LoopState(self.kl_controller, self.collect_state)
         if self.run.is_due(trainer.test_freq, step, state):
             self.validate(metrics)
@@ -374,9 +355,6 @@ class RayPPOTrainer:
             return None
         return collect_ahead(self.roll_group, self.keep_group, self.collected, self.collect_limits())
 
-    def make_ahead(self) -> Ahead:
-        return Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)
-
     # -- what is measured and shown --------------------------------------------------------------
 
     def opening_text(self) -> list[int]:
@@ -397,14 +375,6 @@ class RayPPOTrainer:
             return {}
         z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
         return {} if z is None else {"rollout_corr/entropy_gap_z": z}
-
-    def show_generations(self, step: int, groups: Sequence[ScoredGroup], printed: int, key: str) -> None:
-        """Print the first ``printed`` answers of each data source; write all where ``trainer.<key>`` names a folder."""
-        if (folder := getattr(self.config.trainer, key)) or printed:
-            rows = generation_rows(step, groups, self.tokenizer)
-            print_examples(rows, printed)
-            if folder:
-                self.run.tracker.dump(folder, step, rows, f"trainer.{key}")
 
     # -- validation ------------------------------------------------------------------------------
 
@@ -443,5 +413,6 @@ class RayPPOTrainer:
             found = self.agent_loop.metrics().items()
             metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
         self.run.tracker.log_validation(step, records)
-        self.run.tracker.log_samples(step, generation_rows(step, groups, self.tokenizer))
-        self.show_generations(step, groups, self.config.reward_model.val_num_examine, "validation_data_dir")
+        rows = generation_rows(step, groups, self.tokenizer)
+        self.run.tracker.log_samples(step, rows)
+        self.run.tracker.show(step, rows, self.config.reward_model.val_num_examine, "validation_data_dir")

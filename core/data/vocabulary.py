@@ -48,13 +48,6 @@ def unknown_among(known: np.ndarray | None, size: int) -> np.ndarray:
     return np.flatnonzero(unknown)
 
 
-def count_unknown(known: np.ndarray | None, ids: np.ndarray) -> int:
-    """Count the ids that the tokenizer does not know."""
-    if known is None or not len(ids):
-        return 0
-    return int((~np.append(known, False)[np.minimum(ids, len(known))]).sum())
-
-
 def end_ids(tokenizer: Any, generation: Any = None) -> frozenset[int]:
     """Return the ids that end a turn: the tokenizer's end of sequence, those of the model's generation config
     (``generation``, which may have several), and what the chat template writes behind an assistant's message.

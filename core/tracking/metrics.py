@@ -89,13 +89,6 @@ def repeated_share(ids: np.ndarray, size: int = 3) -> float:
     return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)
 
 
-def unknown_ids(groups: Sequence[ScoredGroup], known: np.ndarray | None) -> int:
-    """Count the tokens of the policy that are not among its tokenizer's ids, ``known``: engines never sample others."""
-    from core.data.vocabulary import count_unknown
-
-    return sum(count_unknown(known, t.response_ids[t.response_mask]) for group in groups for t in group.trajectories)
-
-
 def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str, float]:
     """Return the numbers of a step that follow from its others."""
     seconds = metrics.values["timing_s/step"]

@@ -22,7 +22,7 @@ from core.config import Config, to_yaml
 from core.errors import WriteFailed, unwritten, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
-from core.tracking.loggers import LoggedRun, Loggers
+from core.tracking.loggers import LoggedRun, Loggers, print_examples
 from core.types import ScoredGroup, StepMetrics
 
 if TYPE_CHECKING:
@@ -114,6 +114,12 @@ class Tracker:
             write_atomic(Path(folder) / name, text)
 
         attempt(f"{folder}/{name}", write)
+
+    def show(self, step: int, rows: Sequence[Row], printed: int, key: str) -> None:
+        """Print the first ``printed`` rows of each data source; write all where ``trainer.<key>`` names a folder."""
+        print_examples(rows, printed)
+        if folder := getattr(self.config.trainer, key):
+            self.dump(folder, step, rows, f"trainer.{key}")
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         """Keep a few of these :func:`generation_rows`; trainer.log_val_generations of them go to the loggers."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core.cluster.workers import LocalWorkers
-from core.data.vocabulary import count_unknown, known_ids, unknown_among
+from core.data.vocabulary import known_ids, unknown_among
 from core.engines.sampling import eos_ids
 from core.learner.batching import make_batch
 from core.learner.models import load_policy
@@ -86,8 +86,6 @@ def test_holes_in_a_vocabulary_are_unknown_too():
     known = np.array([True, False, True])
     assert unknown_among(known, 5).tolist() == [1, 3, 4] and unknown_among(known, 2).tolist() == [1]
     assert unknown_among(None, 5).tolist() == [] == unknown_among(known_ids(tiny_tokenizer()), VOCAB_SIZE).tolist()
-    assert count_unknown(known, np.array([0, 1, 2, 3, 900, 2])) == 3
-    assert count_unknown(None, np.array([7])) == count_unknown(known, np.zeros(0, np.int32)) == 0
 
 
 def test_a_model_without_weights_has_all_ends_of_its_generation_config(tmp_path):

@@ -19,7 +19,6 @@ import pytest
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
-from core.ray_trainer import RayPPOTrainer
 from core.rewards.grading import ScoreError, as_score
 from core.rewards.layer import RewardError, RewardLayer
 from core.rewards.scorer_check import check_hooks
@@ -460,9 +459,3 @@ def test_a_hook_that_returns_the_wrong_type_is_told_before_a_model_loads(hooks, 
     row = SimpleNamespace(style="rule", data_source="s", where="x", ground_truth="1")
     with pytest.raises(InputError, match=told):
         check_hooks([row], {"s": ("ab", Score(1.0))}, tiny_tokenizer(), *hooks)
-
-
-def test_a_misspelt_hook_is_refused_where_the_class_is_made():
-    with pytest.raises(InputError, match="keep_groups: nothing calls it; the hook is keep_group"):
-        type("Mine", (RayPPOTrainer,), {"keep_groups": lambda self, group: True})
-    type("Mine", (RayPPOTrainer,), {"keep_group": lambda self, group: True, "regroup": lambda self: None})
