@@ -265,8 +265,8 @@ class RayPPOTrainer:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it."""
         if self.needs.old_log_probs(batch):
             with metrics.time("old_log_prob"):
-                log_prob, entropy, *squares = self.workers.compute_log_probs(batch)
-            batch = batch.adding(old_log_probs=log_prob, sum_pi_squared=squares[0] if squares else None)
+                log_prob, entropy = self.workers.compute_log_probs(batch)
+            batch = batch.adding(old_log_probs=log_prob)
             metrics.add(log_prob_metrics(batch.adding(entropy=entropy)))
         if self.needs.ref:
             with metrics.time("ref"):

@@ -195,7 +195,6 @@ class TrainBatch:
     baseline = BatchField("B", "make_batch, for an estimator with a greedy baseline")  # that answer's score
     old_log_probs = BatchField("N", "compute_log_probs")  # the learner's, before the step's first update
     entropy = BatchField("N", "compute_log_probs")  # of the distribution of the old log-probs, until it is measured
-    sum_pi_squared = BatchField("N", "compute_log_probs, for an estimator that reads it")  # of that distribution
     ref_log_prob = BatchField("N", "compute_log_probs, with a KL term")  # the reference policy's
     values = BatchField("N", "compute_log_probs, with a critic")
     rollout_is_weights = BatchField("N", "rollout correction, with rollout_correction.rollout_is")  # of the loss

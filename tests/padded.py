@@ -15,7 +15,7 @@ from core.algorithm.losses import LossInputs, loss_weights, policy_loss
 from core.config.training_keys import AlgorithmConfig
 from core.types import BATCH_FIELDS, TrainBatch
 
-OF_TOKENS = ("response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+OF_TOKENS = ("response_mask", "values")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +28,6 @@ class PaddedAdvantageInputs:
     in_group_stats: Tensor | None = None
     values: Tensor | None = None
     baseline: Tensor | None = None
-    old_log_probs: Tensor | None = None
-    sum_pi_squared: Tensor | None = None
-    rollout_is_weights: Tensor | None = None
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True

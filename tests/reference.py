@@ -116,21 +116,13 @@ def policy_loss(kind: str, logp: Array, old: Array, adv: Array, mask: Array, c: 
             near = ratio if kind == "kl_cov" else near
             out[row, t] = 0.0 if apart and kind == "clip_cov" else -min(ratio * a, near * a)
             out[row, t] += 0.25 * abs(log_ratio) if apart and kind == "kl_cov" else 0.0
-        elif kind in ("dppo_tv", "dppo_kl"):
-            p, q = math.exp(logp[row, t]), math.exp(old[row, t])
-            far = abs(p - q) if kind == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-            away = (p > q and far > c["clip_ratio_high"]) if a > 0 else (p < q and far > c["clip_ratio_low"])
-            out[row, t] = 0.0 if away else -min(ratio, c["clip_ratio_c"]) * a * logp[row, t]
         else:
             raise ValueError(kind)
     return out
 
 
-def aggregate(loss: Array, mask: Array, mode: str, width: float, group: Array | None = None) -> float:
+def aggregate(loss: Array, mask: Array, mode: str, width: float) -> float:
     """The objective from the losses of a whole optimizer step."""
-    if mode == "prompt-mean-token-mean":
-        prompts = [np.concatenate([loss[row][mask[row]] for row in np.flatnonzero(group == one)]) for one in set(group)]
-        return float(np.mean([tokens.mean() for tokens in prompts if len(tokens)] or [0.0]))
     rows = [loss[row][mask[row]] for row in range(len(loss)) if mask[row].any()]
     if not rows:
         return 0.0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from core.types import TrainBatch
 
 Estimator = Callable[["AdvantageInputs"], tuple[Tensor, Tensor]]
-OPTIONAL = ("in_group_stats", "values", "baseline", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+OPTIONAL = ("in_group_stats", "values", "baseline")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +48,6 @@ class AdvantageInputs:
         in_group_stats      [B] bool   the sequence was scored; None: all were
         values              [N] float  the critic's, for gae
         baseline            [B] float  score of the greedy answer to the same prompt, for remax
-        old_log_probs       [N] float  for optimal_token_baseline, as are the next two
-        sum_pi_squared      [N] float  of the distribution that each token was drawn from
-        rollout_is_weights  [N] float  importance weights of the loss; None: there are none
     """
 
     reward: Tensor
@@ -61,9 +58,6 @@ class AdvantageInputs:
     in_group_stats: Tensor | None = None
     values: Tensor | None = None
     baseline: Tensor | None = None
-    old_log_probs: Tensor | None = None
-    sum_pi_squared: Tensor | None = None
-    rollout_is_weights: Tensor | None = None
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
@@ -281,60 +275,6 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     scale = stats.std_B + inputs.epsilon if inputs.norm_adv_by_std_in_grpo else 1.0
     advantages = inputs.spread(lead_B / scale)
     return advantages, advantages
-
-
-def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Divide deviations by the group's mean: maximum likelihood RL (arXiv:2602.02710).
-
-    ``A_i = (R_i - mean_group) / mean_group``, and 0 where no answer of the group has a reward. With rewards 0 and 1 and
-    n answers its expectation is the gradient of ``-sum_k (1 - p)^k / k`` over k below n, a truncated ``log p`` of the
-    success probability p. Source: the paper's estimator as peers describe it (TRL, prime-rl); the equations' numbers
-    were not read.
-
-    Raises:
-        ValueError: a reward below 0, under which the mean is no success rate and its sign could turn the update round.
-    """
-    rewards, stats = inputs.rewards_B, group_stats(inputs)
-    if bool((rewards < 0).any()):
-        raise ValueError(
-            f"the maxrl estimator divides by the group's mean reward, so rewards must be at least 0, and one is "
-            f"{float(rewards.min()):g}: score with 0 and 1, and take no penalty off the reward"
-        )
-    mean_B = rewards - stats.centred_B
-    advantages = inputs.spread(torch.where(mean_B > 0, stats.centred_B / mean_B.where(mean_B > 0, 1.0), 0))
-    return advantages, advantages
-
-
-def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Subtract from each reward to go the baseline of least gradient variance: OTB (arXiv:2602.07078).
-
-    ``B_k = sum_i W_ik G_ik / sum_i W_ik`` over the group's answers that have a k-th token of the policy, with
-    ``W_ik = sum_{j <= k} w_ij^2 (1 - 2 pi_ij + sum_v pi_ijv^2)``: the squared norm of the gradient in the logits so far
-    (the paper's Logit-Gradient Proxy), times the squared importance weights where the loss has some. Where only one
-    answer is that long B is 0. Advantages are ``G - B``, returns ``G``, the undiscounted reward to go. Source: the
-    formula as verl's documentation has it; the rule for the longest answer and k counting the policy's own tokens, over
-    tools' text, are those of verl's code, not checked in the paper.
-
-    Raises:
-        ValueError: no old log-probs or sums of squared probabilities.
-    """
-    stats, lengths = group_stats(inputs), inputs.actions_B
-    needed = (inputs.need(name, "optimal_token_baseline") for name in ("old_log_probs", "sum_pi_squared"))
-    old, squares = (inputs.actions(value).double() for value in needed)
-    energy = (1 - 2 * old.exp() + squares).clamp(min=0)  # at least (1 - pi)^2, but for rounding
-    if inputs.rollout_is_weights is not None:
-        energy = energy * inputs.actions(inputs.rollout_is_weights).double().square()
-    weight = discounted_sums(energy.flip(0), lengths.flip(0), 1.0).flip(0)  # from the first token to each
-    returns = discounted_sums(inputs.action_rewards().double(), lengths, 1.0)
-    number = torch.arange(len(old), device=old.device) - spread_over_tokens(lengths.cumsum(0) - lengths, lengths)  # k
-    place = spread_over_tokens(stats.group_B, lengths) * (int(lengths.max()) + 1) + number
-    place = torch.unique(place, return_inverse=True)[1]  # (group, k) as one number
-    several = (place.bincount() > 1)[place]
-    advantages = torch.where(several, less_mean(returns, place, weight), returns)
-    alone = (stats.group_B.bincount()[stats.group_B] > 1) & (stats.counted_B == 1)  # the others were not scored
-    advantages = advantages.masked_fill(spread_over_tokens(alone, lengths), 0)
-    dtype = inputs.reward.dtype
-    return inputs.at_actions(advantages.to(dtype)), inputs.at_actions(returns.to(dtype))
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

@@ -182,42 +182,6 @@ def gpg(x: LossInputs) -> tuple[Tensor, Stats]:
     return -x.advantages * x.log_prob, x.stats(ppo_kl=x.old_log_prob - x.log_prob)
 
 
-def dppo_tv(x: LossInputs) -> tuple[Tensor, Stats]:
-    """Drop tokens whose probability has moved too far in the advantage's direction: DPPO, Binary-TV.
-
-    ``-stop_gradient(min(r, c) M) A log p``. M is 0 where A > 0 and ``p - p_old > high``, and where A <= 0 and
-    ``p - p_old < -low``: the total variation of "this token or another one". The bounds are ``clip_ratio_low`` and
-    ``clip_ratio_high``, c is ``clip_ratio_c``, as in verl's loss of this name. Source: arXiv:2602.04879, in the form of
-    verl's implementation; the paper's text was read in excerpts alone, and c is verl's.
-    """
-    low, high = clip_bounds(x.config)
-    moved = x.log_prob.detach().exp() - x.old_log_prob.exp()
-    return _without(torch.where(x.advantages > 0, moved > high, moved < -low), x)
-
-
-def dppo_kl(x: LossInputs) -> tuple[Tensor, Stats]:
-    """Drop tokens as :func:`dppo_tv`, by the binary KL from the old policy in place of the total variation.
-
-    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``; M is 0 where it exceeds ``high`` and p has risen
-    under A > 0, or exceeds ``low`` and p has fallen under A <= 0. Source: as :func:`dppo_tv`, Binary-KL.
-    """
-    low, high = clip_bounds(x.config)
-    now, old = x.log_prob.detach(), x.old_log_prob
-    # log(1 - p) by expm1; the floor of 1e-8 (verl's, too) is for p = 1, where it would be infinite.
-    other, old_other = ((-torch.expm1(one)).clamp(min=1e-8) for one in (now, old))
-    divergence = old.exp() * (old - now) + old_other * (old_other / other).log()
-    far = torch.where(x.advantages > 0, (divergence > high) & (now > old), (divergence > low) & (now < old))
-    return _without(far, x)
-
-
-def _without(dropped_N: Tensor, x: LossInputs) -> tuple[Tensor, Stats]:
-    """Return ``-stop_gradient(min(r, c)) A log p``, 0 for dropped tokens; pg_clipfrac_lower: where the weight is c."""
-    ratio, c = x.log_ratio.detach().exp(), x.config.clip_ratio_c
-    truncated = (ratio > c) & ~dropped_N
-    stats = x.stats(pg_clipfrac=dropped_N, pg_clipfrac_lower=truncated, ppo_kl=-x.log_ratio)
-    return -ratio.clamp(max=c).masked_fill(dropped_N, 0) * x.advantages * x.log_prob, stats
-
-
 # -- with selected tokens (arXiv:2505.22617) ---------------------------------------------------------
 #
 # The covariance of a token is ``(A - mean A) (log p - mean log p)``: where a likely token has a high advantage, its
@@ -311,29 +275,24 @@ def value_loss(
     return 0.5 * torch.maximum(plain, bounded), {"vf_clipfrac": (bounded > plain).detach().float()}
 
 
-def loss_weights(
-    loss_mask_N: Tensor, lengths_B: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None
-) -> Tensor:
+def loss_weights(loss_mask_N: Tensor, lengths_B: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
     """Return each token's share of the objective, so that the loss is ``(loss_N * weight_N).sum()``.
 
-    With M tokens, S sequences and P prompts that have a token of the mask, over the whole mini-batch, L_i tokens in
-    sequence i and M_p in all answers to prompt p together:
+    With M tokens and S sequences that have a token of the mask in the whole mini-batch, and L_i tokens in sequence i:
 
         token-mean               1 / M            (arXiv:2503.14476, eq. 12)
         seq-mean-token-mean      1 / (S L_i)      (arXiv:2402.03300, eq. 3)
         seq-mean-token-sum       1 / S
         seq-mean-token-sum-norm  1 / (S C), C = ``scale_factor``   (arXiv:2503.20783)
-        prompt-mean-token-mean   1 / (P M_p)      (arXiv:2510.13786, "prompt-level" in its objective of section 4)
 
-    The first two and the last sum to one. A mini-batch without a token gets zeros.
+    The first two sum to one. A mini-batch without a token gets zeros.
 
     Shapes:
         loss_mask_N  [N]  bool or 0/1
-        group_B      [B]  int64  sequences of one prompt share a number; prompt-mean-token-mean alone reads it
         result       [N]  float32; float64 for a float64 mask
 
     Raises:
-        ValueError: an unknown mode, or prompt-mean-token-mean without ``group_B``.
+        ValueError: an unknown mode.
     """
     mask, ones = loss_mask_N.bool(), torch.ones(len(lengths_B), dtype=torch.float64, device=lengths_B.device)
     tokens_B = sum_by_sequence(mask.double(), lengths_B)
@@ -346,12 +305,6 @@ def loss_weights(
         share_B = ones / sequences
     elif mode == "seq-mean-token-sum-norm":
         share_B = ones / sequences / scale_factor
-    elif mode == "prompt-mean-token-mean":
-        if group_B is None:
-            raise ValueError("actor.loss_agg_mode=prompt-mean-token-mean needs the group of each sequence")
-        group_B = torch.unique(group_B, return_inverse=True)[1]
-        tokens_P = group_B.bincount(weights=tokens_B)
-        share_B = ones / tokens_P[group_B].clamp(min=1) / tokens_P.count_nonzero().clamp(min=1)
     else:
         raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(registry.LOSS_AGG_MODES)}")
     dtype = torch.float64 if loss_mask_N.dtype == torch.float64 else torch.float32

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, own_part, reshard, shard
-from core.config import registry
 from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
@@ -110,13 +109,9 @@ class Learner:
         return contextlib.nullcontext()
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
-        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each and 0 elsewhere.
-
-        For an estimator that reads them (``squares`` in its entry) the sums of squared probabilities come third.
-        """
-        squares = registry.estimator(self.config.algorithm.adv_estimator).squares
+        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each and 0 elsewhere."""
         with self.at_work("actor"):
-            return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
+            return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         """Return the reference policy's log-probs, [N]."""

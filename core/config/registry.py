@@ -29,8 +29,6 @@ class EstimatorEntry(Entry):
     critic: bool = False  # it reads values
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
-    squares: bool = False  # it reads old log-probs and the sums of squared probabilities, of a pass before the update
-    penalties: bool = True  # it takes rewards below 0, which a penalty in the reward makes
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class LossEntry(Entry):
     # "module:function" that selects the tokens which the loss treats apart, among all of a mini-batch
     selects: str | None = None
     moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
-    divergence: float | None = None  # clip_ratio* bound a divergence, not a ratio: the published bound
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,6 @@ ESTIMATORS = {  # algorithm.adv_estimator
     "reinforce_plus_plus_baseline": EstimatorEntry(f"{ADVANTAGES}:reinforce_plus_plus_baseline", groups=True),
     "opo": EstimatorEntry(f"{ADVANTAGES}:opo", groups=True),
     "gpg": EstimatorEntry(f"{ADVANTAGES}:gpg", groups=True),
-    "optimal_token_baseline": EstimatorEntry(f"{ADVANTAGES}:optimal_token_baseline", groups=True, squares=True),
-    "maxrl": EstimatorEntry(f"{ADVANTAGES}:maxrl", groups=True, penalties=False),
 }
 CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 SEQUENCE_MEAN = "seq-mean-token-mean"
@@ -95,8 +90,6 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
     "kl_cov": LossEntry(
         f"{LOSSES}:kl_cov", selects=f"{LOSSES}:kl_cov_tokens", moves_without_advantage=True, reads=KL_COV
     ),
-    "dppo_tv": LossEntry(f"{LOSSES}:dppo_tv", divergence=0.15, reads=(*CLIP, "clip_ratio_c")),
-    "dppo_kl": LossEntry(f"{LOSSES}:dppo_kl", divergence=0.05, reads=(*CLIP, "clip_ratio_c")),
 }
 SERVING = (  # what a serving engine reads
     *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
@@ -129,9 +122,7 @@ AGENT_LOOPS = {TOOL_AGENT: Entry("core.rollout.tool_agent:ToolAgentLoop")}  # ac
 PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of the models whose pictures are read
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_KINDS = (*_KL, *(f"{kind}+" for kind in _KL))
-LOSS_AGG_MODES = (  # the last one is not in verl
-    *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean-token-mean"),
-)
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def estimator(name: str) -> EstimatorEntry:

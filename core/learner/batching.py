@@ -128,8 +128,8 @@ def mini_batches(
         for start in range(0, n_groups, prompts):
             chosen = torch.isin(batch.group, torch.from_numpy(order[start : start + prompts]))
             part = batch.rows(chosen.nonzero()[:, 0])
-            options = {"scale_factor": scale_factor, "group_B": part.group}
-            yield part.adding(loss_weight=loss_weights(part.loss_mask, part.lengths, agg_mode, **options))
+            weights = loss_weights(part.loss_mask, part.lengths, agg_mode, scale_factor=scale_factor)
+            yield part.adding(loss_weight=weights)
 
 
 def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:

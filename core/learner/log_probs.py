@@ -25,11 +25,8 @@ def token_log_probs_and_entropy(
     bias: Tensor | None = None,
     chunk_elements: int | None = None,
     entropy_grad: bool = False,
-    squares: bool = False,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Return log-prob of each label and entropy of each distribution, ``softmax(hidden @ weight.T / temperature)``.
-
-    ``squares`` adds a third result: the sum of the squared probabilities of each distribution, without a gradient.
 
     Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the entropies with
     ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` (None: what suits the device) are alive
@@ -47,7 +44,7 @@ def token_log_probs_and_entropy(
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
     elements = logits_at_a_time(hidden_NH.device) if chunk_elements is None else chunk_elements
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad, squares)
+    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad)
 
 
 def logits_at_a_time(device: torch.device) -> int:
@@ -60,11 +57,10 @@ class _ChunkedHead(torch.autograd.Function):
     # choose differently in the two passes.
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, temperature, elements, entropy_grad, squares):
+    def forward(ctx, hidden, weight, bias, labels, temperature, elements, entropy_grad):
         rows = max(1, elements // weight.shape[0])
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_prob, entropy, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
-        square = torch.empty_like(entropy) if squares else None
         log_probs = None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(len(hidden), rows):
@@ -74,21 +70,19 @@ class _ChunkedHead(torch.autograd.Function):
                 log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
                 probs = log_probs.exp()
                 entropy[part] = -torch.linalg.vecdot(probs, log_probs)
-                if squares:
-                    square[part] = torch.linalg.vecdot(probs, probs)
         # Where one chunk is all, its log-softmax is kept: the backward pass need not compute it again.
         kept = log_probs if any(ctx.needs_input_grad) and len(hidden) <= rows else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
         ctx.temperature, ctx.rows, ctx.elements = temperature, rows, elements
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(() if entropy_grad else (entropy,)), *((square,) if squares else ()))
-        return (log_prob, entropy, square) if squares else (log_prob, entropy)
+        ctx.mark_non_differentiable(*(() if entropy_grad else (entropy,)))
+        return log_prob, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_prob, grad_entropy, *_):
+    def backward(ctx, grad_log_prob, grad_entropy):
         if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 7
         hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         dtype = normaliser.dtype
@@ -114,7 +108,7 @@ class _ChunkedHead(torch.autograd.Function):
                     _accumulate(grad_weight, grad, hidden[part], ctx.elements)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
             grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 4
 
 
 def _chunks(total: int, rows: int) -> Iterator[slice]:

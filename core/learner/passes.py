@@ -184,7 +184,7 @@ class Policy(LearnerModel):
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         """Return log-prob of each policy token and entropy of its distribution, [N] each and 0 elsewhere.
 
-        ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
+        ``options`` are those of :func:`token_log_probs_and_entropy`.
         """
         media = None
         if batch.media:
@@ -200,12 +200,12 @@ class Policy(LearnerModel):
             return self.ranks.with_gathered_params(self.module, token_log_probs, inputs, **options)
 
     @torch.no_grad()
-    def log_probs(self, batch: TrainBatch, size: MicroBatchSize, *, squares: bool = False) -> tuple[Tensor, ...]:
+    def log_probs(self, batch: TrainBatch, size: MicroBatchSize) -> tuple[Tensor, Tensor]:
         """Return :meth:`token_stats` of the whole batch, [N] on the batch's device, without gradients."""
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
-        stats = tuple(torch.zeros(batch.tokens, dtype=dtype) for _ in range(3 if squares else 2))
+        stats = torch.zeros(batch.tokens, dtype=dtype), torch.zeros(batch.tokens, dtype=dtype)
         for index, micro in self.micro_batches_of_rank(size, batch):
-            values = self.token_stats(micro.to(self.device), squares=squares)
+            values = self.token_stats(micro.to(self.device))
             if len(index):
                 for whole, value in zip(stats, values, strict=True):
                     batch.put(whole, index, value.cpu().to(dtype))

@@ -47,7 +47,7 @@ class StepNeeds:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
         estimator, loss = registry.estimator(algorithm.adv_estimator), registry.policy_loss(actor.policy_loss.loss_mode)
-        reads = algorithm.use_kl_in_reward or loss.selects is not None or estimator.squares
+        reads = algorithm.use_kl_in_reward or loss.selects is not None
         reads = reads or actor.ppo_epochs > 1 or correction.uses_old_log_probs
         return cls(
             critic=estimator.critic,

@@ -37,10 +37,6 @@ def long_answers_are_punished(c: View) -> Broken:
         yield f"{BUFFER}.len", rule, "shorten the buffer, or lengthen the response"
     if buffer.penalty_factor == 0:
         yield f"{BUFFER}.penalty_factor", "penalises nothing", f"set 1.0, or {BUFFER}.enable=False"
-    if not c.estimator.penalties:
-        name = c.algorithm.adv_estimator
-        rule = f"{name} divides by the group's mean reward, which a penalty in the reward makes something else"
-        yield "algorithm.adv_estimator", rule, f"set {BUFFER}.enable=False"
 
 
 def the_filter_reads_lengths(c: View) -> Broken:

@@ -1,6 +1,5 @@
 """Advantage estimators: the formulas, written a second time, and what must not change them."""
 
-import itertools
 import math
 
 import numpy as np
@@ -19,17 +18,7 @@ from tests.padded import PaddedAdvantageInputs as AdvantageInputs
 from tests.padded import flat_inputs, on_padded
 
 FLAT = {name: advantages.estimator(name) for name in registry.ESTIMATORS}
-
-
-def on_rewards_it_takes(name):
-    """Return an estimator of padded tensors. What holds for every one is tried with rewards of both signs."""
-    estimate = on_padded(FLAT[name])
-    if registry.ESTIMATORS[name].penalties:
-        return estimate
-    return lambda inputs: estimate(changed(inputs, token_level_rewards=inputs.token_level_rewards.abs()))
-
-
-ESTIMATORS = {name: on_rewards_it_takes(name) for name in FLAT}
+ESTIMATORS = {name: on_padded(estimate) for name, estimate in FLAT.items()}
 
 
 def make_inputs(seed: int, prompts: int = 3, n: int = 4, width: int = 7, **overrides) -> AdvantageInputs:
@@ -49,8 +38,6 @@ def make_inputs(seed: int, prompts: int = 3, n: int = 4, width: int = 7, **overr
         "in_group_stats": torch.from_numpy(rng.random(rows) < 0.8),
         "values": torch.from_numpy(rng.normal(size=(rows, width))),
         "baseline": torch.from_numpy(rng.normal(size=rows)),
-        "old_log_probs": torch.from_numpy(-rng.exponential(size=(rows, width))),
-        "sum_pi_squared": torch.from_numpy(rng.uniform(0.6, 1.0, size=(rows, width))),
         "gamma": 0.9,
         "lam": 0.8,
     }
@@ -153,7 +140,7 @@ def test_a_constant_on_a_group_s_rewards_changes_nothing(name, seed, shift):
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "maxrl"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg"])
 @given(seed=seeds)
 @settings(max_examples=25, deadline=None)
 def test_group_relative_advantages_sum_to_zero(name, seed):
@@ -182,7 +169,7 @@ def test_a_row_that_could_not_be_scored_is_as_if_it_were_not_there(name, seed):
     torch.testing.assert_close(returns[kept], alone[1], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
 @given(seed=seeds, garbage=st.sampled_from([math.nan, math.inf, -1e30]))
 @settings(max_examples=15, deadline=None)
 def test_what_lies_outside_the_mask_is_never_read(name, seed, garbage):
@@ -192,8 +179,6 @@ def test_what_lies_outside_the_mask_is_never_read(name, seed, garbage):
         inputs,
         token_level_rewards=inputs.token_level_rewards.masked_fill(outside, garbage),
         values=inputs.values.masked_fill(outside, garbage),
-        old_log_probs=inputs.old_log_probs.masked_fill(outside, garbage),
-        sum_pi_squared=inputs.sum_pi_squared.masked_fill(outside, garbage),
         in_group_stats=None,
     )
     clean = changed(inputs, in_group_stats=None)
@@ -202,7 +187,7 @@ def test_what_lies_outside_the_mask_is_never_read(name, seed, garbage):
         assert not got[outside].any()
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_passk", "maxrl", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
 @given(seed=seeds, value=st.floats(-10, 10), dtype=st.sampled_from([torch.float32, torch.float64]))
 @example(seed=0, value=0.1, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3
 @example(seed=12211, value=1.0, dtype=torch.float32)  # answers of one group whose first tokens have no gradient
@@ -212,8 +197,6 @@ def test_equal_rewards_give_exactly_zero(name, seed, value, dtype):
     rewards = torch.zeros(9, 7, dtype=dtype)
     rewards[:, -1] = value
     inputs = make_inputs(seed, n=3, token_level_rewards=rewards, in_group_stats=None)
-    if name == "optimal_token_baseline":  # where one answer is longer than all others, it has nothing to compare with
-        inputs = changed(inputs, response_mask=torch.ones(9, 7).bool())
     assert not ESTIMATORS[name](inputs)[0].any()
 
 
@@ -241,14 +224,7 @@ def test_dtype_and_device_follow_the_rewards(name):
         assert value.dtype == torch.float32 and value.shape == (12, 7)
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("gae", "values"),
-        ("remax", "baseline"),
-        ("optimal_token_baseline", "sum_pi_squared"),
-    ],
-)
+@pytest.mark.parametrize(("name", "field"), [("gae", "values"), ("remax", "baseline")])
 def test_what_is_missing_is_named(name, field):
     with pytest.raises(ValueError, match=f"{name} estimator needs '{field}'"):
         ESTIMATORS[name](make_inputs(0, **{field: None}))
@@ -316,8 +292,6 @@ def test_discounted_sums_are_those_of_each_sequence(seed, decay):
 
 # -- beyond the four papers -------------------------------------------------------------------------------------------
 
-MAXRL, OTB = (on_padded(advantages.estimator(name)) for name in ("maxrl", "optimal_token_baseline"))
-
 
 def test_by_hand():
     """Two groups of three, rewards (5, 2, -1) and (4, 4, 1): every estimator gives another number."""
@@ -359,98 +333,6 @@ def test_reinforce_family_is_its_formula(seed):
     got = ESTIMATORS["remax"](inputs)
     np.testing.assert_allclose(got[1], returns, rtol=1e-12)
     np.testing.assert_allclose(got[0], np.where(mask, returns - inputs.baseline.numpy()[:, None], 0), rtol=1e-9)
-
-
-def outcomes(*rewards: float, **fields) -> AdvantageInputs:
-    """Return one group of one-token answers with these rewards."""
-    column = torch.tensor(rewards, dtype=torch.float64)[:, None]
-    given = {"response_mask": torch.ones(len(rewards), 1).bool(), "group": torch.zeros(len(rewards)).long(), **fields}
-    return AdvantageInputs(token_level_rewards=column, **given)
-
-
-def test_maxrl_by_hand():
-    """One of four right: (1 - 1/4) / (1/4) = 3 and -1; three of four: 1/3 and -1; none or all: 0."""
-    for rewards, expected in (
-        ((1, 0, 0, 0), [3, -1, -1, -1]),
-        ((1, 1, 0, 1), [1 / 3, 1 / 3, -1, 1 / 3]),
-        ((0, 0, 0, 0), [0, 0, 0, 0]),
-        ((1, 1, 1, 1), [0, 0, 0, 0]),
-        ((2, 0.5, 0.5, 1), [1, -0.5, -0.5, 0]),
-    ):
-        assert MAXRL(outcomes(*rewards))[0][:, 0].tolist() == pytest.approx(expected, abs=1e-12)
-    unscored = outcomes(1, 0, 1, 0, in_group_stats=torch.tensor([True, True, False, True]))
-    assert MAXRL(unscored)[0][:, 0].tolist() == pytest.approx([2, -1, 0, -1], abs=1e-12)
-
-
-@pytest.mark.parametrize("p", [0.03, 0.4, 0.95])
-@pytest.mark.parametrize("n", [2, 5])
-def test_maxrl_is_the_gradient_of_a_truncated_log_likelihood(n, p):
-    """All outcomes of n answers: the expected update is d/dp of ``-sum_{k < n} (1 - p)^k / k``, which nears 1/p."""
-    expected = 0.0
-    for right in itertools.product((0, 1), repeat=n):
-        score = [1 / p if one else -1 / (1 - p) for one in right]  # d log pi / dp
-        update = float((MAXRL(outcomes(*right))[0][:, 0] * torch.tensor(score, dtype=torch.float64)).mean())
-        expected += p ** sum(right) * (1 - p) ** (n - sum(right)) * update
-    assert expected == pytest.approx(math.fsum((1 - p) ** k for k in range(n - 1)), rel=1e-10)
-
-
-def test_maxrl_does_not_depend_on_the_scale_of_rewards_and_refuses_negative_ones():
-    inputs = make_inputs(1, token_level_rewards=make_inputs(1).token_level_rewards.abs())
-    larger = changed(inputs, token_level_rewards=17 * inputs.token_level_rewards)
-    torch.testing.assert_close(MAXRL(larger)[0], MAXRL(inputs)[0], rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="rewards must be at least 0, and one is -0.5"):
-        MAXRL(outcomes(1, -0.5))
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("weighted", [False, True])
-def test_optimal_token_baseline_is_its_formula(seed, weighted):
-    """Token by token, in plain Python, over the own tokens of each answer."""
-    weights = torch.from_numpy(np.random.default_rng(seed).uniform(0.3, 2, (12, 7))) if weighted else None
-    inputs = make_inputs(seed, rollout_is_weights=weights)
-    rewards, mask, group, counted = numpy_of(inputs)
-    old, square = inputs.old_log_probs.numpy(), inputs.sum_pi_squared.numpy()
-    own = [np.flatnonzero(row) for row in mask]
-
-    def energy(i, k):
-        scale = (weights.numpy()[i] if weighted else np.ones(7)) ** 2
-        return math.fsum(scale[t] * max(1 - 2 * math.exp(old[i, t]) + square[i, t], 0) for t in own[i][: k + 1])
-
-    def to_go(i, k):
-        return math.fsum(rewards[i, t] for t in own[i][k:])
-
-    expected = np.zeros((12, 7))
-    for i in np.flatnonzero(counted):
-        others = [j for j in np.flatnonzero(counted) if group[j] == group[i]]
-        for k, t in enumerate(own[i]):
-            long = [j for j in others if len(own[j]) > k]
-            total = math.fsum(energy(j, k) for j in long)
-            mean = math.fsum(energy(j, k) * to_go(j, k) for j in long) / total if len(long) > 1 and total else 0.0
-            expected[i, t] = 0.0 if len(others) == 1 else to_go(i, k) - mean
-    np.testing.assert_allclose(OTB(inputs)[0], expected, rtol=1e-9, atol=1e-12)
-
-
-def test_optimal_token_baseline_by_hand():
-    """Two answers of one and two tokens. pi = 1/2 of a fair coin: 1 - 1 + 1/2; pi = 1/4 of four: 1 - 1/2 + 1/4."""
-    inputs = AdvantageInputs(
-        token_level_rewards=torch.tensor([[1.0, 0.0], [0.0, 4.0]], dtype=torch.float64),
-        response_mask=torch.tensor([[True, False], [True, True]]),
-        group=torch.zeros(2).long(),
-        old_log_probs=torch.tensor([[0.5, 1.0], [0.25, 0.5]], dtype=torch.float64).log(),
-        sum_pi_squared=torch.tensor([[0.5, 1.0], [0.25, 0.5]], dtype=torch.float64),
-    )
-    # Energies 0.5 and 0.75: the baseline of the first token is (0.5 * 1 + 0.75 * 4) / 1.25 = 2.8; the second has none.
-    advantages, returns = OTB(inputs)
-    assert advantages.tolist() == [pytest.approx([-1.8, 0]), pytest.approx([1.2, 4.0])]
-    assert returns.tolist() == [[1, 0], [4, 4]]
-
-
-def test_without_others_the_optimal_token_baseline_is_nothing_and_a_lone_survivor_gets_none():
-    fields = {"old_log_probs": torch.zeros(4, 1) - 1, "sum_pi_squared": torch.ones(4, 1) / 2}
-    inputs = outcomes(3, 3, 3, 3, **fields, group=torch.arange(4))
-    assert OTB(inputs)[0][:, 0].tolist() == [3, 3, 3, 3]
-    survivor = changed(inputs, group=torch.zeros(4).long(), in_group_stats=torch.tensor([False, True, False, False]))
-    assert not OTB(survivor)[0].any()
 
 
 def test_passk_refuses_a_group_of_one():

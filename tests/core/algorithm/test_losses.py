@@ -123,7 +123,7 @@ def test_stats_are_detached_and_of_the_losses_shape(name):
         assert value.shape == loss.shape and not value.requires_grad and value.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["vanilla", "gspo", "sapo", "cispo", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "sapo", "cispo"])
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
     _, old, adv, mask = make(4)
     logp = old.clone().requires_grad_()
@@ -158,47 +158,6 @@ def test_gradient_of_gspo_is_that_of_its_sequence_objective():
         numeric[at] = (objective(base + step) - objective(base - step)) / 2e-6
     np.testing.assert_allclose(logp.grad, numeric, atol=1e-7)
     assert np.abs(numeric).max() > 0.1
-
-
-def test_dppo_by_hand():
-    """Old and new probabilities, advantages; bounds 0.1 down and 0.3 up, weights of at most 1.5.
-
-    A rare token that becomes ten times as likely (0.001 to 0.01) keeps its gradient, and so does one that moves against
-    its advantage; 0.5 to 0.9 and 0.9 to 0.7 do not.
-    """
-    old = torch.tensor([[0.001, 0.5, 0.9, 0.9, 0.2, 0.2]], dtype=torch.float64)
-    new = torch.tensor([[0.01, 0.9, 0.7, 0.7, 0.4, 0.19]], dtype=torch.float64)
-    adv = torch.tensor([[1.0, 1.0, -1.0, 2.0, 1.0, -3.0]], dtype=torch.float64)
-    logp, mask = new.log().requires_grad_(), torch.ones(1, 6).bool()
-    _, stats = tv = padded_loss("dppo_tv")(logp, old.log(), adv, mask, CONFIG)
-    tv[0].sum().backward()
-    assert logp.grad[0].tolist() == pytest.approx([-1.5, 0, 0, -2 * 0.7 / 0.9, -1.5, 3 * 0.95])
-    assert stats["pg_clipfrac"][0].tolist() == [0, 1, 1, 0, 0, 0]
-    assert stats["pg_clipfrac_lower"][0].tolist() == [1, 0, 0, 0, 1, 0]
-    # KL: 0.5 log(0.5/0.9) + 0.5 log(0.5/0.1) = 0.511; 0.9 log(0.9/0.7) + 0.1 log(0.1/0.3) = 0.116; 0.092 from 0.2 up.
-    assert padded_loss("dppo_kl")(logp, old.log(), adv, mask, CONFIG)[1]["pg_clipfrac"][0].tolist() == [
-        0,
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]
-    near = SimpleNamespace(**{**NUMBERS, "clip_ratio_high": None, "clip_ratio": 0.09, "clip_ratio_low": 0.12})
-    assert padded_loss("dppo_kl")(logp, old.log(), adv, mask, near)[1]["pg_clipfrac"][0].tolist() == [0, 1, 0, 0, 1, 0]
-
-
-@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
-def test_gradient_of_dppo_is_the_masked_weight_and_of_certain_tokens_finite(name):
-    logp, old, adv, mask = make(3)
-    logp[1, :2], old[1, :2] = torch.tensor([0.0, -1e-12]), torch.tensor([-1e-3, 0.0])
-    logp.requires_grad_()
-    loss, stats = padded_loss(name)(logp, old, adv, mask, CONFIG)
-    loss.sum().backward()
-    kept = mask & (stats["pg_clipfrac"] == 0)
-    assert kept.any() and (mask & ~kept).any()
-    torch.testing.assert_close(logp.grad, torch.where(kept, -(logp - old).exp().clamp(max=1.5) * adv, 0).detach())
-    assert stats["ppo_kl"].isfinite().all()
 
 
 def test_gradient_of_cispo_is_the_clipped_weight_on_every_token():
@@ -360,7 +319,6 @@ def test_value_loss_gradient_and_mask():
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 masks = st.integers(0, 10**6).map(lambda seed: make(seed)[3])
-GROUP = torch.tensor([7, 7, 3, 3, 7])  # of the rows that make returns
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -368,8 +326,8 @@ GROUP = torch.tensor([7, 7, 3, 3, 7])  # of the rows that make returns
 @settings(max_examples=20, deadline=None)
 def test_weights_are_the_published_aggregations(mode, seed):
     loss, _, _, mask = make(seed)
-    expected = reference.aggregate(loss.numpy(), mask.numpy(), mode, width=11, group=GROUP.numpy())
-    got = (loss * padded_loss_weights(mask.double(), mode, scale_factor=11, group_B=GROUP)).sum()
+    expected = reference.aggregate(loss.numpy(), mask.numpy(), mode, width=11)
+    got = (loss * padded_loss_weights(mask.double(), mode, scale_factor=11)).sum()
     assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
@@ -386,18 +344,6 @@ def test_weights_by_hand():
     assert first_two("seq-mean-token-mean") == pytest.approx([1 / 6, 1 / 2])
     assert first_two("seq-mean-token-sum") == pytest.approx([1 / 2, 1 / 2])
     assert first_two("seq-mean-token-sum-norm", scale_factor=5) == pytest.approx([1 / 10, 1 / 10])
-    one, two, empty = torch.tensor([4, 4, 4]), torch.tensor([4, 9, 9]), torch.tensor([4, 4, 9])
-    assert first_two("prompt-mean-token-mean", group_B=one) == pytest.approx([1 / 4, 1 / 4])
-    assert first_two("prompt-mean-token-mean", group_B=two) == pytest.approx([1 / 6, 1 / 2])
-    assert first_two("prompt-mean-token-mean", group_B=empty) == pytest.approx([1 / 4, 1 / 4])  # 9 has no token
-
-
-def test_every_prompt_weighs_the_same_however_long_its_answers_are():
-    mask, group = make(3)[3], GROUP
-    weight = padded_loss_weights(mask.double(), "prompt-mean-token-mean", group_B=group)
-    assert [float(weight[group == one].sum()) for one in (3, 7)] == pytest.approx([0.5, 0.5], abs=1e-12)
-    with pytest.raises(ValueError, match="prompt-mean-token-mean needs the group"):
-        padded_loss_weights(mask, "prompt-mean-token-mean")
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -406,22 +352,22 @@ def test_every_prompt_weighs_the_same_however_long_its_answers_are():
 def test_parts_add_up_to_the_whole_however_the_rows_are_split(mode, seed, pieces):
     """Micro-batches and ranks slice the step's weights: one objective."""
     loss, _, _, mask = make(seed)
-    weight = padded_loss_weights(mask.double(), mode, scale_factor=6, group_B=GROUP)
+    weight = padded_loss_weights(mask.double(), mode, scale_factor=6)
     whole = float((loss * weight).sum())
     parts = np.array_split(np.random.default_rng(seed).permutation(len(loss)), pieces)
     assert sum(float((loss[p] * weight[p]).sum()) for p in parts) == pytest.approx(whole, abs=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "prompt-mean-token-mean"])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @given(mask=masks)
 @settings(max_examples=15, deadline=None)
 def test_the_means_weights_sum_to_one(mode, mask):
-    assert float(padded_loss_weights(mask.double(), mode, group_B=GROUP).sum()) == pytest.approx(float(mask.any()))
+    assert float(padded_loss_weights(mask.double(), mode).sum()) == pytest.approx(float(mask.any()))
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_a_step_without_a_token_weighs_nothing(mode):
-    assert not padded_loss_weights(torch.zeros(3, 4).bool(), mode, group_B=torch.zeros(3)).any()
+    assert not padded_loss_weights(torch.zeros(3, 4).bool(), mode).any()
 
 
 def test_an_unknown_mode_names_the_known_ones():

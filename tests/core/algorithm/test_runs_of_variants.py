@@ -11,16 +11,11 @@ from tests.faults.tiny_run import command, prepare
 ACTOR = "actor_rollout_ref.actor"
 SELECTS = (f"{ACTOR}.policy_loss.kl_cov_ratio=0.2", f"{ACTOR}.policy_loss.ppo_kl_coef=1.0")
 CASES = {
-    "otb": ("algorithm.adv_estimator=optimal_token_baseline", f"{ACTOR}.ppo_mini_batch_size=4"),
-    "kl_cov": (f"{ACTOR}.policy_loss.loss_mode=kl_cov", *SELECTS, f"{ACTOR}.loss_agg_mode=prompt-mean-token-mean"),
+    "kl_cov": (f"{ACTOR}.policy_loss.loss_mode=kl_cov", *SELECTS),
     "clip_cov": (
         *(f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2"),
-        *(f"{ACTOR}.policy_loss.clip_cov_lb=-9", "algorithm.adv_estimator=maxrl"),
+        *(f"{ACTOR}.policy_loss.clip_cov_lb=-9", "algorithm.adv_estimator=rloo"),
         f"{ACTOR}.ppo_mini_batch_size=4",  # one optimizer step: the pass for old log-probs is made for the choice alone
-    ),
-    "dppo_kl": (
-        *(f"{ACTOR}.policy_loss.loss_mode=dppo_kl", f"{ACTOR}.clip_ratio=0.001", f"{ACTOR}.clip_ratio_c=100"),
-        "algorithm.rollout_correction.bypass_mode=True",
     ),
     "kl_cov_bypass": (
         *(f"{ACTOR}.policy_loss.loss_mode=kl_cov", *SELECTS),
@@ -61,12 +56,10 @@ def test_a_run_of_it_trains_alike_with_any_token_budget(case, folder, tmp_path):
     runs = [trained(folder, tmp_path / str(at), *CASES[case], budget) for at, budget in enumerate(budgets)]
     (seen, weights), (others, other_weights) = runs
     for (batch, metrics), (_, other) in zip(seen, others, strict=True):
-        assert ("old_log_probs" in batch.stored) == ("bypass" not in case and case != "dppo_kl")
-        assert ("sum_pi_squared" in batch.stored) == (case == "otb")
+        assert ("old_log_probs" in batch.stored) == ("bypass" not in case)
         assert metrics["actor/grad_norm"] > 0
-        if "cov" in case:
-            assert 0 < metrics["actor/cov_selected"] < 0.5
-            assert other["actor/cov_selected"] == pytest.approx(metrics["actor/cov_selected"], abs=1e-9)
+        assert 0 < metrics["actor/cov_selected"] < 0.5
+        assert other["actor/cov_selected"] == pytest.approx(metrics["actor/cov_selected"], abs=1e-9)
         assert other["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], abs=1e-5)
     for one, other in zip(weights, other_weights, strict=True):
         assert float((one - other).abs().max()) < 1e-4

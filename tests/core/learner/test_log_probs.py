@@ -175,20 +175,3 @@ def test_nothing_larger_than_a_chunk_is_ever_made(dtype):
         log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=4000, entropy_grad=True)
         (log_prob + entropy).sum().backward()
     assert largest.elements == 4000
-
-
-def test_sums_of_squared_probabilities_are_those_of_an_explicit_softmax_and_change_nothing_else():
-    generator = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((7, 5), (11, 5)))
-    labels, bias = torch.arange(7), torch.randn(11, generator=generator, dtype=torch.float64)
-    hidden.requires_grad_()
-    for chunk in (11, 10_000):
-        options = {"temperature": 0.7, "bias": bias, "chunk_elements": chunk}
-        log_prob, entropy, square = token_log_probs_and_entropy(hidden, weight, labels, squares=True, **options)
-        expected = torch.softmax((hidden @ weight.T + bias) / 0.7, -1).square().sum(-1)
-        torch.testing.assert_close(square, expected.detach(), rtol=1e-12, atol=0)
-        assert not square.requires_grad
-        plain = token_log_probs_and_entropy(hidden, weight, labels, **options)
-        assert torch.equal(plain[0], log_prob) and torch.equal(plain[1], entropy)
-        gradients = [torch.autograd.grad(one.sum(), hidden)[0] for one in (log_prob, plain[0])]
-        assert torch.equal(*gradients)
