@@ -26,7 +26,7 @@ from core.rewards.layer import rollout_facts
 from core.types import Prompt, Segment, Stop, Trajectory
 from results.reporting import accuracies
 from tests.checkpoints import RUN, CheckpointStore
-from tests.core.config.test_secret_keys import RUNNING, SECRET
+from tests.core.config.test_secret_keys import SECRET, TYPED
 from tests.core.scripted_run import configured
 from tests.core.test_sequence_lengths import write_lengths
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -466,8 +466,8 @@ def test_vllm_reads_the_weights_itself(files, tmp_path):
 
 
 def test_what_decides_on_answers_holds_no_secret():
-    config = examine("grpo", RUNNING).config
-    assert str(convert.as_tree(config)).count(SECRET) == len(RUNNING), "the configuration has them"
+    config = examine("grpo", TYPED).config
+    assert str(convert.as_tree(config)).count(SECRET) == len(TYPED), "the configuration has them"
     assert SECRET not in str(evaluate.deciding(config))
 
 
