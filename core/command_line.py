@@ -4,9 +4,7 @@
     DRY_RUN=1 python -m recipes.grpo.main_grpo key=value ... composes, checks, prints and exits
     python -m recipes.grpo.main_grpo --help [word ...]      explains the keys, or those that the words occur in
 
-Arguments before a lone ``--`` are a run script's own: ``main_grpo data.train_files=... -- "$@"``. Those after it were
-typed and win, a typed preset too. A path that a script brings along need not exist yet in a dry run, one that was typed
-does. Nothing here imports torch before the configuration is known to be good.
+Nothing here imports torch before the configuration is known to be good.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ from typing import Any, NoReturn
 from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, to_yaml
 from core.config.defaults import resolve
 from core.config.section import show
-from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, printable, write_failed
-from core.plan import model_problems, plan_lines
-from core.tracking import run_manifest
-from core.tracking.health import UnhealthyRun
+from core.errors import FULL, InputError, OutOfMemory, UnhealthyRun, WorkersLost, WriteFailed, printable, write_failed
 
 log = logging.getLogger("core")
 
@@ -40,7 +35,7 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 
     Exits with 2 where the input is at fault, with 1 where the run or the machine is.
     """
-    config = prepare(recipe, sys.argv[1:])
+    config = prepare(recipe, sys.argv[1:], trainer)
     if (folder := finished_folder(config)) is not None:
         print(
             f"the run in {folder} has finished with this configuration and data, and nothing is trained. Its report: "
@@ -54,15 +49,17 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def prepare(recipe: str, argv: Sequence[str]) -> Config:
+def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) -> Config:
     """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run or ``--help``."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character that was typed shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
     if HELP & {*argv}:
         _help(recipe, argv)
-    dry = is_dry_run()
-    composed = examine(recipe, argv)
-    if problems := all_problems(composed, composed.typed if dry else None):
+    dry, composed = is_dry_run(), examine(recipe, argv)
+    problems = all_problems(composed, composed.typed if dry else None)
+    if dry and not problems:
+        problems = open_files(trainer, composed.config)
+    if problems:
         _refuse(problems)
     if dry:
         print(_report(recipe, composed))
@@ -80,6 +77,8 @@ def is_dry_run() -> bool:
 
 def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Return the problems of a configuration and with what it names; in a dry run with the ``typed`` paths only."""
+    from core.plan import model_problems
+
     config = composed.config
     refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)  # these keys hold their defaults
     absent = [line for line in map(str, paths.missing(config, typed)) if not line.startswith(refused)]
@@ -88,7 +87,7 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
         problems += _missing_here(config)
     if not composed.problems:
         problems += model_problems(config)
-    return problems or _problems_of_files(config)
+    return problems or _problems_of_tools(config)
 
 
 def _missing_here(config: Config) -> list[str]:
@@ -112,8 +111,8 @@ def _missing_here(config: Config) -> list[str]:
     return [*lines, str(no_cluster)] if no_cluster else lines
 
 
-def _problems_of_files(config: Config) -> list[str]:
-    """Return the problems with users' programs and with what episodes read."""
+def _problems_of_tools(config: Config) -> list[str]:
+    """Return the problems with lists of tools, which episodes read."""
     lines: list[str] = []
     if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
         from core.rollout.tools import BaseInteraction, BaseTool, load_listed
@@ -126,6 +125,35 @@ def _problems_of_files(config: Config) -> list[str]:
                 except InputError as error:
                     lines += error.problems
     return lines
+
+
+def open_files(trainer: str, config: Config) -> list[str]:
+    """Return what is wrong in the local files of a dry run: data, tokenizer, reward function, graded examples.
+
+    As a start does, where data and model are on this machine; else the reward function alone, where it is.
+    """
+    needed = [*config.data.train_files, *config.data.val_files, config.actor_rollout_ref.model.path]
+    custom = config.custom_reward_function
+    try:
+        if all(Path(path).expanduser().exists() for path in needed):
+            made = load_trainer(trainer)(config)
+            try:
+                made.load_data()
+            finally:
+                for part in (made.reward, made.agent_loop):
+                    if part is not None:
+                        part.close()
+        elif custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
+            from core.rewards.grading import CustomFunction
+
+            CustomFunction(custom.path, custom.name, custom.reward_kwargs)
+    except InputError as error:
+        return error.problems
+    except Exception as error:
+        if (line := fault_of_user(error)) is None:
+            raise
+        return [line]
+    return []
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:
@@ -148,20 +176,18 @@ def _notes(composed: Composed) -> dict[str, list[str]]:
 
 def _report(recipe: str, composed: Composed) -> str:
     """Return what a dry run prints."""
-    config = composed.config
-    defaults = resolve(recipes.schema_of(recipe)(), recipe)
-    changed = [
-        f"{key}={show(new, key)} (default {show(old, key)})"
-        for key, (old, new) in diff(defaults, config).items()
-        if key not in composed.without_effect
-    ]
-    notes, no_cluster = _notes(composed), paths.address_problem(config)
+    from core.plan import plan_lines
+
+    config, notes = composed.config, _notes(composed)
+    changes = diff(resolve(recipes.schema_of(recipe)(), recipe), config).items()
+    effective = ((key, old, new) for key, (old, new) in changes if key not in composed.without_effect)
+    no_cluster = paths.address_problem(config)
     blocks = {
-        "differs from the defaults": changed,
+        "differs from the defaults": [f"{key}={show(n, key)} (default {show(o, key)})" for key, o, n in effective],
         "read as": notes["read as"],
         "has no effect in this configuration": notes["no effect"],
         "warnings": notes["warning"],
-        "checked at start": [*paths.checked_at_start(config), *([f"cluster: {no_cluster}"] if no_cluster else [])],
+        "not checked here": [*paths.not_checked(config), *([f"cluster: {no_cluster}"] if no_cluster else [])],
         f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(config),
     }
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
@@ -187,6 +213,8 @@ def _help(recipe: str, arguments: Sequence[str]) -> NoReturn:
 
 def finished_folder(config: Config) -> Path | None:
     """Return the run's folder where a run of the same configuration and data has ended in it, else None."""
+    from core.tracking import run_manifest
+
     folder, trainer = paths.run_folder(config), config.trainer
     if trainer.val_only or trainer.resume_mode != "auto":
         return None
@@ -206,14 +234,23 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record))
 
 
+def load_trainer(trainer: str) -> Callable[[Config], Any]:
+    """Return the class ``module:class``."""
+    module, _, name = trainer.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def work(trainer: str, config: Config) -> None:
     """Train in this process and print the outcome."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
-    module, _, name = trainer.partition(":")
-    run = train(getattr(importlib.import_module(module), name), config).run
+    try:
+        run = train(load_trainer(trainer), config).run
+    except KeyboardInterrupt:  # before the first step, or after the last: in between a signal is a request
+        print("SIGINT: stopped before the first step; the same command begins again", file=sys.stderr)
+        raise SystemExit(130) from None
     print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
 
 
@@ -231,7 +268,7 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
                 print(f"{error}\n(trainer.max_restarts={limit}: not started again)", file=sys.stderr)
                 raise SystemExit(1) from error
             log.error("%s", error)
-        except (UnhealthyRun, InputError, OutOfMemory, OSError) as error:
+        except Exception as error:
             _end(error, trained.run.run_dir)
         restarts += 1
         if trained.run.saved_step is not None:  # else this attempt left nothing to resume
@@ -240,8 +277,14 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
 
 
 def _end(error: Exception, run_dir: Path) -> NoReturn:
-    """End the process with a line: with 2 where the input is at fault, 1 where the run or the machine is."""
-    if isinstance(error, OSError) and error.errno not in FULL:
+    """End the process with a line: with 2 where the input is at fault, 1 where the run or the machine is.
+
+    An exception of a user's own code ends with its traceback and a line. Any other one is raised again.
+    """
+    expected = isinstance(error, InputError | UnhealthyRun | OutOfMemory)
+    if not expected and (line := fault_of_user(error)) is not None:
+        _refuse([line])
+    if not (expected or isinstance(error, OSError) and error.errno in FULL):
         raise error
     if isinstance(error, OSError | OutOfMemory):
         traceback.print_exc()
@@ -249,3 +292,14 @@ def _end(error: Exception, run_dir: Path) -> NoReturn:
         error = write_failed(error, error.filename or run_dir, "a file")
     print(printable(str(error)), file=sys.stderr)
     raise SystemExit(2 if isinstance(error, InputError) and not isinstance(error, WriteFailed) else 1) from error
+
+
+def fault_of_user(error: BaseException) -> str | None:
+    """Return the traceback and a line for an exception that a user's own file raised; None for any other."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = next((number for number, frame in enumerate(frames) if code_by_path.is_own(frame.filename)), None)
+    if at is None:
+        return None
+    trace = "".join(traceback.format_list(frames[at:])) + "".join(traceback.format_exception_only(error))
+    where = f"{frames[at].filename}: {frames[at].name} raised {type(error).__name__}"
+    return f"Traceback of your code:\n{trace}{where}; correct it: recipes/README.md has what it is called with"

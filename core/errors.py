@@ -44,6 +44,10 @@ class WorkersLost(RuntimeError):
     """A process of the run died or hangs. Another try from the last checkpoint may succeed."""
 
 
+class UnhealthyRun(RuntimeError):
+    """A bound of ``trainer.health`` with ``action=stop`` was crossed; the run is saved and ended."""
+
+
 # --- disks ---
 
 

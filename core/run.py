@@ -28,11 +28,11 @@ from core.checkpoint.remote_copy import RemoteCopy
 from core.checkpoint.store import Checkpoint, CheckpointStore, resolve_resume
 from core.config import convert, defaults
 from core.config.paths import run_folder
-from core.errors import InputError, WriteFailed, memory_phase
+from core.errors import InputError, UnhealthyRun, WriteFailed, memory_phase
 from core.files import check_writable, is_url
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest
-from core.tracking.health import Health, UnhealthyRun
+from core.tracking.health import Health
 from core.tracking.metrics import REST, time_parts
 from core.tracking.tracker import Tracker
 from core.types import Prompt, StepMetrics
@@ -61,11 +61,10 @@ class Run:
     """
 
     def __init__(self, config: Config, state: LoopState):
-        self.config, self.state = config, state
+        self.config, self.trainer, self.state = config, config.trainer, state
         self.run_dir = run_folder(config)
         self.store = CheckpointStore(self.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
-        self.stop = GracefulStop()
-        self.health = Health()
+        self.stop, self.health = GracefulStop(), Health()
         self.crossed: set[str] = set()  # the bounds that the last step crossed, which was warned of
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
@@ -88,13 +87,12 @@ class Run:
 
         Before anything opens a file of the run folder. Raises InputError.
         """
-        trainer = self.config.trainer
         for name in ("rollout_data_dir", "validation_data_dir"):
-            check_writable(getattr(trainer, name) or "", f"trainer.{name}")
+            check_writable(getattr(self.trainer, name) or "", f"trainer.{name}")
         if self.remote is not None:
-            if not trainer.val_only:
+            if not self.trainer.val_only:
                 self.store.claim()
-            self.remote.open(writes=not trainer.val_only)
+            self.remote.open(writes=not self.trainer.val_only)
 
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
         """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.
@@ -104,15 +102,14 @@ class Run:
         """
         from core.learner.saving import planned_fingerprints
 
-        trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
-        self.prompt_of = stream.prompt
-        self.contents = run_manifest.contents(self.config)
+        trainer, batch_size, prompts = self.trainer, self.config.data.train_batch_size, len(stream)
+        self.prompt_of, self.contents = stream.prompt, run_manifest.contents(self.config)
         self.total_steps = trainer.total_training_steps
         if self.total_steps is None:
             self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
-            self.ordinals = trainer.total_epochs * len(stream)
+            self.ordinals = trainer.total_epochs * prompts
         if self.total_steps == 0:
-            rule = f"an epoch has only {len(stream)} prompts; lower it, or set trainer.total_training_steps"
+            rule = f"an epoch has only {prompts} prompts; lower it, or set trainer.total_training_steps"
             raise InputError(f"data.train_batch_size={batch_size}: {rule}")
         checkpoint = resolve_resume(trainer, self.store)
         if checkpoint is not None:
@@ -122,9 +119,8 @@ class Run:
             own = checkpoint.folder.parent == self.store.root
             if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
                 self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
-        if batch_size > len(stream):
-            rows = f"data.train_files has {len(stream)}"
-            log.warning("data.train_batch_size=%d: %s prompts, so that a step repeats some", batch_size, rows)
+        if batch_size > prompts:
+            log.warning("data.train_batch_size=%d: a step repeats some of the %d prompts", batch_size, prompts)
         if {*self.contents.get("data.train_files", ())} & {*self.contents.get("data.val_files", ())}:
             log.warning("data.val_files: has a file of data.train_files, so that validations ask what was trained on")
         if trainer.save_freq == 0 and not trainer.val_only:
@@ -134,8 +130,8 @@ class Run:
 
     def _compare(self, checkpoint: Checkpoint) -> None:
         """Compare the run with the checkpoint, as far as the run is known. Raises InputError."""
-        trainer, saved = self.config.trainer, checkpoint.provenance
-        allow = trainer.resume_with_changes or trainer.val_only  # which trains nothing
+        saved = checkpoint.provenance
+        allow = self.trainer.resume_with_changes or self.trainer.val_only  # which trains nothing
         self.changes = check_resume(checkpoint.folder, saved, self.provenance(saved), allow=allow)
 
     def attach(self, workers: LocalWorkers, checkpoint: Checkpoint | None) -> LoopState:
@@ -161,14 +157,9 @@ class Run:
     def provenance(self, saved: Provenance | None = None) -> Provenance:
         """Return which run this is. Until there are workers, ranks and threads are taken to be those ``saved``."""
         processes = self.workers or saved
-        return Provenance(
-            models=self.models,
-            seed=self.config.trainer.seed,
-            ranks=processes.ranks if processes else 0,
-            threads=processes.threads if processes else 0,
-            config=convert.as_json(self.config),
-            contents=self.contents,
-        )
+        ranks, threads = (processes.ranks, processes.threads) if processes else (0, 0)
+        run = {"seed": self.trainer.seed, "config": convert.as_json(self.config), "contents": self.contents}
+        return Provenance(models=self.models, ranks=ranks, threads=threads, **run)
 
     # -- around the loop -------------------------------------------------------------------------
 
@@ -187,24 +178,27 @@ class Run:
                 except StopRequested:
                     self.save()
                     status = "stopped"
-                    resume = "" if self.config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+                    resume = "" if self.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
                     text = "stopped after step %d of %d (%s); the same command continues%s"
                     log.warning(text, self.step, self.total_steps, self.stop.cause or "requested", resume)
-        except UnhealthyRun as error:
-            status = "stopped"
-            self.tracker.manifest["stopped_because"] = str(error)
-            raise
         except Exception as error:
-            self.tracker.manifest["stopped_because"] = f"{type(error).__name__}: {error}"
+            unhealthy = isinstance(error, UnhealthyRun)
+            status = "stopped" if unhealthy else status
+            self.tracker.manifest["stopped_because"] = f"{'' if unhealthy else f'{type(error).__name__}: '}{error}"
             raise
         finally:
-            self._close(status)
+            self.tracker.close(status)
+            if self.remote is not None and not self.trainer.val_only:
+                try:
+                    self.remote.send_files()
+                except InputError as error:  # how the run ended must not be hidden by it
+                    log.warning("%s", error)
             for part in owned:
                 if part is not None:
                     part.close()
 
     def _open_tracker(self) -> Tracker:
-        only_validates = self.config.trainer.val_only
+        only_validates = self.trainer.val_only
         folder = self.run_dir / f"val_only_step_{self.step}" if only_validates else self.run_dir
         if self.finished() and not only_validates:
             text = "the run is finished: step %d of %d is done; raise trainer.total_training_steps or total_epochs"
@@ -217,14 +211,6 @@ class Run:
             tracker.set_total(self.total_steps)
         return tracker
 
-    def _close(self, status: str) -> None:
-        self.tracker.close(status)
-        if self.remote is not None and not self.config.trainer.val_only:
-            try:
-                self.remote.send_files()
-            except InputError as error:  # how the run ended must not be hidden by it
-                log.warning("%s", error)
-
     def steps(self) -> Iterator[StepMetrics]:
         """Yield the metrics of each step to come, empty, until the run is finished."""
         self.line_ended = time.perf_counter()
@@ -233,7 +219,7 @@ class Run:
 
     def finished(self) -> bool:
         """Return whether no step is left; with dynamic sampling the epochs may run out of prompts before."""
-        return self.config.trainer.val_only or self._is_last(self.step, self.state)
+        return self.trainer.val_only or self._is_last(self.step, self.state)
 
     def _is_last(self, step: int, state: LoopState) -> bool:
         return step >= self.total_steps or state.collect.next_ordinal >= self.ordinals
@@ -256,7 +242,7 @@ class Run:
         metrics.add({"timing_s/other": time_parts(metrics.values)[REST]})
         self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
-        frequency = self.config.trainer.save_freq
+        frequency = self.trainer.save_freq
         if self.is_due(frequency, self.step, state) or (frequency < 0 and self._is_last(self.step, state)):
             try:
                 self.save()
@@ -270,11 +256,9 @@ class Run:
 
     def outcome(self) -> str:
         """Return how the run ended, in a few words."""
-        if self.config.trainer.val_only:
+        if self.trainer.val_only:
             return f"validated after step {self.step}"
         return f"{'finished' if self.finished() else 'stopped'} after step {self.step} of {self.total_steps}"
-
-    # -- saving ----------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Write a checkpoint of the last complete step, unless there is one, and send it to the run folder's URL.
@@ -284,16 +268,10 @@ class Run:
         if self.step in (0, self.saved_step):
             return
         start, collect = time.perf_counter(), self.state.collect
-        state = run_state.DriverState(
-            step=self.step,
-            next_ordinal=collect.next_ordinal,
-            carried=collect.carried if self.config.trainer.max_staleness else {},
-            values={
-                "keep_rate": collect.keep_rate,
-                "health": self.health.state_dict(),
-                "kl_controller": self.state.kl_controller.state_dict(),
-            },
-        )
+        kl_controller, health = self.state.kl_controller.state_dict(), self.health.state_dict()
+        values = {"keep_rate": collect.keep_rate, "health": health, "kl_controller": kl_controller}
+        carried = collect.carried if self.trainer.max_staleness else {}
+        state = run_state.DriverState(self.step, collect.next_ordinal, carried=carried, values=values)
         hashes: dict[str, str] = {}
         with memory_phase("save_checkpoint"), self.store.writing(self.step, self.provenance(), hashes) as folder:
             hashes.update(self.workers.save(folder))
@@ -314,14 +292,13 @@ class Run:
         if defaults.follows_rounding(self.config) and self.health.logp_diff_bound is None:
             cost = logprob_noise()
             self.health.logp_diff_bound = bound = defaults.of_rounding(cost)
-            text = "rounding costs %.2g nats a token on this model: trainer.health.logp_diff warns above %.2g; in "
-            text += "float32 (rollout.dtype and actor.fsdp_config.dtype) engine and learner agree"
+            text = "rounding costs %.2g nats a token on this model: trainer.health.logp_diff warns above %.2g"
             log.info(text, cost, bound)
 
     def _check_health(self, metrics: StepMetrics) -> list[str]:
         """Compare the step with ``trainer.health``, warn of every bound that it crossed, and return what stops."""
         exact = defaults.EXACT if defaults.exact(self.config) else None
-        violations = self.health.check(self.step, metrics.values, self.config.trainer.health, exact)
+        violations = self.health.check(self.step, metrics.values, self.trainer.health, exact)
         last = self.health.last_healthy_step
         metrics.add({"health/crossed_bounds": len(violations), "health/last_healthy_step": last})
         self.tracker.manifest["last_healthy_step"] = last

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,14 +22,17 @@ from typing import Any
 from core.errors import InputError
 
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a project's root
+ROOT = Path(__file__).resolve().parents[2]
+# What is nobody's own: this repository's packages, Python and what is installed
+OTHERS = [ROOT / name for name in ("core", "recipes", "reward_scores", "data_preprocess", "results", "tests")]
+OTHERS += [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 _OF_PROJECTS: dict[str, tuple[str, ...]] = {}  # module that was imported for a user's file -> the folders of that file
 
 
 def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
-    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
+    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to; a file is run once.
 
-    ``key`` is the configuration key the path came from, which every error names. ``beside``: a file whose project may
-    hold the module. A file is run once a process.
+    ``key`` is the configuration key the path came from. ``beside``: a file whose project may hold the module.
 
     Raises:
         InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
@@ -76,12 +80,17 @@ def load_module(where: str, label: str, beside: Path | None = None) -> ModuleTyp
 def absent(error: ModuleNotFoundError) -> str:
     """Return what to do about a module that a user's file imports and that is not there."""
     package = (error.name or "").partition(".")[0]
-    ours = sys.modules.get(package)
     if package == "verl":
         return "verl is not installed; core.rollout.tools has its classes of tools and simulated users"
-    if package and ours is not None and Path(__file__).resolve().parents[2] in Path(ours.__file__ or "/").parents:
+    if package and (ROOT / package).is_dir():
         return f"{package} is a package of this repository; rename yours"
     return f"install {error.name}, or put the folder that holds it into PYTHONPATH"
+
+
+def is_own(file: str) -> bool:
+    """Return whether a file of code is a user's: neither of this repository, of Python nor of an installed package."""
+    path = Path(file).resolve()
+    return path.is_file() and not any(path.is_relative_to(folder) for folder in OTHERS)
 
 
 def _from_file(where: str, label: str) -> ModuleType:

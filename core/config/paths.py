@@ -37,33 +37,31 @@ def run_folder(config: Config) -> Path:
     return Path("outputs", "remote", protocol, *(part for part in path.split("/") if part not in ("", ".", "..")))
 
 
+def models(config: Config) -> dict[str, str | None]:
+    """Return key -> the model, of every key that names one: a path, URL or hub id; None where nothing loads one."""
+    model, critic, reward = config.actor_rollout_ref.model, config.critic, config.reward_model
+    critics = critic.model.path if critic.enable and critic.model.path != model.path else None
+    rewards = reward.model.path if reward.loads_model else None
+    return dict(zip((*MODELS, REWARD), (model.path, model.tokenizer_path, critics, rewards), strict=True))
+
+
 def named(config: Config) -> Iterator[tuple[str, str]]:
     """Yield every (key, path or URL) that has to exist."""
-    data, model, critic, reward = config.data, config.actor_rollout_ref.model, config.critic, config.reward_model
-    yield from (("data.train_files", path) for path in data.train_files)
-    yield from (("data.val_files", path) for path in data.val_files)
-    critics = critic.model.path if critic.enable and critic.model.path != model.path else None
-    models = dict(zip(MODELS, (model.path, model.tokenizer_path, critics), strict=True))
-    models[REWARD] = reward.model.path if reward.loads_model else None
-    yield from ((key, path) for key, path in models.items() if path and (is_local(path) or is_url(path)))
+    yield from (("data.train_files", path) for path in config.data.train_files)
+    yield from (("data.val_files", path) for path in config.data.val_files)
+    yield from ((key, path) for key, path in models(config).items() if path and (is_local(path) or is_url(path)))
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
     if custom.endswith(".py"):
         yield "custom_reward_function.path", custom
-    judges = ["reward_model.judge.template"] if reward.judged else []
+    judges = ["reward_model.judge.template"] if config.reward_model.judged else []
     lists = (f"actor_rollout_ref.rollout.multi_turn.{name}_config_path" for name in ("tool", "interaction"))
     resumed = ["trainer.resume_from_path"] if config.trainer.resume_mode == "resume_path" else []
     paths = {key: convert.get(config, key) for key in (*judges, *lists, *resumed)}
     yield from ((key, path) for key, path in paths.items() if path)
-    yield from ((key, where) for key, where in _own_functions(config) if where.endswith(".py"))
-
-
-def _own_functions(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the keys that name a user's own function, with its module or file."""
     for key in OWN_FUNCTIONS:
         value = convert.get(config, key)
-        for name in value if isinstance(value, tuple) else (value or "",):
-            if ":" in name:
-                yield key, name.rpartition(":")[0]
+        files = (name.rpartition(":")[0] for name in (value if isinstance(value, tuple) else (value or "",)))
+        yield from ((key, path) for path in files if path.endswith(".py"))
 
 
 def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
@@ -86,31 +84,21 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
     return problems
 
 
-def checked_at_start(config: Config) -> list[str]:
-    """Return what a dry run leaves open: data, models, packages, devices, logins, checkpoints."""
-    rollout, model, trainer = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.trainer
-    loggers = {name: registry.logger(name) for name in trainer.logger}
-    ray = trainer.backend == "ray"
-    adapters = model.lora_rank or (config.critic.enable and config.critic.model.lora_rank)
-    packages = {registry.ENGINES[rollout.name].package: f"actor_rollout_ref.rollout.name={rollout.name}"}
-    packages |= {"peft": "lora_rank"} if adapters else {}
-    packages |= {"ray": "trainer.backend=ray"} if ray else {}
-    packages |= {name: "trainer.logger" for name, entry in loggers.items() if entry.function}
-    device = trainer.device or "cuda if there is one, else cpu"
-    functions = {key for key, _ in _own_functions(config)}
-    functions |= {"custom_reward_function.path"} if config.custom_reward_function.path else set()
-    files = sorted({path for key, path in named(config) if key.startswith("data.")})
+def not_checked(config: Config) -> list[str]:
+    """Return what a dry run leaves open: what is not on this machine, packages, devices, logins, checkpoints."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    away = sorted({f"{key}={path}" for key, path in named(config) if is_url(path) or not os.path.exists(path)})
+    hub = [f"{key}={path}" for key, path in models(config).items() if path and not (is_local(path) or is_url(path))]
+    ray, loggers = trainer.backend == "ray", {name: registry.logger(name) for name in trainer.logger}
+    packages = [registry.ENGINES[rollout.name].package, "ray" if ray else None]
+    packages += [name for name, entry in loggers.items() if entry.function]
+    devices = f"{trainer.nnodes} x {trainer.n_gpus_per_node} " if ray else ""
     return [
-        f"data: every row of {', '.join(files)} is read, measured and shown to its scorer",
-        f"model: {model.path} can be read; its tokenizer and chat template",
-        *(f"package: {name} can be imported ({why})" for name, why in packages.items() if name),
-        f"devices: {trainer.nnodes} x {trainer.n_gpus_per_node} {device} in the cluster"
-        if ray
-        else f"device: {device}",
+        *(f"not on this machine: {path}" for path in (*away, *hub)),
+        *(f"package: {name} can be imported" for name in packages if name),
+        f"devices: {devices}{trainer.device or 'cuda if there is one, else cpu'}; the weights fit on them",
         *([f"judge: {config.reward_model.judge.url} has its model"] if config.reward_model.judged else []),
-        *([f"reward model: {config.reward_model.model.path}"] if config.reward_model.loads_model else []),
         *(f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login),
-        *(f"function: {key} can be loaded and called" for key in sorted(functions)),
         f"run folder: {trainer.default_local_dir} can be written; its checkpoints, if any, are complete",
     ]
 
@@ -132,8 +120,6 @@ def address_problem(config: Config) -> Problem | None:
     nodes = {"trainer.nnodes": trainer.nnodes}
     nodes |= {} if part.hybrid_engine else {"actor_rollout_ref.rollout.nnodes": part.rollout.nnodes or 1}
     rule = "needs a Ray cluster, and neither RAY_ADDRESS nor ray_kwargs.ray_init.address names one"
-    fix = (
-        "type `ray start --head --port=6379` on the first node (the head node), `ray start --address=HEAD_IP:6379` on "
-        "the others, then this command on any of them with RAY_ADDRESS=HEAD_IP:6379 in front"
-    )
+    fix = "type `ray start --head` on the first node, `ray start --address=HEAD_IP:6379` on the others, then this "
+    fix += "command on any of them with RAY_ADDRESS=HEAD_IP:6379 in front"
     return next((Problem(key, count, rule, fix) for key, count in nodes.items() if count > 1), None)

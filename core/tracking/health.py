@@ -61,10 +61,6 @@ STUCK = {
 REMEMBERED = {SCORE, FAILED, TRIGRAMS, CUT, LENGTH, *STUCK}
 
 
-class UnhealthyRun(RuntimeError):
-    """A bound with ``action=stop`` was crossed; the run is saved and ended."""
-
-
 @dataclass(frozen=True)
 class BoundViolation:
     """A bound of ``trainer.health`` that a step exceeded."""

@@ -55,6 +55,10 @@ def prepare(folder: Path, rows: int = 40) -> Path:
 
 
 def configured(folder: Path, run: str, *overrides: str, steps: int = 6, recipe: str = "grpo"):
+    return compose(recipe, arguments(folder, run, *overrides, steps=steps))
+
+
+def arguments(folder: Path, run: str, *overrides: str, steps: int = 6) -> list[str]:
     settings = {
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "train.parquet",
@@ -79,7 +83,7 @@ def configured(folder: Path, run: str, *overrides: str, steps: int = 6, recipe: 
         "trainer.val_before_train": False,
         "trainer.default_local_dir": folder / run,
     }
-    return compose(recipe, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+    return [*(f"{key}={value}" for key, value in settings.items()), *overrides]
 
 
 class ScriptedWorkers:

@@ -94,7 +94,7 @@ def test_a_dry_run_validates_anywhere_and_writes_nothing(run, elsewhere, subtest
         with subtests.test(named(path)):
             status, out, error = run(path)
             assert status == 0, error
-            assert "checked at start:" in out and (OVER_RAY in out) == (not is_real(path))
+            assert "not checked here:" in out and (OVER_RAY in out) == (not is_real(path))
             if is_large(path):
                 assert "has no effect" not in out and "\n  The run fits on " in out
     assert sorted(elsewhere.rglob("*")) == before
@@ -107,7 +107,7 @@ def test_scripts_run_dry_as_they_are_typed(elsewhere, subtests):
             environment = os.environ | {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
             line = ["bash", str(ROOT / "recipes" / name)]
             done = subprocess.run(line, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0 and "checked at start:" in done.stdout, done.stderr
+            assert done.returncode == 0 and "not checked here:" in done.stdout, done.stderr
 
 
 def test_arguments_are_forwarded_and_win_and_a_mistyped_one_ends_a_script(run, subtests):

@@ -9,11 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import InputError
+from core.errors import InputError, UnhealthyRun
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import judge as judge_module
 from core.rewards.judge import JudgeLost
-from core.tracking.health import UnhealthyRun
 from tests.core.rewards.test_judge import NOBODY, shown
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.judge_server import MODEL, serve

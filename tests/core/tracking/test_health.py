@@ -13,7 +13,8 @@ from core.checkpoint.run_state import DriverState
 from core.command_line import train
 from core.config import convert, examine
 from core.config.schema import HealthConfig
-from core.tracking.health import CHECKS, SCORE, SKIPPED, Health, UnhealthyRun
+from core.errors import UnhealthyRun
+from core.tracking.health import CHECKS, SCORE, SKIPPED, Health
 from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run
 from results.reporting.summaries import summarise

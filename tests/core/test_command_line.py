@@ -1,0 +1,111 @@
+"""What a dry run opens, and what of a user's ends a command: their code's failure, a Ctrl-C before the first step."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+import pytest
+
+from core import command_line
+from core.ray_trainer import RayPPOTrainer
+from tests.core.scripted_run import arguments, configured, prepare, scripted
+
+KEYS = "tests.core.test_command_line"
+
+
+class Strict(RayPPOTrainer):
+    def keep_group(self, group):
+        return "yes"
+
+
+def dry(folder, monkeypatch, capsys, trainer="core.ray_trainer:RayPPOTrainer", *overrides):
+    """The exit status of a dry run, its output and its errors."""
+    monkeypatch.setenv("DRY_RUN", "1")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        command_line.prepare("grpo", arguments(folder, "run", *overrides), trainer)
+    return (end.value.code, *capsys.readouterr())
+
+
+def test_a_dry_run_opens_what_is_here_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    before = sorted(prepare(tmp_path).rglob("*"))
+    status, out, err = dry(tmp_path, monkeypatch, capsys)
+    assert status == 0 and err == "" and "not on this machine" not in out
+    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)] == before
+    status, out, _ = dry(tmp_path, monkeypatch, capsys, "never.imported:T", "actor_rollout_ref.model.path=org/name")
+    assert status == 0 and "not on this machine: actor_rollout_ref.model.path=org/name" in out
+
+
+def drop_column(folder):
+    table = pq.read_table(folder / "train.parquet")
+    pq.write_table(table.drop_columns(["data_source"]), folder / "train.parquet")
+
+
+def spoil_row(folder):
+    table = pq.read_table(folder / "train.parquet")
+    rows = table.to_pylist()
+    rows[3]["prompt"] = []
+    pq.write_table(table.from_pylist(rows, table.schema), folder / "train.parquet")
+
+
+def drop_tokenizer(folder):
+    for path in (folder / "model").glob("tokenizer*"):
+        path.unlink()
+
+
+def write_reward(text):
+    return lambda folder: (folder / "reward.py").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (drop_column, "train.parquet: no column 'data_source'"),
+        (spoil_row, "train.parquet"),
+        (drop_tokenizer, "actor_rollout_ref.model.path="),
+        (write_reward("import nobody_has_this\n"), "custom_reward_function.path="),
+        (write_reward("def compute_score(*args, **kwargs):\n    return 1 / 0\n"), "ZeroDivisionError"),
+        (write_reward("def other():\n    pass\n"), "custom_reward_function"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_would(tmp_path, monkeypatch, capsys, spoil, named):
+    spoil(prepare(tmp_path))
+    status, out, err = dry(tmp_path, monkeypatch, capsys)
+    assert status == 2 and named in err and "is valid" not in out
+    assert err.count("Traceback") <= 1
+
+
+def test_a_dry_run_calls_the_hooks(tmp_path, monkeypatch, capsys):
+    status, _, err = dry(prepare(tmp_path), monkeypatch, capsys, f"{KEYS}:Strict")
+    assert status == 2 and "keep_group returned str" in err
+
+
+def test_a_failure_of_the_users_code_is_its_traceback_once_and_a_line(tmp_path, capsys):
+    folder = prepare(tmp_path)
+    (folder / "estimator.py").write_text("def mine(inputs):\n    return inputs.nothing\n")
+    config = configured(folder, "run", f"algorithm.adv_estimator={folder}/estimator.py:mine")
+    with pytest.raises(SystemExit) as end:
+        command_line.train(lambda made: scripted()(made, lambda request, version: str(request.seed % 5)), config)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("Traceback") == 1 and "core/" not in err
+    assert err.splitlines()[-1].startswith(f"{folder}/estimator.py: mine raised AttributeError")
+
+
+def test_a_failure_of_our_code_keeps_its_traceback(tmp_path):
+    def respond(request, version):
+        raise RuntimeError("ours")
+
+    with pytest.raises(RuntimeError, match="ours"):
+        command_line.train(lambda made: scripted()(made, respond), configured(prepare(tmp_path), "run"))
+
+
+def test_a_ctrl_c_before_the_first_step_is_a_line(tmp_path, capsys, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RayPPOTrainer, "init_workers", interrupted)
+    config = configured(prepare(tmp_path), "run")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        command_line.work("core.ray_trainer:RayPPOTrainer", config)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 130 and "before the first step" in line
