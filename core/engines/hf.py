@@ -27,8 +27,6 @@ from core.vision.learner_pictures import picture_inputs, run_body
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-SPARE_COLUMNS = 64  # at least, of the cache: growing it copies all of it
-
 
 class HFEngine(InProcessEngine):
     """Satisfies :class:`core.engines.RolloutEngine` for causal language models of transformers that attend to all
@@ -60,13 +58,12 @@ class HFEngine(InProcessEngine):
         # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps
         self.prefill_tokens = self.row_steps = 0
 
-    def _check(self, request: SampleRequest) -> None:
-        super()._check(request)
-        if (most := _most_stored(1, _most_columns(request))) > self.cache_tokens:
-            raise ValueError(
-                f"prompt and max_tokens are {most} tokens, more than the cache holds ({self.cache_tokens}): raise "
-                "actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib"
-            )
+    def _begin(self, request: SampleRequest) -> Row:
+        row = super()._begin(request)
+        if _most_stored(1, _most_columns(request)) > self.cache_tokens:
+            rule = f"prompt and max_tokens are beyond the {self.cache_tokens} tokens of the cache"
+            raise ValueError(f"{rule}: raise actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib")
+        return row
 
     def _running(self) -> list[Row]:
         return self.rows
@@ -96,7 +93,9 @@ class HFEngine(InProcessEngine):
         to = list(range(len(self.rows), len(self.rows) + len(sharing)))
         self.rows += sharing
         self.settings = None
-        self._make_room()
+        columns = max(_most_columns(row.request) for row in self.rows)
+        if len(self.rows) > self.cache.places or columns > self.cache.columns:
+            self.cache.reserve(_with_spare(len(self.rows)), columns)
         self._prefill(begin, begin + len(fresh))
         origin = [place[_prompt(row)] for row in sharing]
         self.cache.copy(to, origin, max(map(_stored, sharing), default=0))
@@ -148,7 +147,6 @@ class HFEngine(InProcessEngine):
 
     def _forward(self) -> Tensor:
         """Return the logits of each row's next token, [N, V]."""
-        self._make_room()
         tokens = [(row.ids or row.request.prompt_ids)[-1] for row in self.rows]
         column_N = torch.tensor([_stored(row) + len(row.ids) for row in self.rows], device=self.device)
         offset_N = torch.tensor([row.offset for row in self.rows], device=self.device)
@@ -160,14 +158,6 @@ class HFEngine(InProcessEngine):
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-
-    def _make_room(self) -> None:
-        """Allocate the cache anew where it is too small, with room to spare, because growing copies all of it."""
-        columns = max(_stored(row) + len(row.ids) for row in self.rows) + 1
-        if len(self.rows) > self.cache.places or columns > self.cache.columns:
-            most = max(_most_columns(row.request) for row in self.rows)
-            spare = max(columns // 2, SPARE_COLUMNS)
-            self.cache.reserve(_with_spare(len(self.rows)), min(most, columns + spare))
 
     @torch.inference_mode()
     def _remove(self, rows: Sequence[Row]) -> None:

@@ -1,10 +1,8 @@
 """What this repository's engines share: the checks of requests and updates, and the loop of those that decode here.
 
-:class:`Engine` checks a request, replaces weights and closes. :class:`InProcessEngine` adds the loop of engines that
-compute step by step in the caller's process. One task of the running event loop steps while requests are in flight and
-ends with the last of them. It yields between steps, so that what is finished is scored while the rest decodes. There
-are no threads and no timers: the requests' consumers alone decide the order of everything, and a replay repeats it to
-the bit.
+One task of the running event loop steps while requests are in flight and ends with the last of them. It yields between
+steps, so that what is finished is scored while the rest decodes. There are no threads and no timers: the requests'
+consumers alone decide the order of everything, and a replay repeats it to the bit.
 """
 
 from __future__ import annotations
@@ -80,12 +78,13 @@ class Engine:
     """The parts of :class:`core.engines.RolloutEngine` that do not depend on what computes.
 
     ``model`` is transformers' model, or its skeleton on the meta device: what names and shapes an update must have.
-    ``max_length`` bounds prompt and response together where the engine has less room than the model has positions. An
-    engine that ``sleeps`` frees the device's memory until the next update.
+    ``max_length`` bounds prompt and response together where the engine has less room than the model has positions.
 
     A subclass has ``_copy`` (the weights of a bucket), ``_finish`` (makes new weights those of all requests and returns
     a proof for each device), ``_in_flight`` (counts requests), ``_cancel_all``, ``_free``, and ``_sleep`` if it sleeps.
     """
+
+    sleeps = False  # whether ``sleep`` frees the device's memory until the next update
 
     def __init__(self, tokenizer: Any, model: nn.Module, device: torch.device, max_length: int = sys.maxsize):
         self.tokenizer, self.model, self.device = tokenizer, model, device
@@ -94,50 +93,42 @@ class Engine:
         self.unknown = unknown_among(known_ids(tokenizer), self.vocab_size)  # ids that are never drawn
         self.max_length = min(max_length, positions(model))
         self.policy_version = 0
-        self.sleeps = self.asleep = self._closed = False
+        self.asleep = self._closed = False
         self._received: list[Checksum | None] = []
 
-    def _check(self, request: SampleRequest) -> None:
-        if self._closed:
-            raise RuntimeError("the engine is closed")
-        if self.asleep:
-            raise RuntimeError("the engine is asleep and without weights: update_weights wakes it")
+    def _begin(self, request: SampleRequest) -> Row:
+        """Return the row of a request. Raises RuntimeError or ValueError where it cannot be answered."""
+        if self._closed or self.asleep:
+            raise RuntimeError(f"the engine is {'closed' if self._closed else 'asleep: update_weights wakes it'}")
         prompt, budget = request.prompt_ids, request.sampling.max_tokens
-        if not prompt:
-            raise ValueError("SampleRequest.prompt_ids is empty: a response needs at least one token to follow")
-        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(
-                f"SampleRequest.prompt_ids holds ids from {min(prompt)} to {max(prompt)}, but the model has "
-                f"{self.vocab_size} tokens: is it this model's tokenizer?"
+                "SampleRequest.prompt_ids is empty, or not of this model's tokenizer: the model has "
+                f"{self.vocab_size} tokens"
             )
         if len(prompt) + budget > self.max_length:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens + max_tokens={budget} is beyond the {self.max_length} of the model's "
                 "max_position_embeddings or rollout.max_model_len: lower data.max_prompt_length or max_response_length"
             )
-
-    def _row(self, request: SampleRequest) -> Row:
         return Row(request, StopRule(request.sampling, self.eos, self.tokenizer), self.policy_version)
 
     def _trajectory(self, row: Row) -> Trajectory:
         return one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
-        """Replace all weights. Each must come, under one of its names where it has several (tied embeddings); two
-        names of one weight must agree. Nothing is changed where anything is wrong. Returns what ``end_update`` does."""
+        """Replace all weights. Each must come, under one of its names where it has several (tied embeddings)."""
         bucket = held_weights(self.model, named_tensors)
         self.begin_update(bucket.weights)
         self.load(bucket)
         return self.end_update(version)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
-        """Prepare for new weights; raise ValueError, and change nothing, where they do not fit."""
         self._refuse_in_flight("update_weights")
         check_weights(self.model, weights)
         self._received = []
 
     def load(self, bucket: Bucket) -> None:
-        """Copy the weights of a bucket."""
         values, received = bucket.open(self.device)
         self._received.append(received)
         self._copy(bucket.weights, values)
@@ -148,11 +139,9 @@ class Engine:
         return proofs
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        """Join the group in which weights are broadcast."""
         GROUP.join(address, first_rank, size, self.device, timeout_s)
 
     def sleep(self) -> None:
-        """Free the device's memory where the engine was made for it."""
         self._refuse_in_flight("sleep")
         if self.sleeps and not self.asleep:
             self._sleep()
@@ -177,23 +166,22 @@ class InProcessEngine(Engine):
     ``_advance`` (takes a step and returns the rows that ended with it, which have left) and ``_drop`` (running rows).
     """
 
+    # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next step, and
+    # a replay stays exact. True: some of those answers came, and their receivers may request more.
+    before_step: Callable[[], Awaitable[bool]] | None = None
+
     def __init__(self, tokenizer: Any, model: nn.Module, device: torch.device, max_length: int = sys.maxsize):
         super().__init__(tokenizer, model, device, max_length)
         self._waiting: list[Row] = []
         self._task: asyncio.Task | None = None
-        # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next
-        # step, and a replay stays exact. True: some of those answers came, and their receivers may request more.
-        self.before_step: Callable[[], Awaitable[bool]] | None = None
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Sample a trajectory. Raises ValueError for a request that this model or cache cannot hold, RuntimeError
         once the engine is closed, FloatingPointError where the weights give no finite logits."""
-        self._check(request)
-        loop = asyncio.get_running_loop()
+        row, loop = self._begin(request), asyncio.get_running_loop()
         if self._task is None or self._task.get_loop() is not loop or self._task.done():
             self._drop_all()  # what a former event loop left behind
             self._task = loop.create_task(self._decode())
-        row = self._row(request)
         row.future = loop.create_future()
         self._waiting.append(row)
         return await row.future
@@ -210,7 +198,8 @@ class InProcessEngine(Engine):
                 if not self._running():
                     return
                 finished = self._advance()
-                self._deliver(finished)
+                for row in _awaited(finished):
+                    row.future.set_result(self._trajectory(row))
                 turns = TURNS if finished else 1
         except Exception as error:
             waiting = _awaited(self._running() + self._waiting)
@@ -229,22 +218,19 @@ class InProcessEngine(Engine):
             for _ in range(SETTLED_TURNS):
                 await asyncio.sleep(0)
 
-    def _deliver(self, rows: list[Row]) -> None:
-        for row in _awaited(rows):
-            row.future.set_result(self._trajectory(row))
-
     def _in_flight(self) -> int:
-        rows = _awaited(self._running() + self._waiting)
-        live = sum(not row.future.get_loop().is_closed() for row in rows)
+        live = len(self._live())
         if not live:  # what a closed event loop left behind must not go on with other weights
             self._waiting = []
             self._drop(list(self._running()))
         return live
 
+    def _live(self) -> list[Row]:
+        return [row for row in _awaited(self._running() + self._waiting) if not row.future.get_loop().is_closed()]
+
     def _drop_all(self) -> None:
-        for row in _awaited(self._running() + self._waiting):
-            if not row.future.get_loop().is_closed():
-                row.future.cancel()
+        for row in self._live():
+            row.future.cancel()
         self._waiting = []
         self._drop(list(self._running()))
         self._task = None

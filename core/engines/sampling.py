@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.data.vocabulary import REPLACEMENT, end_ids
+from core.data.vocabulary import end_ids
 from core.engines import SamplingParams
 from core.types import Stop
 
@@ -141,13 +141,15 @@ def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
 
 
 class StopRule:
-    """Decides when one response ends. It follows the response: one rule a request, applied after every token."""
+    """Decides when a response ends: one rule a request, asked after every token."""
 
     def __init__(self, sampling: SamplingParams, eos: frozenset[int], tokenizer: Any):
         self.eos = frozenset() if sampling.ignore_eos else eos
-        self.stop_ids = frozenset(sampling.stop_token_ids)
-        self.strings = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
-        self.max_tokens = sampling.max_tokens
+        self.stop_ids, self.strings = frozenset(sampling.stop_token_ids), sampling.stop
+        self.max_tokens, self.tokenizer = sampling.max_tokens, tokenizer
+        # Tokens that the last stop string can be spread over, one a byte, and some more: a tokenizer may decode the
+        # first ones otherwise than in the middle of a text, and special ones have no text.
+        self.tail = 4 * max(map(len, self.strings), default=0) + 16
 
     def ended(self, ids: Sequence[int]) -> Stop | None:
         """Return why ``ids``, all tokens of the response so far, are the whole response; None where they are not."""
@@ -155,32 +157,8 @@ class StopRule:
             return Stop.EOS
         if ids[-1] in self.stop_ids:
             return Stop.STOP_TOKEN
-        if self.strings is not None and self.strings.completed(ids):
-            return Stop.STOP_STRING
+        if self.strings:
+            text = self.tokenizer.decode(ids[-self.tail :], skip_special_tokens=True)
+            if any(stop in text for stop in self.strings):
+                return Stop.STOP_STRING
         return Stop.LENGTH if len(ids) >= self.max_tokens else None
-
-
-class StopStrings:
-    """Finds the token that completes a stop string. Only the tail of the response is decoded each time.
-
-    Text is taken from the difference between two decodings that start at the same earlier token, because a
-    tokenizer may decode a token differently at the start of a text than in its middle.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str]):
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self.keep = max(map(len, stop)) - 1  # characters of earlier text that a match can reach back to
-        self.begin = self.read = 0  # ids[begin:read] are decoded already, their text is ``known``
-        self.tail = self.known = ""
-
-    def completed(self, ids: Sequence[int]) -> bool:
-        """Return whether the last token completed a stop string. Call it after every token, with all ids."""
-        text = self.tokenizer.decode(ids[self.begin :], skip_special_tokens=True)
-        window = self.tail + text[len(self.known) :]
-        if any(stop in window for stop in self.stop):
-            return True
-        if not text.endswith(REPLACEMENT):  # else the bytes of a character are not complete yet
-            self.tail = window[-self.keep :] if self.keep else ""
-            self.begin, self.read = self.read, len(ids)
-            self.known = self.tokenizer.decode(ids[self.begin : self.read], skip_special_tokens=True)
-        return False

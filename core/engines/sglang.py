@@ -75,10 +75,9 @@ class SGLangEngine(Engine):
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Sample a trajectory. Raises ValueError for a request that this model cannot hold, RuntimeError once the
         engine is closed, FloatingPointError where the weights give no finite logits, WorkersLost without a server."""
-        self._check(request)
+        row, name = self._begin(request), next(self._names)
         if request.media:
             raise ValueError("SampleRequest.media: rollout.name=sglang sends none; use rollout.name=hf or vllm")
-        row, name = self._row(request), next(self._names)
         future = self.server.loop.submit(self._follow(name, row))
         self._sent[name] = future, asyncio.get_running_loop()
         try:

@@ -11,7 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from core.engines import SamplingParams, sampling
-from core.engines.sampling import RowSettings, StopStrings, draw, uniforms
+from core.engines.sampling import RowSettings, StopRule, draw, uniforms
+from core.types import Stop
 
 
 def settings(*params: SamplingParams, vocab_size: int) -> RowSettings:
@@ -119,8 +120,8 @@ def byte_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def ends_at(tokenizer, ids: list[int], stop: tuple[str, ...]) -> int | None:
-    matcher = StopStrings(tokenizer, stop)
-    return next((i + 1 for i in range(len(ids)) if matcher.completed(ids[: i + 1])), None)
+    rule = StopRule(SamplingParams(1000, stop=stop), frozenset(), tokenizer)
+    return next((i + 1 for i in range(len(ids)) if rule.ended(ids[: i + 1]) is Stop.STOP_STRING), None)
 
 
 @pytest.mark.parametrize(
