@@ -118,7 +118,7 @@ class Engine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
         """Replace all weights. Each must come, under one of its names where it has several (tied embeddings)."""
-        bucket = held_weights(self.model, named_tensors)
+        bucket = held_weights(named_tensors)
         self.begin_update(bucket.weights)
         self.load(bucket)
         return self.end_update(version)

@@ -13,13 +13,13 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from datetime import timedelta
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from core.engines import SampleRequest
@@ -38,8 +38,6 @@ CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
 # All that a model's generation_config could set beside what a request sets; ends are decided here
 NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_p": 0.0}
 NEVER = -1e9  # JSON has no infinity
-GROUP = "weights"  # in which this process broadcasts to the server's
-JOIN_S = 300.0  # for the server to join it
 
 
 class SGLangEngine(Engine):
@@ -70,7 +68,7 @@ class SGLangEngine(Engine):
         self._names = map(str, count())
         self._room = asyncio.Semaphore(max_rows)  # of the client's thread
         self._sent: dict[str, tuple[Future, asyncio.AbstractEventLoop]] = {}
-        self._group: dist.ProcessGroupGloo | None = None
+        self._new: dict[str, Tensor] = {}  # weights of an update
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Sample a trajectory. Raises ValueError for a request that this model cannot hold, RuntimeError once the
@@ -126,48 +124,21 @@ class SGLangEngine(Engine):
         for future, _ in self._sent.values():
             future.cancel()
 
-    def begin_update(self, weights: Sequence[Weight]) -> None:
-        """Stop the server and open its update."""
-        super().begin_update(weights)
-        if self._group is None:
-            self._group = self._joined()
-        self.server.post("/pause_generation", {"mode": "abort"})
-        self.server.post("/begin_weight_update", {"selector": "all"})
-
-    def _joined(self) -> dist.ProcessGroupGloo:
-        """Return a group of this process and the server's, which torch there makes as ``init_process_group`` does."""
-        timeout = timedelta(seconds=min(JOIN_S, self.server.timeout_s))
-        ranks = 1 + self.server.get("/server_info")["tp_size"]
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        where = {"master_address": "127.0.0.1", "master_port": store.port, "group_name": GROUP}
-        joining = {**where, "rank_offset": 1, "world_size": ranks, "backend": "gloo"}
-        reply = self.server.send("/init_weights_update_group", joining)
-        for prefix in (GROUP, f"{GROUP}/", "cpu/"):  # torch puts the latter two before a group's names
-            store = dist.PrefixStore(prefix, store)
-        group = dist.ProcessGroupGloo(store, 0, ranks, timeout)
-        reply.result()
-        return group
-
     def _copy(self, weights: Sequence[Weight], values: Sequence[Tensor]) -> None:
-        """Broadcast weights to the server. A tied weight goes by its first name, as in a checkpoint."""
-        values = [value.detach().cpu().contiguous() for value in values]
-        body = {
-            "names": [weight.names[0] for weight in weights],
-            "dtypes": [str(value.dtype).removeprefix("torch.") for value in values],
-            "shapes": [list(value.shape) for value in values],
-            **{"group_name": GROUP, "flush_cache": False},
-        }
-        reply = self.server.send("/update_weights_from_distributed", body)
-        sent = [self._group.broadcast(value, root=0) for value in values]
-        reply.result()  # before waiting: a server that refuses receives nothing
-        for one in sent:
-            one.wait()
+        """Keep weights for the end of the update. A tied weight goes by its first name, as in a checkpoint."""
+        pairs = zip(weights, values, strict=True)
+        self._new |= {weight.names[0]: value.detach().cpu().contiguous() for weight, value in pairs}
 
     def _finish(self) -> list[Proof]:
-        self.server.post("/end_weight_update", {})
-        self.server.post("/flush_cache", {})
-        ranks = self.server.post("/weights_checker", {"action": "checksum"})["ranks"]
-        self.server.post("/continue_generation", {})
+        """Let the server, which is on this machine, read the weights from a folder."""
+        with TemporaryDirectory() as folder:
+            save_file(self._new, f"{folder}/model.safetensors", {"format": "pt"})
+            self.model.config.save_pretrained(folder)
+            self._new = {}
+            where = {"model_path": folder, "load_format": "safetensors", "abort_all_requests": True}
+            self.server.call("/update_weights_from_disk", where)
+        self.server.call("/flush_cache", {})
+        ranks = self.server.call("/weights_checker", {"action": "checksum"})["ranks"]
         return [Proof(tuple(self._received), {"all": (int(rank["per_gpu_checksum"], 16),)}) for rank in ranks]
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
@@ -176,12 +147,11 @@ class SGLangEngine(Engine):
             return np.zeros(0, np.float32)
         params = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": list(token_ids), "sampling_params": params, "return_logprob": True}
-        reply = self.server.post("/generate", {**body, "logprob_start_len": 0, "stream": False})
+        reply = self.server.call("/generate", {**body, "logprob_start_len": 0, "stream": False})
         log_probs = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"][1:]]
         return np.array([np.nan if one is None else one for one in log_probs], np.float32)
 
     def _free(self) -> None:
-        self._group = None
         self.server.close()
 
 
@@ -204,10 +174,7 @@ class SGLangServer:
         """Send a request, a GET without ``body``; return the future of its reply."""
         return self.loop.submit(self._reply(path, body))
 
-    def get(self, path: str) -> Any:
-        return self.send(path).result()
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self.send(path, body).result()
 
     def close(self) -> None:
@@ -273,7 +240,7 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SG
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
     server = SGLangServer(rollout.engine_kwargs["sglang"]["url"], float(config.trainer.phase_timeout_s))
     try:
-        server.get("/server_info")
+        server.call("/server_info")
     except (RuntimeError, WorkersLost) as error:
         server.close()
         raise InputError(f"{KEY}={server.url}: {error}") from error

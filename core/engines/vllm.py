@@ -68,10 +68,8 @@ LEAST_LENGTH = 64  # of prompt and response: the probe's text is a prompt too
 class VLLMEngine(InProcessEngine):
     """Satisfies :class:`core.engines.RolloutEngine` once the first weights have come: before, they are random.
 
-    ``skeleton`` is the model without weights (on the meta device): what names and shapes an update must have.
-    ``options`` are vLLM's engine arguments (``model`` is its folder or hub id). Where ``enable_sleep_mode`` is among
-    them, ``sleep`` frees the GPU. Weights that are not finite leave their mark in the cache for good. Raises
-    ValueError where vLLM cannot run the model so.
+    ``skeleton`` is the model on the meta device; ``options`` are vLLM's engine arguments. Where ``enable_sleep_mode``
+    is among them, ``sleep`` frees the GPU. Weights that are not finite leave their mark in the cache for good.
     """
 
     def __init__(self, tokenizer: Any, skeleton: nn.Module, **options: Any):
@@ -86,8 +84,8 @@ class VLLMEngine(InProcessEngine):
 
             options |= prepare(skeleton, processes)
         if len(unknown := unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)):
-            options["logits_processors"] = [*options.get("logits_processors", ()), f"{__name__}:UnknownIds"]
-            options["additional_config"] = {**options.get("additional_config", {}), UNKNOWN: unknown.tolist()}
+            options["logits_processors"] = [f"{__name__}:UnknownIds"]
+            options["additional_config"] = {UNKNOWN: unknown.tolist()}
         with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         super().__init__(tokenizer, skeleton, torch.device(DEVICE), self.llm.model_config.max_model_len)
@@ -131,10 +129,8 @@ class VLLMEngine(InProcessEngine):
         self.llm.add_request(name, prompt, sampling)
 
     def _advance(self) -> list[Row]:
-        with self._whole():
-            outputs = self.llm.step()
         ended = []
-        for output in outputs:
+        for output in self._ask(self.llm.step):
             row, (part,) = self._rows[output.request_id], output.outputs
             done = any([row.write(*pair) for pair in zip(part.token_ids, part.logprobs.logprobs, strict=True)])
             if output.finished != done and not row.rule.strings:
@@ -147,15 +143,12 @@ class VLLMEngine(InProcessEngine):
 
     def _drop(self, rows: list[Row]) -> None:
         gone = set(map(id, rows))
-        names = [name for name, row in self._rows.items() if id(row) in gone]
-        for name in names:
-            del self._rows[name]
-        self.llm.abort_request(names)
+        self.llm.abort_request([name for name, row in self._rows.items() if id(row) in gone])
+        self._rows = {name: row for name, row in self._rows.items() if id(row) not in gone}
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each of vLLM's processes, and return what they return."""
-        with self._whole():
-            return self.llm.collective_rpc(method, args=arguments)
+        return self._ask(self.llm.collective_rpc, method, args=arguments)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
         """Begin vLLM's own reloading, which packs and shards."""
@@ -169,7 +162,7 @@ class VLLMEngine(InProcessEngine):
         self._call("load_bucket", bucket)
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        """Join the group that weights are broadcast in; each of vLLM's processes is a rank, from ``first_rank`` on."""
+        """Let each of vLLM's processes join the group that weights are broadcast in."""
         self._call("join_weights_group", address, first_rank, size, timeout_s)
 
     def _finish(self) -> list[Proof]:
@@ -192,17 +185,14 @@ class VLLMEngine(InProcessEngine):
             return np.zeros(0, np.float32)
         whole = RequestOutputKind.FINAL_ONLY
         self._submit("probe", token_ids, None, max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
-        outputs = []
-        while not outputs:
-            with self._whole():
-                outputs = self.llm.step()
+        while not (outputs := self._ask(self.llm.step)):
+            pass
         return np.array(outputs[0].prompt_logprobs.logprobs, np.float32)
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Turn a failure because one of vLLM's processes died into WorkersLost: the run may start again."""
+    def _ask(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        """Call a method of vLLM's. Raises WorkersLost where one of its processes died: the run may start again."""
         try:
-            yield
+            return method(*arguments, **named)
         except Exception as error:
             if getattr(self.llm.model_executor, "is_failed", False):
                 raise WorkersLost(f"one of vLLM's processes died ({type(error).__name__}: {error})") from error
@@ -276,10 +266,7 @@ def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
-    """Return vLLM's arguments for a configuration; ``rollout.engine_kwargs.vllm`` overrides the others.
-
-    An argument that vLLM lacks is its own TypeError.
-    """
+    """Return vLLM's arguments for a configuration; ``rollout.engine_kwargs.vllm`` overrides the others."""
     part, data = config.actor_rollout_ref, config.data
     model, rollout = part.model, part.rollout
     extra = {name: value for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items() if value is not None}
@@ -327,10 +314,8 @@ def _process_kept() -> Iterator[None]:
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> VLLMEngine:
     """Make the engine; ``rollout.engine_kwargs.vllm.*`` are vLLM's engine arguments. Raises InputError."""
     if device.type != DEVICE:
-        raise InputError(
-            f"actor_rollout_ref.rollout.name=vllm: the installed vLLM computes on {DEVICE}, the run is on "
-            f"{device.type}: set trainer.device={DEVICE}, install the other build, or use rollout.name=hf"
-        )
+        rule = f"the installed vLLM computes on {DEVICE}, the run is on {device.type}"
+        raise InputError(f"actor_rollout_ref.rollout.name=vllm: {rule}: set trainer.device={DEVICE}, or use hf")
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
     arguments = engine_arguments(config, skeleton)
     if model is None:  # and nothing else needs the GPU in its turn

@@ -36,8 +36,7 @@ class Weight:
     dtype: torch.dtype
 
     @property
-    def size(self) -> int:
-        """Bytes."""
+    def size(self) -> int:  # bytes
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
@@ -119,35 +118,23 @@ def weight_names(model: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(names) for names in names_of.values()]
 
 
-def held_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Return the weights of this process in one bucket; names that share a weight in ``model`` are one.
-
-    Raises ValueError where their values differ.
-    """
-    by_name = dict(named_tensors)
-    together = {name: names for names in weight_names(model) for name in names}
-    weights: dict[Weight, Tensor] = {}
-    for name, value in by_name.items():
-        names = tuple(other for other in together.get(name, (name,)) if other in by_name)
-        first = by_name[names[0]]
-        if first.data_ptr() != value.data_ptr() and name != names[0] and not first.equal(value):
-            raise ValueError(f"update_weights: {' and '.join(names)} differ, and are one weight in the engine")
-        weights.setdefault(Weight(names, tuple(value.shape), value.dtype), value)
-    return Bucket(tuple(weights), tensors=tuple(weights.values()))
+def held_weights(named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
+    """Return the weights of this process in one bucket; names of one tensor are one weight."""
+    names_of: dict[int, list[str]] = {}
+    values: dict[int, Tensor] = {}
+    for name, value in named_tensors:
+        names_of.setdefault(value.data_ptr(), []).append(name)
+        values[value.data_ptr()] = value  # held, so that no other gets its address
+    weights = [Weight(tuple(names_of[at]), tuple(value.shape), value.dtype) for at, value in values.items()]
+    return Bucket(tuple(weights), tensors=tuple(values.values()))
 
 
 def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
-    """Check that the weights are all that ``model`` has, which may be on the meta device.
-
-    Raises ValueError with the first of what is wrong.
-    """
+    """Check that the weights are all that ``model`` has, which may be on the meta device. Raises ValueError."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     given = {name: weight for weight in weights for name in weight.names}
-    problems = [
-        f"{name}: shape {weight.shape}, the engine's is {shapes.get(name, 'unknown')}"
-        for name, weight in given.items()
-        if weight.shape != shapes.get(name)
-    ]
+    other = [name for name, weight in given.items() if weight.shape != shapes.get(name)]
+    problems = [f"{name}: {given[name].shape}, the engine's is {shapes.get(name, 'unknown')}" for name in other]
     for names in weight_names(model):
         senders = {given[name].names for name in names if name in given}
         if len(senders) != 1:

@@ -52,7 +52,7 @@ def engine_of_all(model):
     server = SGLangServer(f"http://127.0.0.1:{PORT}", 120.0)
     while process.poll() is None:
         with suppress(WorkersLost, RuntimeError):
-            server.get("/health")
+            server.call("/health")
             break
         time.sleep(0.5)
     with torch.device("meta"):
@@ -101,10 +101,10 @@ def test_a_seed_decides_nothing(engine):
 
 def test_a_later_sample_finds_its_prompt_until_the_weights_change(engine):
     body = {"input_ids": list(range(40, 90)), "sampling_params": {"max_new_tokens": 1}, "stream": False}
-    first, second = (engine.server.post("/generate", body)["meta_info"]["cached_tokens"] for _ in range(2))
+    first, second = (engine.server.call("/generate", body)["meta_info"]["cached_tokens"] for _ in range(2))
     assert (first, second) == (0, 49)
     engine.update_weights(tiny_model(**SHAPE).state_dict().items(), 1)
-    assert engine.server.post("/generate", body)["meta_info"]["cached_tokens"] == 0
+    assert engine.server.call("/generate", body)["meta_info"]["cached_tokens"] == 0
 
 
 def test_an_aborted_request_is_not_computed_on(engine):
@@ -112,7 +112,7 @@ def test_an_aborted_request_is_not_computed_on(engine):
     body = {"rid": "doomed", "input_ids": list(HELLO), "sampling_params": {"max_new_tokens": 240, "ignore_eos": True}}
     reply = engine.server.send("/generate", {**body, "stream": False})
     while not reply.done():  # one that arrives before its request ends nothing
-        engine.server.post("/abort_request", {"rid": "doomed"})
+        engine.server.call("/abort_request", {"rid": "doomed"})
         time.sleep(0.02)
     ended = reply.result()["meta_info"]
     assert ended["finish_reason"]["type"] == "abort" and ended["completion_tokens"] < 240

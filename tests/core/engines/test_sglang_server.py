@@ -9,9 +9,11 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from core.config import compose
 from core.engines import make_engine
@@ -40,8 +42,11 @@ def scripted(generate):
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if "model_path" in body:
+                body["weights"] = load_file(f"{body['model_path']}/model.safetensors")
             seen.append((self.path, body))
-            self.reply(generate(body) if self.path == "/generate" else {"success": True})
+            made = {"success": True, "ranks": [{"per_gpu_checksum": "1f"}]}
+            self.reply(generate(body) if self.path == "/generate" else made)
 
         def reply(self, made):
             if made is None:  # it dies
@@ -158,6 +163,18 @@ def test_a_reply_that_cannot_stand(reply, error, words):
             return
         with pytest.raises(error, match=words):
             sample_all(engine, [ask(max_tokens=2, stop=stops)])
+
+
+def test_an_update_hands_over_every_weight_once():
+    weights = tiny_model(tie_word_embeddings=True).state_dict()
+    with engine_on(None, tie_word_embeddings=True) as (engine, seen):
+        (proof,) = engine.update_weights(weights.items(), 4)
+        assert (engine.policy_version, proof.weights) == (4, {"all": (31,)})
+    (body,) = (body for path, body in seen if path == "/update_weights_from_disk")
+    assert body["weights"].keys() == weights.keys() - {"lm_head.weight"} and body["load_format"] == "safetensors"
+    assert all(torch.equal(value, weights[name]) for name, value in body["weights"].items())
+    assert [path for path, _ in seen][:2] == ["/update_weights_from_disk", "/flush_cache"]
+    assert not Path(body["model_path"]).exists()
 
 
 def test_an_aborted_request_is_aborted_on_the_server():

@@ -176,7 +176,7 @@ def test_any_stale_weight_is_noticed(workers, monkeypatch):
 
 def test_the_engine_keeps_its_own_copy(workers):
     text = (50, 60, 61, 62)
-    given = {name: tensor.clone() for name, tensor in workers.actor.module.state_dict().items()}
+    given = {name: tensor.detach().clone() for name, tensor in workers.actor.module.named_parameters()}
     workers.engine.update_weights(given.items(), 7)
     before = workers.engine.probe(text)
     for tensor in given.values():

@@ -134,7 +134,7 @@ def test_a_weight_larger_than_a_bucket_is_refused():
 
 def test_tied_names_are_one_weight():
     model = tiny_model(tie_word_embeddings=True)
-    weights = list(held_weights(model, model.state_dict().items()).weights)
+    weights = list(held_weights(model.state_dict().items()).weights)
     tied = next(weight for weight in weights if len(weight.names) > 1)
     assert set(tied.names) == {"model.embed_tokens.weight", "lm_head.weight"}
     check_weights(model, weights)
