@@ -93,9 +93,8 @@ class Example:
     @cached_property
     def prompt_hash(self) -> str:
         """A hash of 16 hexadecimal digits; equal prompts with equal media share them."""
-        if self.media:
-            return _hash([self.prompt, *(hashlib.blake2b(data, digest_size=8).hexdigest() for data in self.media)])
-        return _hash(self.prompt)
+        media = [hashlib.blake2b(data, digest_size=8).hexdigest() for data in self.media]
+        return _hash([self.prompt, *media] if media else self.prompt)
 
     @cached_property
     def content_hash(self) -> str:

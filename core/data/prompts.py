@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,8 @@ from core.vision.pictures import TEXT, MediaError, Modality, Pictures
 log = logging.getLogger(__name__)
 Text = str | Sequence[Message]  # a prompt as the data has it
 SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order
-MEASURED_TOGETHER = 512  # examples; the tokenizer spreads a batch over the cores
 CHAT_FIX = "mend the roles, or set another chat template"
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
-NO_TEMPLATE = (
-    "the tokenizer has no chat template, and the data holds chats; set actor_rollout_ref.model.custom_chat_template, "
-    "take an instruct model's tokenizer, or write the prompts as plain strings"
-)
 TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
 # (sizes of the files) -> the numbers of the examples to take of each one
 Choose = Callable[[Sequence[int]], Sequence[np.ndarray]]
@@ -81,30 +75,23 @@ class Encoder:
         Raises ChatError where the template refuses a chat, InputError where there is no template, MediaError for
         pictures without places or places without pictures.
         """
-        text, plain = self.text(prompt, tools, media)
-        (ids,) = self.encode_texts([text], plain)
-        return ids if media is None else media.expand(ids)
-
-    def text(self, prompt: Text, tools: Sequence[Any] = (), media: Pictures | None = None) -> tuple[str, bool]:
-        """Return what is encoded of a prompt, and whether it is a plain string. Raises what :meth:`encode` raises."""
-        prompt = prompt if media is None else media.mark(prompt)
-        if isinstance(prompt, str) and not (tools and self.has_template):
-            return prompt, True
-        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self.render(chat, **({"tools": list(tools)} if tools and self.has_template else {})), False
-
-    def encode_texts(self, texts: Sequence[str], plain: bool) -> list[list[int]]:
-        """Return the ids of texts of :meth:`text`, all of one kind; the tokenizer spreads them over the cores."""
+        text = prompt if media is None else media.mark(prompt)
+        plain = isinstance(text, str) and not (tools and self.has_template)
+        if not plain:
+            chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
+            text = self.render(chat, **({"tools": list(tools)} if tools and self.has_template else {}))
         # A template writes its special tokens itself: none are added to a chat.
-        encoded = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"] if texts else []
-        # Some tokenizers append an EOS to a plain string: the policy would have to write after its end.
-        end = self.tokenizer.eos_token_id
-        return [ids[:-1] if plain and ids and ids[-1] == end else ids for ids in encoded]
+        ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
+        if plain and ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids = ids[:-1]  # some tokenizers append it: the policy would have to write after its end
+        return ids if media is None else media.expand(ids)
 
     def render(self, chat: Sequence[Message], **arguments: Any) -> str:
         """Return the chat as one string, ready for tokens to follow. Raises ChatError, and InputError as encode."""
         if not self.has_template:
-            raise InputError([NO_TEMPLATE])
+            rule = "the tokenizer has no chat template, and the data holds chats"
+            fix = "set actor_rollout_ref.model.custom_chat_template, or write the prompts as plain strings"
+            raise InputError([f"{rule}; {fix}"])
         prefilled = chat[-1]["role"] == "assistant"
         options = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, **self.template_kwargs}
         return template_of(self.tokenizer, options)(chat, **arguments)
@@ -150,6 +137,7 @@ class PromptFiles:
         self.files: list[ExampleFile] = []
         self.measured = np.zeros(0, MEASURES)  # of the examples that can be drawn, in the order of the files
         self.first: dict[str, Example] = {}  # data source -> its first example
+        self._lengths: dict[Any, int] = {}  # by prompt and tools
         self._ambiguous: frozenset[int] = frozenset()
 
     def load(self, paths: Iterable[str], choose: Choose) -> None:
@@ -168,6 +156,7 @@ class PromptFiles:
         measured = [self._fitting(file, some, problems) for file, some in zip(self.files, rows, strict=True)]
         problems.raise_if_any()
         self.measured = np.concatenate(measured)
+        self._lengths.clear()
         names, counts = np.unique(np.unique(self.measured[["name", "content"]])["name"], return_counts=True)
         self._ambiguous = frozenset(names[counts > 1].tolist())
 
@@ -211,39 +200,32 @@ class PromptFiles:
 
     def _measure(self, place: int, numbers: np.ndarray, problems: Problems) -> np.ndarray:
         """Return the measures of a file's examples; a prompt that cannot be read is a problem."""
-        file, found = self.files[place], []
-        examples = file.examples(problems, numbers)
-        while batch := list(islice(examples, MEASURED_TOGETHER)):
-            for example, length in zip(batch, self._lengths(batch, problems), strict=True):
-                if length == 0:
-                    problems.add(file.path, "a prompt has no tokens", "leave the row out", example.number)
-                elif length is not None:
-                    self.first.setdefault(example.data_source, example)
-                    hashes = int(example.content_hash, 16), int(example.name_hash, 16)
-                    found.append((place, example.number, length, *hashes))
+        found = []
+        for example in self.files[place].examples(problems, numbers):
+            if length := self._length(example, problems):
+                self.first.setdefault(example.data_source, example)
+                hashes = int(example.content_hash, 16), int(example.name_hash, 16)
+                found.append((place, example.number, length, *hashes))
         return np.array(found, dtype=MEASURES)
 
-    def _lengths(self, batch: Sequence[Example], problems: Problems) -> list[int | None]:
-        """Return the tokens of each prompt; None where it cannot be read, which is a problem."""
-        lengths: list[int | None] = [None] * len(batch)
-        texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # plain or not -> place in the batch -> text
-        for at, example in enumerate(batch):
-            try:
-                tools, media = self.tools_of(example), self.encoder.modality.read_media(example.media, decode=True)
-                if media is None:
-                    text, plain = self.encoder.text(example.prompt, tools)
-                    texts[plain][at] = text
-                else:
-                    lengths[at] = len(self.encoder.encode(example.prompt, tools, media))
+    def _length(self, example: Example, problems: Problems) -> int | None:
+        """Return the tokens of a prompt; None where it cannot be read, which is a problem. Copies are read once."""
+        tools = self.tools_of(example)
+        key = example.prompt_hash, repr(tools)
+        try:
+            if key not in self._lengths:
+                media = self.encoder.modality.read_media(example.media, decode=True)
                 self.encoder.check_roles(example.prompt)
-            except ChatError as error:
-                problems.add(example.file, "the chat template refuses a prompt", CHAT_FIX, example.number, str(error))
-            except MediaError as error:
-                problems.add(example.file, error.rule, error.fix, example.number, error.value)
-        for plain, some in texts.items():
-            for at, ids in zip(some, self.encoder.encode_texts(list(some.values()), plain), strict=True):
-                lengths[at] = len(ids)
-        return lengths
+                self._lengths[key] = len(self.encoder.encode(example.prompt, tools, media))
+            if self._lengths[key]:
+                return self._lengths[key]
+            rule, fix, value = "a prompt has no tokens", "leave the row out", ""
+        except ChatError as error:
+            rule, fix, value = "the chat template refuses a prompt", CHAT_FIX, str(error)
+        except MediaError as error:
+            rule, fix, value = error.rule, error.fix, error.value
+        problems.add(example.file, rule, fix, example.number, value)
+        return None
 
     def _fitting(self, file: ExampleFile, rows: np.ndarray, problems: Problems) -> np.ndarray:
         """Leave out what is too long, or report it, as the configuration has it; log what became of the file."""
@@ -254,22 +236,14 @@ class PromptFiles:
             rule = f"all {len(rows)} prompts are longer than {bound}"
             problems.add(file.path, rule, f"raise it: the shortest has {rows['length'].min()}")
         for row in [] if filters else too_long:
-            fix = "raise it (tools' schemas count), or set data.filter_overlong_prompts=True"
-            if not cuts:
-                value = f"{row['length']} tokens"
-                rule, fix = f"a prompt is longer than {bound}", f"{fix} or data.truncation=left"
-                problems.add(file.path, rule, fix, row["number"], value)
-            elif self.encoder.modality.reads_media and file.example(int(row["number"])).media:
-                rule = f"a prompt with media is longer than {bound}, and data.truncation would cut it"
-                problems.add(file.path, rule, fix, row["number"])
-        different = len(np.unique(kept["content"]))
-        counts = {
-            f"of {len(file)} rows": len(kept),
-            "different questions": different if different < len(kept) else 0,
-            f"left out, longer than {bound}": len(rows) - len(kept),
-            f"cut to {self.limit} tokens (data.truncation={self.config.truncation})": 0 if filters else len(too_long),
-        }
-        shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+            # Nothing cuts pictures.
+            if not cuts or (self.encoder.modality.reads_media and file.example(int(row["number"])).media):
+                choices = "data.filter_overlong_prompts=True or, without media, data.truncation=left"
+                rule, fix = f"a prompt is longer than {bound}", f"raise it (tools' schemas count), or set {choices}"
+                problems.add(file.path, rule, fix, row["number"], f"{row['length']} tokens")
+        cut, out = (0, len(too_long)) if filters else (len(too_long), 0)
+        shown = f"{len(kept)} of {len(file)} rows, {len(np.unique(kept['content']))} different questions"
+        shown += f", {out} left out and {cut} cut as longer than {bound}" if len(too_long) else ""
         log.info("%s: %s, longest prompt %d tokens", file.path, shown, kept["length"].max(initial=0))
         return kept
 
@@ -277,10 +251,8 @@ class PromptFiles:
 class PromptStream:
     """The training prompts, in the order of drawing, without end.
 
-    ``config`` is the ``data`` section; its own ``seed`` goes before ``seed`` (``trainer.seed``). Every example is
-    checked and measured here, so bad data ends the run before a model loads; a prompt is tokenised when drawn.
-    ``files`` load and hold what an ordinal draws: prompts, or what a recipe trains on in their place
-    (``recipes/sft/demonstrations.py``). ``modality`` is how the model reads prompts.
+    ``config`` is the ``data`` section, whose own ``seed`` goes before ``trainer.seed``. ``files`` load and hold what an
+    ordinal draws: prompts, or what a recipe trains on in their place (``recipes/sft/demonstrations.py``).
 
     Raises InputError: every problem of every file, one line a rule; or no example has media for a model that reads
     them.

@@ -15,15 +15,15 @@ import numpy as np
 Message = Mapping[str, Any]
 Render = Callable[..., str]  # (messages, **arguments of the template) -> text; raises ChatError
 MARK = "mark7c1f52e9"  # letters and digits: no template escapes or trims it
-UNTIL_ASSISTANT = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
-# No tokenizer takes half a surrogate pair and no file holds one; a NUL ends the text in what reads C strings.
-UNWRITABLE = re.compile("[\ud800-\udfff\x00]")
 REPLACEMENT = "\ufffd"
 
 
 def writable(text: str) -> str:
-    """Return the text with the replacement character for each half of a surrogate pair and each NUL."""
-    return UNWRITABLE.sub(REPLACEMENT, text)
+    """Return the text with the replacement character for each half of a surrogate pair and each NUL.
+
+    No tokenizer takes half a pair and no file holds one; a NUL ends the text in what reads C strings.
+    """
+    return re.sub("[\ud800-\udfff\x00]", REPLACEMENT, text)
 
 
 def known_ids(tokenizer: Any) -> np.ndarray | None:
@@ -87,9 +87,6 @@ def first_token(text: str, tokens: Mapping[str, int]) -> str | None:
     return max((token for token in tokens if text.startswith(token)), key=len, default=None)
 
 
-# --- the chat template ---
-
-
 class ChatError(ValueError):
     """The chat template refuses a chat."""
 
@@ -109,7 +106,8 @@ def template_of(tokenizer: Any, kwargs: Mapping[str, Any]) -> Render:
 
 def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:
     """Return what the template writes behind an assistant's text that these messages follow. Raises ChatError."""
-    _, mark, after = render([*UNTIL_ASSISTANT, *messages], **arguments).partition(MARK)
+    until_assistant = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
+    _, mark, after = render([*until_assistant, *messages], **arguments).partition(MARK)
     if not mark:
         raise ChatError("it drops the text of an assistant's message")
     return after

@@ -115,7 +115,7 @@ def test_overlong_prompts_are_left_out_and_counted(long_and_short, caplog):
     caplog.set_level(logging.INFO, "core.data.prompts")
     prompts = stream(long_and_short, max_prompt_length=4, filter_overlong_prompts=True)
     assert sorted(golds(map(prompts.prompt, range(3)))) == ["0", "1", "2"] and len(prompts) == 3
-    left_out = "3 of 6 rows, 3 left out, longer than data.max_prompt_length=4 tokens, longest prompt 4 tokens"
+    left_out = "3 left out and 0 cut as longer than data.max_prompt_length=4 tokens, longest prompt 4 tokens"
     assert len(prompts) == 3 and left_out in caplog.text
     why = refused(lambda: stream(long_and_short, max_prompt_length=1, filter_overlong_prompts=True))
     assert len(why) == 1 and "all 6 prompts are longer than data.max_prompt_length=1 tokens" in why[0]
@@ -128,7 +128,7 @@ def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short, caplog):
     refused(lambda: stream(long_and_short, max_prompt_length=4), *parts, "data.filter_overlong_prompts=True")
     prompts = stream(long_and_short, max_prompt_length=4, truncation="left")
     assert max(len(prompts.prompt(ordinal).token_ids) for ordinal in range(6)) == 4
-    assert "6 of 6 rows, 3 cut to 4 tokens (data.truncation=left)" in caplog.text
+    assert "0 left out and 3 cut as longer than data.max_prompt_length=4 tokens" in caplog.text
 
 
 def test_truncation_cuts_the_side_that_it_names(tmp_path):
