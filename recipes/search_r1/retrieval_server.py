@@ -4,9 +4,8 @@
 
 ``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers in the published format,
 ``{"result": [[{"document": {"id", "contents"}, "score"}]]}``; without scores the documents stand alone. ``GET /health``
-reports corpus, index and load. Requests that wait are searched together; when too many do, the answer is 503 with
-``Retry-After``. It listens on the loopback unless ``--host`` names another address; it has no passwords. Beyond
-``--max-connections`` the answer is 503.
+reports corpus, index and load. Requests that wait are searched together. It listens on the loopback unless ``--host``
+names another address; it has no passwords. Beyond CONNECTIONS connections the answer is 503.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, RetrievalErr
 from recipes.search_r1.wire import IDENTITY, to_wire
 
 log = logging.getLogger(__name__)
-LARGEST_BODY = 16 * 2**20  # bytes
+CONNECTIONS = 1024
 MOST_QUERIES, MOST_PASSAGES, DEFAULT_TOPK = 1024, 100, 3
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -56,14 +55,13 @@ class Search(BaseModel):
     return_scores: StrictBool = False
 
 
-def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 256, max_waiting: int = 4096) -> FastAPI:
+def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 256) -> FastAPI:
     """Return the application. ``topk`` is used where a request names none."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")  # the one that owns the retriever
     counts: Counter[str] = Counter()
 
     async def search_all(requests: list[SearchRequest]) -> list[Any]:
         """Return the passages of each request, or what its batch raised."""
-        counts["waiting"] -= sum(len(queries) for queries, _ in requests)
         found: dict[int, Any] = {}
         for batch in _batches(requests, max_batch):
             queries, topk = [query for at in batch for query in requests[at][0]], requests[batch[0]][1]
@@ -90,11 +88,6 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
 
     @app.post("/retrieve")
     async def retrieve(search: Search) -> Response:
-        asked = len(search.queries)
-        if counts["waiting"] and counts["waiting"] + asked > max_waiting:
-            rule = f"{counts['waiting']} items wait, at most {max_waiting} may"
-            return _json({"error": f"busy: {rule}; ask again later"}, 503, {"retry-after": "1"})
-        counts["waiting"] += asked
         try:
             found = await calls.submit((search.queries, search.topk or topk))
         except Exception as error:  # the client must hear of it, and the server must live on
@@ -111,14 +104,18 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
                 "rows": len(retriever),
                 "corpus_hash": retriever.corpus_hash,
                 "fingerprint": retriever.fingerprint,
-                "waiting": counts["waiting"],
                 "batches": counts["batches"],
                 "queries": counts["queries"],
             },
             headers=identity,
         )
 
-    _guard(app)
+    @app.exception_handler(RequestValidationError)
+    async def refused(_: Request, error: RequestValidationError) -> Response:
+        lines = [f"{'.'.join(str(part) for part in found['loc'])}: {found['msg']}" for found in error.errors()[:5]]
+        wanted = '{"queries": [text, ...], "topk": number, "return_scores": bool}'
+        return _json({"error": f"{'; '.join(lines)}; wanted is {wanted}"}, 422)
+
     return app
 
 
@@ -136,35 +133,6 @@ def _batches(requests: Sequence[SearchRequest], max_batch: int) -> list[list[int
         else:
             batches.append([at])
     return batches
-
-
-def _guard(app: FastAPI) -> None:
-    """Report a bad request in one line, and refuse a body that is too large before it is read."""
-
-    @app.exception_handler(RequestValidationError)
-    async def refused(_: Request, error: RequestValidationError) -> Response:
-        lines = [f"{'.'.join(str(part) for part in found['loc'])}: {found['msg']}" for found in error.errors()[:5]]
-        wanted = '{"queries": [text, ...], "topk": number, "return_scores": bool}'
-        return _json({"error": f"{'; '.join(lines)}; wanted is {wanted}"}, 422)
-
-    app.add_middleware(_BoundedBody)
-
-
-class _BoundedBody:
-    """ASGI layer that answers 411 and 413 by ``Content-Length``, a length that the web server enforces."""
-
-    def __init__(self, app: Any):
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            length = dict(scope["headers"]).get(b"content-length", b"")
-            if not length.isdigit():
-                return await _json({"error": "a body with content-length is needed"}, 411)(scope, receive, send)
-            if int(length) > LARGEST_BODY:
-                error = f"the body has {int(length)} bytes, at most {LARGEST_BODY} are read"
-                return await _json({"error": error}, 413)(scope, receive, send)
-        await self._app(scope, receive, send)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -190,18 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.host not in LOOPBACK:
         log.warning("listening on %s: anyone who reaches this port can search; there are no passwords", args.host)
-    app = make_app(retriever, args.topk, args.max_batch, args.max_waiting)
+    app = make_app(retriever, args.topk, args.max_batch)
     port = listening.getsockname()[1]
     log.info("%s over %d passages, http://%s:%d/retrieve", retriever.backend, len(retriever), args.host, port)
     print(port, flush=True)
-    config = uvicorn.Config(
-        app,
-        limit_concurrency=args.max_connections,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=60,
-        backlog=2048,
-    )
+    limits = {"limit_concurrency": CONNECTIONS, "timeout_keep_alive": 60, "backlog": 2048}
+    config = uvicorn.Config(app, **limits, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
     return 0
 
@@ -225,7 +187,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _options(args: argparse.Namespace) -> RetrieverOptions:
-    own = ("host", "port", "topk", "max_batch", "max_waiting", "max_connections", "no_mmap", "no_check", "no_gpu")
+    own = ("host", "port", "topk", "max_batch", "no_mmap", "no_check", "no_gpu")
     given = {name: value for name, value in vars(args).items() if name not in own and value is not None}
     return RetrieverOptions(**given, mmap=not args.no_mmap, check_encoder=not args.no_check, gpu=not args.no_gpu)
 
@@ -240,38 +202,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", choices=BACKENDS, help="The back end to search (default: the only one that the folder holds).")
     add("--host", default="127.0.0.1", help="The address to listen on (default: the loopback alone).")
     add("--port", type=int, default=8000, help="The port, which is printed on stdout; 0 takes any free one.")
-    add(
-        "--topk",
-        type=int,
-        default=DEFAULT_TOPK,
-        help="The passages for requests that name no number (default %(default)s).",
-    )
+    add("--topk", type=int, default=DEFAULT_TOPK, help="The passages where a request names no number (%(default)s).")
     add("--encoder", help="A folder or hub id (default: what the index was built with).")
     add("--query-prefix", help='The text before a query (default: the index\'s; "query: " for a faiss file).')
     add("--passage-prefix", help='The text before a passage (default: the index\'s; "passage: " for a faiss file).')
-    add(
-        "--pooling",
-        choices=("mean", "cls"),
-        help="How token vectors become one (default: the index's; mean for a faiss file).",
-    )
+    add("--pooling", choices=("mean", "cls"), help="How token vectors become one (default: the index's, else mean).")
     add("--max-length", type=int, help="The tokens that the encoder reads (default: the index's; 256).")
     add("--device", help="The device of the encoder: cpu (default), cuda, cuda:1.")
     add("--threads", type=int, help="The threads of faiss and of the encoder on the CPU.")
     add("--ef-search", type=int, help="The candidates of a query in HNSW (default 128).")
     add("--nprobe", type=int, help="The lists that a query searches in IVF (default 32).")
     add("--max-batch", type=int, default=256, help="The most queries searched together (default %(default)s).")
-    add(
-        "--max-waiting",
-        type=int,
-        default=4096,
-        help="The queries in the queue before the answer is 503 (default %(default)s).",
-    )
-    add(
-        "--max-connections",
-        type=int,
-        default=1024,
-        help="The connections beyond which the answer is 503 (default %(default)s).",
-    )
     add("--no-mmap", action="store_true", help="Read the index into memory.")
     add("--no-check", action="store_true", help="Leave out the comparison of encoder and index at start.")
     return parser.parse_args(argv)

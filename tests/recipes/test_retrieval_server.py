@@ -1,4 +1,4 @@
-"""The server: the published format, clear refusals, batches across requests, a bounded queue."""
+"""The server: the published format, clear refusals, batches across requests."""
 
 import asyncio
 import json
@@ -98,7 +98,6 @@ def test_health_tells_corpus_index_and_load(index):
         "rows": 200,
         "corpus_hash": retriever.corpus_hash,
         "fingerprint": retriever.fingerprint,
-        "waiting": 0,
         "batches": 1,
         "queries": 2,
     }
@@ -183,15 +182,6 @@ def test_a_batch_has_a_largest_size_and_one_topk():
         ["q1", "q3", "q5", "q7"],
         ["q9", "q11"],
     ]
-
-
-def test_a_full_queue_is_503_with_retry_after_and_what_is_in_it_is_answered():
-    retriever = Recording()
-    bodies = [{"queries": ["held"]}] + [{"queries": [f"q{n}", f"r{n}"]} for n in range(6)]
-    answers = asyncio.run(ask_while_held(make_app(retriever, max_waiting=6), retriever, bodies))
-    assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 503, 503, 503]
-    assert answers[4].headers["retry-after"] == "1"
-    assert "busy: 6 items wait, at most 6 may" in answers[4].json()["error"]
 
 
 def test_a_search_that_fails_is_a_500_for_its_batch_alone(subtests):

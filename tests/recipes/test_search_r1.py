@@ -25,7 +25,6 @@ from core.learner.learner import Critic
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import Episode, Limits
 from core.types import Prompt, ScoredGroup, Stop, token_places
-from recipes.search_r1 import infer
 from recipes.search_r1.index.passages import Passage
 from recipes.search_r1.search_loop import (
     AFTER,
@@ -501,30 +500,3 @@ def test_an_evaluation_plays_the_episodes_of_a_validation(files, tmp_path, capsy
     assert (tmp_path / "answers.scores-exact_match.jsonl").read_text() == validation.read_text()
     assert accuracies.main([str(tmp_path / "answers.scores-exact_match.jsonl")]) == 0
     assert "| greedy | mean@1 |" in capsys.readouterr().out
-
-
-def test_infer_prints_the_episode_turn_by_turn(files, capsys):
-    overrides = [
-        f"actor_rollout_ref.model.path={files}/model",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.dtype=float32",
-        "data.train_batch_size=256",
-        "data.max_prompt_length=400",
-        "actor_rollout_ref.model.override_config.max_position_embeddings=512",
-        "data.max_start_length=100",
-        "data.max_response_length=6",
-        "trainer.device=cpu",
-        "trainer.cpu_threads=1",
-        "retriever.url=null",
-        f"+retriever.local={{index: {files}/index}}",
-        "max_turns=1",
-    ]
-    assert infer.main(["a?", *overrides, "--prompt", "Question: {question}\n"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("[policy]") == 2 and "[tool]\nMy previous action is invalid" in printed
-    assert "[2 turns, 0 searches, ended by" in printed
-    assert infer.main(["data.nope=1"]) == 2
-    assert infer.main(["who?", "preset=lab"]) == 2
-    assert "actor_rollout_ref.model.path: is not set; add" in capsys.readouterr().err
-    assert infer.main(["who?", "actor_rollout_ref.model.path=some/model", "data.nope=1"]) == 2
-    assert "unknown key" in capsys.readouterr().err

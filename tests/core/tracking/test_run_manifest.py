@@ -72,7 +72,10 @@ def test_a_real_configuration_is_kept_whole_and_its_changes_are_those_that_were_
     tracker = Tracker(tmp_path / "grpo" / "run", config)
     tracker.close("finished")
     assert (tracker.run_dir / "config.yaml").read_text() == to_yaml(config)
-    before, now = (run_manifest.changed_keys(each, "grpo") for each in (plain, config))
+    before, now = (
+        Tracker(tmp_path / "grpo" / str(number), each, recipe="grpo").manifest["changed_from_defaults"]
+        for number, each in enumerate((plain, config))
+    )
     assert {key: pair[1] for key, pair in now.items() if before.get(key) != pair} == {
         "data.train_files": ["a.parquet"],
         "actor_rollout_ref.actor.clip_ratio_c": 4.0,
