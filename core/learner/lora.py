@@ -150,9 +150,7 @@ def load_adapters(names: list[str], folder: Path) -> dict[str, Tensor]:
     return {wanted[name]: value for name, value in found.items()}
 
 
-def merge_saved(
-    folder: Path, dtype: torch.dtype, saved: Base | None, *, path: str | None = None, trust_remote_code: bool = False
-) -> nn.Module:
+def merge_saved(folder: Path, saved: Base | None, path: str | None = None) -> nn.Module:
     """Return the policy of a checkpoint that :func:`save_adapters` wrote: its base, with the adapters merged.
 
     ``path`` is where the base is now, if not where the run found it; ``saved`` what it was then (the checkpoint's
@@ -174,7 +172,6 @@ def merge_saved(
             f"--base={path} (weights of SHA-256 {found.sha256[:12]}): {folder} holds adapters of another base, "
             f"{saved.path} as it was then (SHA-256 {saved.sha256[:12]}): give that base"
         )
-    trusted = {"trust_remote_code": trust_remote_code}
-    shape = AutoConfig.from_pretrained(folder, **trusted)
-    base = auto_class(shape).from_pretrained(path, config=shape, dtype=torch.float32, **trusted)
-    return PeftModel.from_pretrained(base, folder).merge_and_unload().to(dtype)
+    shape = AutoConfig.from_pretrained(folder)
+    base = auto_class(shape).from_pretrained(path, config=shape, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, folder).merge_and_unload()
