@@ -25,9 +25,8 @@ from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, 
 from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
-from core.learner.model_checks import logprob_noise, probe_ids, probe_log_probs
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
-from core.learner.passes import BasePolicy, Policy, Traced, pass_size
+from core.learner.passes import BasePolicy, Policy, Traced, logprob_noise, pass_size, probe_ids, probe_log_probs
 from core.learner.saving import (
     OPTIMIZER,
     export_hf,

@@ -20,7 +20,7 @@ from core.engines import SampleRequest
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import out_of_memory
 from core.learner.batching import rank_shares
-from core.learner.model_checks import WeightSyncError
+from core.learner.passes import WeightSyncError
 from core.rewards.grading import Answer, ModelScore
 from core.types import Trajectory
 

@@ -14,8 +14,8 @@ import torch
 from core.cluster.ray_pools import RayProcesses, rank_name
 from core.engines.weight_buckets import Checksum, Proof, merged
 from core.errors import WorkersLost
-from core.learner.model_checks import WeightSyncError, compare_probe
 from core.learner.models import compute_dtype
+from core.learner.passes import WeightSyncError, compare_probe
 
 PHASE = "update_weights"
 

@@ -23,8 +23,8 @@ from core.engines import NoEngine, RolloutEngine, make_engine
 from core.engines.weight_buckets import checksum
 from core.learner.batching import mini_batching
 from core.learner.lora import merged_weights
-from core.learner.model_checks import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.learner.models import compute_dtype, load_policy
+from core.learner.passes import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.learner.saving import load_model, load_optimizer, save_model
 from core.rewards.grading import RewardModelCall
 from core.types import TrainBatch

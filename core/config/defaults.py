@@ -38,7 +38,7 @@ def _precision(config: Config, other: str) -> str:
     """Return the number format of engine or learner, where ``other`` is the key of the other one's.
 
     Two programs that round to bfloat16 differ by 0.03 nats a token on a small published model, whatever is the same in
-    them (the perturbed passes of ``core.learner.model_checks`` differ as much). In one process, where runs are small,
+    them (the perturbed passes of ``core.learner.passes`` differ as much). In one process, where runs are small,
     both are float32 and agree.
     """
     alone = config.trainer.backend == "local" and config.actor_rollout_ref.rollout.name == "hf"

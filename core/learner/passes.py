@@ -1,14 +1,14 @@
 """What a pass over sequences computes: log-probs and entropies of a policy, in micro-batches that fit into memory.
 
-Everything is computed on the positions that the policy wrote and nowhere else. Updates are ``learner.py``'s.
+Everything is computed on the positions that the policy wrote and nowhere else. A model whose head, packed attention or
+engine computes anything else is refused before it trains on wrong numbers. Updates are ``learner.py``'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
 from core.algorithm.sequences import count_by_sequence
 from core.data.vocabulary import unknown_among
+from core.errors import InputError
 from core.learner.attention import use_packed_attention
 from core.learner.batching import micro_batches
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
-from core.learner.model_checks import check_head, check_packing
-from core.learner.packing import ForwardInputs, can_share, forward_inputs
-from core.types import TrainBatch
+from core.learner.packing import ForwardInputs, can_share, forward_inputs, places, predicting_tokens
+from core.types import TrainBatch, pad
 from core.vision.learner_pictures import PictureInputs, picture_inputs, run_body
 from core.vision.pictures import modality_of
 
@@ -37,8 +37,7 @@ Traced = dict[int, dict[str, np.ndarray]]  # TracedTokens.rows
 NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
 
 
-@dataclass(frozen=True)
-class MicroBatchSize:
+class MicroBatchSize(NamedTuple):
     """A memory setting: the most sequences, or tokens, of one pass."""
 
     max_sequences: int | None = None
@@ -248,3 +247,137 @@ class TracedTokens:
     def of(self, rows: Collection[int]) -> Traced:
         """Return what is kept of these rows, those of other ranks left out."""
         return {row: self.rows[row] for row in rows if row in self.rows}
+
+
+# -- what is checked when a model is loaded -----------------------------------------------------------
+
+# In shares of hidden states. In float32 readings of one text differ by 1e-6, where a GPU multiplies in TF32 by 1e-4.
+# The factor is for small samples: on SmolLM2-135M in bf16 sharing differs by 0.3 of what rounding costs, and one
+# position too many, or a prompt's token that is not seen, by 10 to 15 times as much.
+LEAST_DIFFERENCE, ROUNDINGS = 1e-3, 3
+
+
+@torch.no_grad()
+def check_head(policy: Policy) -> None:
+    """Check that the chunked head computes what the model does: some scale or cap their logits. Raises InputError."""
+    module = policy.module
+    ids = torch.arange(4, device=policy.device)[None] % module.config.get_text_config().vocab_size
+
+    def logits(module: nn.Module) -> Tensor:
+        return module.get_output_embeddings()(module.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+
+    with policy.precision():
+        ours, theirs = policy.ranks.with_gathered_params(module, logits), module(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
+        rule = "changes its logits after the head, by a cap or a scale (final_logit_softcapping, logit_scale)"
+        raise InputError(f"model.path: {type(module).__name__} {rule}; use another model")
+
+
+@torch.no_grad()
+def check_packing(model: LearnerModel) -> None:
+    """Check that two answers to one prompt are read packed, and behind their shared prompt, as each alone.
+
+    Differences are norms of the hidden states of all tokens, in shares of those states' norm. How far two passes may
+    differ is measured, as it depends on the precision of the products and the model's depth. Raises InputError.
+    """
+    lengths = torch.tensor([6, 5], device=model.device)
+    place = places(lengths)
+    ids = torch.where(place < 4, place, torch.arange(11, device=place.device))  # of each other's only the prompts
+    ids, wrote = ids % model.module.config.get_text_config().vocab_size, place > 3
+
+    def states(module: nn.Module, inputs: ForwardInputs) -> Tensor:
+        out = module.base_model(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs)
+        return out.last_hidden_state[inputs.predicts].float()
+
+    def read(inputs: ForwardInputs) -> Tensor:
+        with model.precision():
+            return model.ranks.with_gathered_params(model.module, states, inputs)
+
+    predicts = pad(predicting_tokens(wrote, lengths), lengths)
+    alone = ForwardInputs(pad(ids, lengths), predicts, ids[wrote], wrote)  # causal: padding behind the ends is not seen
+    plain = read(alone)
+    with rounded_otherwise(model.module):
+        rounding = float((read(alone) - plain).norm() / plain.norm())
+    bound = max(LEAST_DIFFERENCE, ROUNDINGS * rounding)
+    for group in (None, lengths * 0) if model.shares else (None,):
+        apart = float((read(forward_inputs(ids, wrote, lengths, group_B=group)) - plain).norm() / plain.norm())
+        if not apart <= bound:  # NaN too
+            what = "packed sequences" if group is None else "answers behind a shared prompt"
+            rule = f"reads {what} otherwise than each alone (by {apart:.2g} of a state; rounding explains {bound:.2g})"
+            raise InputError(f"model.path: {type(model.module).__name__} {rule}; use another model")
+
+
+@contextlib.contextmanager
+def rounded_otherwise(module: nn.Module) -> Iterator[None]:
+    """Move the embeddings of passes by up to half a unit in the last place of the precision that computes."""
+
+    def moved(_: nn.Module, __: tuple, states: Tensor) -> Tensor:
+        kind, dtype = states.device.type, states.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        shift = torch.rand(states.shape, generator=torch.Generator().manual_seed(0)) - 0.5
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        return (wide * (1 + torch.finfo(dtype).eps * shift.to(wide))).to(states.dtype)
+
+    hook = module.get_input_embeddings().register_forward_hook(moved)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def logprob_noise(policy: Policy, token_ids: Sequence[int]) -> float:
+    """Return how far, in nats a token, two passes lie apart that differ by rounding alone, on average over a text."""
+    text = token_ids if len(token_ids) > 1 else range(4)  # prompts with media alone leave none
+    ids = torch.tensor([*text], device=policy.device)
+    inputs = forward_inputs(ids, torch.arange(len(ids), device=ids.device) > 0, ids.new_tensor([len(ids)]))
+    plain = policy.forward(inputs)[0]
+    with rounded_otherwise(policy.module):
+        return float((policy.forward(inputs)[0] - plain).abs().mean())
+
+
+# -- what is checked after every sync of weights: engine and learner give a fixed text the same log-probs ---
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not compute with the learner's weights."""
+
+
+def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:
+    """Return a fixed text of random ids: it touches the embedding, every layer and the head."""
+    return tuple(int(i) for i in np.random.default_rng(0).integers(0, vocab_size, length))
+
+
+@torch.no_grad()
+def probe_log_probs(policy: Policy) -> np.ndarray:
+    """Return the learner's log-probs of the fixed text, [n - 1] float32, as :meth:`RolloutEngine.probe` gives them."""
+    ids = probe_ids(policy.module.config.get_text_config().vocab_size)
+    with policy.precision():
+        logits = policy.module(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits
+    log_probs = logits[0, :-1].float().log_softmax(-1).cpu()
+    return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def compare_weights(sent: Mapping[str, int], held: Mapping[str, int]) -> None:
+    """Compare checksums of an engine's weights, by name, with those that the learner sent. Raises WeightSyncError."""
+    if wrong := [name for name, value in held.items() if sent.get(name) != value]:
+        found = f"{len(wrong)} of {len(held)} weights of the engine are not those that the learner sent"
+        raise WeightSyncError(f"after the weight sync {found} ({', '.join(wrong[:3])}): some are stale or were rounded")
+
+
+def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> float:
+    """Return the largest difference of the two, [N] each. Raises WeightSyncError where a tenth is beyond the bound.
+
+    A wrong weight moves nearly all tokens. Rounding grows with the number that is rounded: the tokens are random ones,
+    whose log-probs may be -50. In bf16 on a GPU single ones are beyond the bound in undisturbed runs, by 0.5 to 2.5.
+    """
+    difference = np.abs(learner - engine)
+    bound = 0.25 + np.abs(learner) / 64 if bf16 else 1e-3 + np.abs(learner) * 1e-5
+    beyond = ~(difference <= bound)  # NaN too
+    if beyond.mean() > 0.1 or not np.isfinite(difference).all():
+        worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
+        found = f"the engine's log-prob of {beyond.sum()} of {len(beyond)} tokens is not the learner's"
+        numbers = f"{engine[worst]:.4g} instead of {learner[worst]:.4g} (bound of the difference {bound[worst]:.3g})"
+        raise WeightSyncError(f"after the weight sync {found}, at worst {numbers}: some of its weights are stale")
+    return float(difference.max())

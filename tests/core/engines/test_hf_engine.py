@@ -16,7 +16,7 @@ from core.cluster.workers import LocalWorkers
 from core.engines import SampleRequest, make_engine
 from core.engines.hf import HFEngine
 from core.errors import InputError
-from core.learner.model_checks import WeightSyncError
+from core.learner.passes import WeightSyncError
 from core.types import Stop
 from tests.core.engine_contract import (
     HELLO,

@@ -16,7 +16,7 @@ from core.engines import sglang
 from core.engines.sglang import SGLangEngine, SGLangServer
 from core.engines.weight_buckets import Bucket
 from core.errors import WorkersLost
-from core.learner.model_checks import WeightSyncError
+from core.learner.passes import WeightSyncError
 from tests.core.engine_contract import HELLO, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer

@@ -20,7 +20,7 @@ from core.engines import make_engine, vllm
 from core.engines.vllm import VLLMEngine, engine_arguments
 from core.engines.weight_buckets import Bucket
 from core.errors import InputError
-from core.learner.model_checks import WeightSyncError
+from core.learner.passes import WeightSyncError
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, run, sample_all
 from tests.core.ray_cluster import cluster_config, write_model
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer

@@ -14,9 +14,8 @@ from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.learner import attention
 from core.learner.attention import ATTENTION
-from core.learner.model_checks import logprob_noise
 from core.learner.packing import forward_inputs
-from core.learner.passes import LearnerModel, Policy
+from core.learner.passes import LearnerModel, Policy, logprob_noise
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 
