@@ -56,7 +56,7 @@ class EngineEntry(Entry):
 
 @dataclass(frozen=True)
 class LoggerEntry:
-    """A logger: a function of :class:`core.tracking.loggers.LoggedRun`."""
+    """A logger: a function of the run's :class:`core.tracking.tracker.Tracker`."""
 
     function: str | None = None  # None: the tracker has it anyway
     login: str | None = None  # when the service asks for one

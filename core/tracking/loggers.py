@@ -2,7 +2,7 @@
 
 ``metrics.jsonl`` is not among the loggers: the tracker always writes it, and first. A logger that cannot begin ends a
 new run before it trains; later a failing logger costs its own numbers alone. A class of your own is named
-``module:Class``: it is made with a :class:`LoggedRun`, and has ``log``, ``samples`` and ``close``.
+``module:Class``: it is made with the :class:`Tracker` of the run, and has ``log``, ``samples`` and ``close``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config import convert, registry
@@ -24,28 +22,17 @@ from core.errors import InputError, printable
 
 if TYPE_CHECKING:
     from core.config import Config
+    from core.tracking.tracker import Tracker
 
 Row = Mapping[str, Any]
 PATIENCE = 3  # failures in a row after which a logger is switched off: a service may be away for a step or two
 DELAY_S, PAUSE_S = 2.0, 10.0  # what is over sooner needs no bar; between two lines of a log
 
 
-@dataclass
-class LoggedRun:
-    """The run whose numbers a logger shows; ``total`` is set once the loop begins."""
-
-    config: Config
-    run_dir: Path
-    run_id: str
-    resume_step: int | None
-    recipe: str = ""
-    total: int | None = None  # steps
-
-    @property
-    def group(self) -> str:
-        """The experiment without its seed: runs of other seeds are in the same group."""
-        seed = self.config.trainer.seed
-        return re.sub(rf"[-_.]?seed[-_=]?{seed}(?!\d)", "", self.config.trainer.experiment_name).strip("-_.") or "seeds"
+def group_of(config: Config) -> str:
+    """Return the experiment without its seed: runs of other seeds are in the same group."""
+    seed, name = config.trainer.seed, config.trainer.experiment_name
+    return re.sub(rf"[-_.]?seed[-_=]?{seed}(?!\d)", "", name).strip("-_.") or "seeds"
 
 
 class Loggers:
@@ -56,7 +43,7 @@ class Loggers:
         InputError: a logger of a new run could not begin, or its class is not where ``trainer.logger`` says.
     """
 
-    def __init__(self, run: LoggedRun) -> None:
+    def __init__(self, run: Tracker) -> None:
         self._failures = Counter[str]()  # in a row
         self._each: dict[str, Any] = {}
         for name in dict.fromkeys(run.config.trainer.logger):
@@ -115,7 +102,7 @@ def write_line(line: str) -> None:
 class ConsoleLogger:
     """One line a step."""
 
-    def __init__(self, run: LoggedRun) -> None:
+    def __init__(self, run: Tracker) -> None:
         self.run = run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -126,7 +113,7 @@ class ConsoleLogger:
                 shown.append(f"{label} {value:{form}}")
         validated = [name for name in values if name.startswith("val-core/") and "/acc/mean@" in name]
         shown += [f"{name.removeprefix('val-core/')} {values[name]:.3f}" for name in validated]
-        total = f"/{self.run.total}" if self.run.total else ""
+        total = f"/{self.run.manifest['total_steps']}" if "total_steps" in self.run.manifest else ""
         write_line(f"step {step}{total} | {' | '.join(shown)}")
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
@@ -141,7 +128,7 @@ class ConsoleLogger:
 class TensorboardLogger:
     """Files in ``<run folder>/tensorboard``; a resumed run purges what follows its checkpoint."""
 
-    def __init__(self, run: LoggedRun) -> None:
+    def __init__(self, run: Tracker) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if run.resume_step is None else run.resume_step + 1
@@ -164,13 +151,18 @@ class TensorboardLogger:
 class WandbLogger:
     """Weights & Biases; ``WANDB_MODE=offline`` needs no login. A resumed run goes on under its manifest's id."""
 
-    def __init__(self, run: LoggedRun) -> None:
+    def __init__(self, run: Tracker) -> None:
         import wandb
 
-        trainer, tags = run.config.trainer, [run.recipe] if run.recipe else []
-        names = {"project": trainer.project_name, "name": trainer.experiment_name, "group": run.group, "tags": tags}
+        trainer = run.config.trainer
+        names = {"project": trainer.project_name, "name": trainer.experiment_name, "group": group_of(run.config)}
         self._run = wandb.init(
-            **names, id=run.run_id, resume="allow", dir=str(run.run_dir), config=convert.as_recorded(run.config)
+            **names,
+            tags=[run.manifest["recipe"]],
+            id=run.manifest["run_id"],
+            resume="allow",
+            dir=str(run.run_dir),
+            config=convert.as_recorded(run.config),
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -190,14 +182,15 @@ class WandbLogger:
 class MlflowLogger:
     """MLflow, at MLFLOW_TRACKING_URI or else in ``<run folder>/mlruns``. It admits no ``@`` in names: ``mean_at_4``."""
 
-    def __init__(self, run: LoggedRun) -> None:
+    def __init__(self, run: Tracker) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it refuses file:, which mlflow-skinny needs
         import mlflow
 
         self._mlflow, trainer = mlflow, run.config.trainer
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or (run.run_dir / "mlruns").resolve().as_uri())
         mlflow.set_experiment(trainer.project_name)
-        tags = {"group": run.group, "recipe": run.recipe, "rlrepro.run_id": run.run_id}
+        known = run.manifest
+        tags = {"group": group_of(run.config), "recipe": known["recipe"], "rlrepro.run_id": known["run_id"]}
         mlflow.start_run(run_name=trainer.experiment_name, tags=tags)
         mlflow.log_dict(convert.as_recorded(run.config), "config.yaml")
 

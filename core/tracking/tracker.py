@@ -22,7 +22,7 @@ from core.config import Config, to_yaml
 from core.errors import WriteFailed, unwritten, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
-from core.tracking.loggers import LoggedRun, Loggers, print_examples
+from core.tracking.loggers import Loggers, print_examples
 from core.types import ScoredGroup, StepMetrics
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Tracker:
         models: Mapping[str, Any] | None = None,
         changes: run_manifest.Changes | None = None,
     ) -> None:
-        self.run_dir, self.config = Path(run_dir), config
+        self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
         with writing(self.run_dir, "the run folder"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -72,9 +72,8 @@ class Tracker:
             self._write_manifest()
             write_atomic(self.run_dir / "config.yaml", to_yaml(config))
             (self.run_dir / METRICS).touch()  # a run that ends before its first step has one too
-        self._run = LoggedRun(config, self.run_dir, self.manifest["run_id"], resume_step, self.manifest["recipe"])
         try:
-            self._loggers = Loggers(self._run)
+            self._loggers = Loggers(self)
         except BaseException:
             self._end("failed")
             raise
@@ -84,7 +83,7 @@ class Tracker:
 
     def set_total(self, total: int) -> None:
         """Record how many steps the run has: the console shows it, and a report knows that a run ended early."""
-        self.manifest["total_steps"] = self._run.total = total
+        self.manifest["total_steps"] = total
         attempt(self.run_dir / MANIFEST, self._write_manifest)
 
     def log(self, metrics: StepMetrics) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from core.config import Config, examine
 from core.errors import InputError
-from core.tracking.loggers import ConsoleLogger, LoggedRun, print_examples
+from core.tracking.loggers import ConsoleLogger, group_of, print_examples
 from core.tracking.tracker import Tracker, read_jsonl
 from core.types import StepMetrics
 from tests.core.synthetic import configured, sample_rows, step_metrics
@@ -103,9 +103,9 @@ def test_wandb_gets_group_and_recipe(tmp_path, monkeypatch):
     "name, seed, group",
     [("lab-seed1-cispo", 1, "lab-cispo"), ("lab-seed12", 1, "lab-seed12"), ("lab", 1, "lab"), ("seed3", 3, "seeds")],
 )
-def test_a_group_is_the_experiment_without_its_seed(tmp_path, name, seed, group):
+def test_a_group_is_the_experiment_without_its_seed(name, seed, group):
     config = configured({"trainer.experiment_name": name, "trainer.seed": seed})
-    assert LoggedRun(config, tmp_path, "id", None).group == group
+    assert group_of(config) == group
 
 
 def test_mlflow_keeps_values_settings_and_samples(tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_no_answer_acts_on_the_terminal(field, capsys):
     text = capsys.readouterr().out
     assert all(c.isprintable() or c in "\n\t" for c in text)
     assert "two\nlines\t\\x1b]52;c;aGk=\\x07\\x1b[2J\\u202egnp\\u2066\\rover" in text and "\\ud800é中" in text
-    console = ConsoleLogger(SimpleNamespace(total=None))
+    console = ConsoleLogger(SimpleNamespace(manifest={}))
     console.samples(1, [row])
     console.log(1, {f"val-core/{evil}/acc/mean@1": 1.0})
     assert all(c.isprintable() or c in "\n\t" for c in capsys.readouterr().out)
