@@ -37,37 +37,32 @@ Tree = dict[str, Any]
 
 
 @dataclass
-class Reading:
-    """What has been read of a command line, and what is wrong with it."""
-
-    line: CommandLine  # the whole, for keys of other versions
-    options: dict[str, str] = field(default_factory=dict)  # of Hydra, which name a file in place of the recipe's
-    given: Tree = field(default_factory=dict)  # flat key -> value, of every override
-    foreign: Tree = field(default_factory=dict)  # keys of another recipe's techniques
-    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
-    problems: list[Problem | str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Composed:
-    """A configuration and everything that was found out about it.
+    """A configuration and everything that was found out about it and about the command line.
 
     config: resolved; with ``problems`` a refused value is replaced by its default.
     given: the keys that an override set (not those of the recipe's file), with the values as read.
     typed: those of them that were typed, not given by a run script.
-    read: key of another version -> (value, the settings here that it was read as).
     unused: key -> (value, reason), for overrides that do nothing in this configuration.
     without_effect: every key that has no effect in it, from any source.
+    options: of Hydra, which name a file in place of the recipe's. foreign: keys of another recipe's techniques.
     """
 
-    config: Config
-    problems: tuple[str, ...]
-    warnings: tuple[str, ...]
-    given: Mapping[str, Any]
-    typed: frozenset[str]
-    read: Mapping[str, tuple[Any, Mapping[str, Any]]]
-    unused: Mapping[str, tuple[Any, str]]
-    without_effect: frozenset[str]
+    line: CommandLine  # the whole, for keys of other versions
+    config: Config = None
+    problems: Sequence[Any] = field(default_factory=list)
+    warnings: Sequence[str] = ()
+    given: Tree = field(default_factory=dict)
+    typed: frozenset[str] = frozenset()
+    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()
+    options: dict[str, str] = field(default_factory=dict)
+    foreign: Tree = field(default_factory=dict)
+
+    @property
+    def read(self) -> Mapping[str, tuple[Any, Mapping[str, Any]]]:
+        """Key of another version -> its value, and the settings here that it was read as."""
+        return self.line.read
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -88,86 +83,79 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     taken as they are: a ``${...}`` in them could read the environment.
     """
     schema = recipes.schema_of(recipe)
-    reading = Reading(CommandLine(recipe, schema))
+    found = Composed(CommandLine(recipe, schema))
     at = list(overrides).index("--") if "--" in overrides else -1
-    parts = [_overrides(part, reading) for part in (overrides[: max(at, 0)], overrides[at + 1 :])]
-    reading.line.given.update({each.key_or_group: value for part in parts for each, value in part})
-    (script_preset, script), (typed_preset, typed) = (_layer(part, reading) for part in parts)
+    parts = [_overrides(part, found) for part in (overrides[: max(at, 0)], overrides[at + 1 :])]
+    found.line.given.update({each.key_or_group: value for part in parts for each, value in part})
+    (script_preset, script), (typed_preset, typed) = (_layer(part, found) for part in parts)
     script_preset = None if typed_preset else script_preset
-    tree = over(convert.as_tree(schema()), _file(reading), _preset(script_preset, reading), nested(script))
-    tree = over(tree, _preset(typed_preset, reading), literal(own_tree(base or {}, schema)), nested(typed))
-    tree = _resolved(tree, schema, reading.problems)
-    _refuse_techniques(reading, overrides)
-    refused = list(reading.problems)
-    config = defaults.resolve(validated(schema, tree, refused, reading.line), recipe)
-    bad = {one.key for one in refused if isinstance(one, Problem)}
-    problems = [*refused, *rules.problems(rules.View(config, reading.given, recipe, bad))]
-    seen = rules.View(config, reading.given, recipe)
-    without_effect = rules.reasons(seen, [*reading.given, *convert.all_keys(schema)])
-    unused = {key: (value, without_effect[key]) for key, value in reading.given.items() if key in without_effect}
-    return Composed(
-        config=config,
-        problems=tuple(dict.fromkeys(map(str, problems))),
-        warnings=(*rules.warnings(seen), *verl_names.older_defaults(reading.line)),
-        given=reading.given,
-        typed=frozenset(typed),
-        read=reading.line.read,
-        unused={**reading.unused, **unused},
-        without_effect=frozenset(without_effect),
-    )
+    tree = over(convert.as_tree(schema()), _file(found), _preset(script_preset, found), nested(script))
+    tree = over(tree, _preset(typed_preset, found), literal(own_tree(base or {}, schema)), nested(typed))
+    tree = _resolved(tree, schema, found.problems)
+    _refuse_techniques(found, overrides)
+    found.config = defaults.resolve(validated(schema, tree, found.problems, found.line), recipe)
+    bad = {one.key for one in found.problems if isinstance(one, Problem)}
+    broken = rules.problems(rules.View(found.config, found.given, recipe, bad))
+    found.problems = tuple(dict.fromkeys(map(str, [*found.problems, *broken])))
+    view = rules.View(found.config, found.given, recipe)
+    reasons = rules.reasons(view, [*found.given, *convert.all_keys(schema)])
+    found.warnings = (*rules.warnings(view), *verl_names.older_defaults(found.line))
+    found.unused |= {key: (value, reasons[key]) for key, value in found.given.items() if key in reasons}
+    found.typed, found.without_effect = frozenset(typed), frozenset(reasons)
+    return found
 
 
 # --- overrides ---
 
 
-def _overrides(texts: Sequence[str], reading: Reading) -> list[tuple[Override, Any]]:
+def _overrides(texts: Sequence[str], found: Composed) -> list[tuple[Override, Any]]:
     """Return the parsed overrides and their values, each read on its own, so that a bad one hides no other."""
-    parser, rest, found = OverridesParser.create(), iter(texts), []
+    parser, rest, parsed = OverridesParser.create(), iter(texts), []
     for text in rest:
         key, separator, value = text.partition("=")
         if key in OPTIONS:
-            reading.options[key] = (value if separator else next(rest, "")).strip("'\"")
+            found.options[key] = (value if separator else next(rest, "")).strip("'\"")
             continue
         if text.startswith("-") or not key.strip("+") or not (separator or text.startswith("~")):
             problem = "is no override; write key=value (DRY_RUN=1 in the environment checks without running)"
-            reading.problems.append(f"{brief(text) or repr(text)}: {problem}")
+            found.problems.append(f"{brief(text) or repr(text)}: {problem}")
             continue
         try:
             override = parser.parse_override(text)
-            found.append((override, override.value()))
+            parsed.append((override, override.value()))
         except PARSER_ERRORS as error:
             try:  # ~/data, a=b: plain text with a character of Hydra's
                 override = parser.parse_override(f"{key}=x")
                 if isinstance(error, HydraException) and value and value[0] not in "[{'\"" and "$" not in value:
-                    found.append((override, value))
+                    parsed.append((override, value))
                     continue
                 problem = f"cannot be read ({_reason(error)}); quote text: {brief(key)}=\"'...'\", and each in a list"
             except PARSER_ERRORS:
                 problem = "does not begin with a key, which is names joined by single dots; write key=value"
-            reading.problems.append(f"{brief(text)}: {problem}")
-    return found
+            found.problems.append(f"{brief(text)}: {problem}")
+    return parsed
 
 
 def _reason(error: Exception) -> str:
     return brief(str(error).split("\n")[0])
 
 
-def _layer(parsed: Sequence[tuple[Override, Any]], reading: Reading) -> tuple[str | None, Tree]:
+def _layer(parsed: Sequence[tuple[Override, Any]], found: Composed) -> tuple[str | None, Tree]:
     """Return the preset (the last one) and flat key -> value of a part of a command line."""
     preset, values = None, {}
     for override, value in parsed:
         key, text = override.key_or_group, brief(override.input_line or "")
         if isinstance(value, Sweep | Glob):
-            reading.problems.append(f"{text}: is a sweep, and a run has one value; quote it if it is text")
+            found.problems.append(f"{text}: is a sweep, and a run has one value; quote it if it is text")
         elif override.package is not None or "/" in key:
-            reading.problems.append(f"{text}: no config group of this name; write preset=<name>, or a key=value")
+            found.problems.append(f"{text}: no config group of this name; write preset=<name>, or a key=value")
         elif override.is_delete():
-            reading.problems.append(f"{text}: takes a key away; leave its other settings out, or give its default")
+            found.problems.append(f"{text}: takes a key away; leave its other settings out, or give its default")
         elif key == "preset":
             preset = show(value)
         else:
-            for leaf, item in _leaves(key, value, reading.line.schema):
-                _set(leaf, item, values, reading)
+            for leaf, item in _leaves(key, value, found.line.schema):
+                _set(leaf, item, values, found)
     return preset, values
 
 
@@ -180,70 +168,70 @@ def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, A
         yield key, value
 
 
-def _set(key: str, value: Any, values: Tree, reading: Reading) -> None:
+def _set(key: str, value: Any, values: Tree, found: Composed) -> None:
     """Set a key, or what a key or value of another version means."""
-    schema, line = reading.line.schema, reading.line
+    schema, line = found.line.schema, found.line
     own = key in convert.all_keys(schema)
     meant = (verl_names.read_value if own else verl_names.read)(key, value, line)
     if not own and recipes.switch_of(key):
-        reading.foreign[key] = value
+        found.foreign[key] = value
     elif meant and meant.settings:
         for name, item in meant.settings.items():
             if line.given.get(name, item) != item and name != key:
                 rule = f"means {name}={show(item, name)}, and {name}={show(line.given[name], name)} is given too"
-                reading.problems.append(Problem(key, value, rule, "leave one of them out"))
-            _set(name, item, values, reading)
+                found.problems.append(Problem(key, value, rule, "leave one of them out"))
+            _set(name, item, values, found)
         line.read[key] = (value, meant.settings)
     elif not own and meant and meant.unused:
-        reading.unused[key] = (value, meant.unused)
+        found.unused[key] = (value, meant.unused)
     elif key in convert.sections(schema):
-        reading.problems.append(Problem(key, value, NO_SECTION, "set one of its keys"))
+        found.problems.append(Problem(key, value, NO_SECTION, "set one of its keys"))
     elif not convert.known(key, schema):
-        reading.problems.append(unknown_key(key, value, line))
+        found.problems.append(unknown_key(key, value, line))
     else:
-        values[key] = reading.given[key] = value
+        values[key] = found.given[key] = value
 
 
-def _refuse_techniques(reading: Reading, overrides: Sequence[str]) -> None:
+def _refuse_techniques(found: Composed, overrides: Sequence[str]) -> None:
     """Accept another recipe's techniques where they are off; refuse one that is on, with that recipe's command.
 
     The command takes this recipe's file and presets, so that nothing else of the run is changed by it. There is none
     for a recipe with keys of its own, which the other one lacks.
     """
-    here, refused = reading.line.recipe, {}
-    for key, value in reading.foreign.items():
+    here, refused = found.line.recipe, {}
+    for key, value in found.foreign.items():
         recipe, switch = recipes.switch_of(key)
-        if reading.foreign.get(switch):
+        if found.foreign.get(switch):
             refused.setdefault(recipe, switch)
         else:
-            reading.unused[key] = (value, f"{switch} is off")
+            found.unused[key] = (value, f"{switch} is off")
     for recipe, switch in refused.items():
         folder = recipes.folder(here)
         path = f"../{here}/config" if folder.is_relative_to(recipes.RECIPES) else folder
-        file = [] if reading.options else [f"--config-path={path}", f"--config-name={here}"]
+        file = [] if found.options else [f"--config-path={path}", f"--config-name={here}"]
         fix = f"run python -m recipes.{recipe}.main_{recipe} {shlex.join([*file, *overrides])}"
-        fix = fix if reading.line.schema is Config else f"set {switch}=False"
+        fix = fix if found.line.schema is Config else f"set {switch}=False"
         rule = f"belongs to {recipes.module_of(recipe).PAPER}, and this recipe has no such key"
-        reading.problems.append(Problem(switch, reading.foreign[switch], rule, fix))
+        found.problems.append(Problem(switch, found.foreign[switch], rule, fix))
 
 
 # --- files ---
 
 
-def _file(reading: Reading) -> Tree:
+def _file(found: Composed) -> Tree:
     """Return the tree of the recipe's file, or of a user's in its place, which Hydra composes."""
-    recipe, options = reading.line.recipe, reading.options
+    recipe, options = found.line.recipe, found.options
     own = recipes.folder(recipe)
     if not (own / f"{recipe}.yaml").exists():
         known = ", ".join(recipes.names())
-        reading.problems.append(f"recipe={recipe}: has no config file; choose one of {known}")
+        found.problems.append(f"recipe={recipe}: has no config file; choose one of {known}")
         return {}
     if not options:
         return convert.read_table(own / f"{recipe}.yaml") or {}
-    folder, name = _folder(reading), options.get("--config-name", recipe).removesuffix(".yaml")
+    folder, name = _folder(found), options.get("--config-name", recipe).removesuffix(".yaml")
     if not folder.is_dir():
         problem = "there is no such folder, and the keys of its file are needed; give the path of your copy"
-        reading.problems.append(f"--config-path={options['--config-path']}: {problem}")
+        found.problems.append(f"--config-path={options['--config-path']}: {problem}")
         return {}
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -254,31 +242,31 @@ def _file(reading: Reading) -> Tree:
             composed = OmegaConf.to_container(hydra_compose(config_name=name, overrides=[search]), resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         reason = brief(" ".join(str(error).split()))
-        reading.problems.append(f"--config-name={name}: {reason}; mend or name a file of {folder}")
+        found.problems.append(f"--config-name={name}: {reason}; mend or name a file of {folder}")
         return {}
     values: Tree = {}  # its keys are read as typed ones are
-    leaves = list(_leaves("", composed, reading.line.schema))
+    leaves = list(_leaves("", composed, found.line.schema))
     for key, value in leaves:
-        reading.line.given.setdefault(key, value)
+        found.line.given.setdefault(key, value)
     for key, value in leaves:
-        _set(key, value, values, reading)
+        _set(key, value, values, found)
     return nested(values)
 
 
-def _folder(reading: Reading) -> Path:
+def _folder(found: Composed) -> Path:
     """Return the folder of the file that is read: that of --config-path, or the recipe's."""
-    own, requested = recipes.folder(reading.line.recipe), reading.options.get("--config-path")
+    own, requested = recipes.folder(found.line.recipe), found.options.get("--config-path")
     here = Path(requested or own).expanduser()
     return (here if here.is_dir() else own.parent / here).resolve()
 
 
-def _preset(name: str | None, reading: Reading) -> Tree:
+def _preset(name: str | None, found: Composed) -> Tree:
     """Return the tree of a preset: one beside the file of --config-path, or else the recipe's."""
-    folders = recipes.folder(reading.line.recipe), _folder(reading)
+    folders = recipes.folder(found.line.recipe), _folder(found)
     known = {path.stem: path for folder in folders for path in (folder / "preset").glob("*.yaml")}
     if name is not None and name not in known:
         choice = f"choose one of {', '.join(sorted(known))}" if known else "leave it out: this recipe has none"
-        reading.problems.append(f"preset={name}: unknown preset; {choice}")
+        found.problems.append(f"preset={name}: unknown preset; {choice}")
     return (name in known and convert.read_table(known[name])) or {}
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from core.config.schema import Config
-from core.config.secret_keys import hidden
-from core.config.section import Open, Section, hints, is_section, optional, thaw
+from core.config.section import Open, Section, hidden, hints, is_section, optional, thaw
 
 
 def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,6 @@ from typing import Any, get_args
 from core.config import convert, recipes, verl_names
 from core.config.defaults import resolve
 from core.config.schema import Config
-from core.config.secret_keys import without_hidden
 from core.config.section import (
     ARGUMENTS,
     CODE,
@@ -32,6 +31,7 @@ from core.config.section import (
     mark,
     show,
     typed,
+    without_hidden,
 )
 from core.config.verl_names import CommandLine, unknown_key
 from core.errors import InputError
@@ -101,8 +101,7 @@ def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "")
 def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     """Return flat key -> the two values, of the keys in which two configurations differ; a missing one is None."""
     first, second = convert.flat(one), convert.flat(other)
-    keys = dict.fromkeys([*first, *second])
-    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
+    return {key: (first.get(key), second.get(key)) for key in first | second if first.get(key) != second.get(key)}
 
 
 def role_of(key: str) -> str:

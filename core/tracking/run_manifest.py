@@ -22,7 +22,7 @@ from typing import Any
 from core.checkpoint.provenance import Base, package_versions
 from core.config import Config, convert, paths
 from core.config.defaults import resolve
-from core.config.secret_keys import command_line, hidden
+from core.config.section import command_line, hidden
 from core.data.parquet import sha256_of
 from core.files import is_url, local_path
 

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from core.config import convert, recipes, recorded
 from core.config.convert import read_yaml
-from core.config.secret_keys import hidden
-from core.config.section import BOOKKEEPING
+from core.config.section import BOOKKEEPING, hidden
 from core.errors import InputError
 from core.files import local_path
 from core.tracking import run_manifest

@@ -9,8 +9,7 @@ import pytest
 
 from core.checkpoint.provenance import Provenance, check_resume
 from core.config import convert, examine, recipes, to_yaml
-from core.config.secret_keys import HIDDEN, command_line, hidden, is_secret, without_hidden
-from core.config.section import show
+from core.config.section import HIDDEN, command_line, hidden, is_secret, show, without_hidden
 from core.tracking.tracker import Tracker
 from tests.core.synthetic import configured
 
