@@ -33,15 +33,7 @@ KEY = "actor_rollout_ref.rollout.agent_loop"
 class AgentLoop:
     """What ``actor_rollout_ref.rollout.agent_loop`` names. One object serves all episodes of a run, many at a time.
 
-        class Oracle(AgentLoop):
-            async def run(self, episode):
-                while not episode.over and episode.turns < 4:
-                    turn = await episode.turn(stop=("</ask>", "</answer>"))
-                    if "<ask>" not in turn.text:
-                        return
-                    episode.add(await episode.call(lambda: self.oracle(turn.text)))
-
-    ``config`` is the whole configuration. What ``__init__`` raises ends the run before a model loads.
+    ``recipes/search_r1/search_loop.py`` is one. What ``__init__`` raises ends the run before a model loads.
     """
 
     def __init__(self, config: Config, tokenizer: Any):
@@ -71,12 +63,10 @@ class AgentLoop:
 def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
     """Return the configured loop, None where each trajectory is one turn. Raises InputError for a path to no loop."""
     spec = config.actor_rollout_ref.rollout.agent_loop
-    if spec is None:
-        return None
-    loop = chosen(spec, registry.AGENT_LOOPS, KEY)(config, tokenizer)
-    if not isinstance(loop, AgentLoop):
+    kind = spec and chosen(spec, registry.AGENT_LOOPS, KEY)
+    if spec and not (isinstance(kind, type) and issubclass(kind, AgentLoop)):
         raise InputError(f"{KEY}={spec}: is no agent loop; extend core.rollout.agent_loop.AgentLoop")
-    return loop
+    return kind(config, tokenizer) if spec else None
 
 
 def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt]) -> None:
@@ -92,9 +82,8 @@ def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt])
 class Barrier:
     """Runs tools and scorers. Results of a kind that it ``holds`` are handed out together, once no job is outstanding.
 
-    Results arrive in an order that chance decides. Where they decide what is generated next (filtered groups, turns
-    after a tool), an engine that decodes in this process awaits :meth:`settled` before each step: which samples decode
-    together, and with it every last bit, is then the same in every run. Decoding waits for the slowest result.
+    Where results decide what is generated next (filtered groups, turns after a tool), an engine in this process awaits
+    :meth:`settled` before each step: which samples decode together, and with it every last bit, is then no chance.
     """
 
     def __init__(self) -> None:
@@ -141,9 +130,8 @@ class Limits:
 class Episode:
     """One sample of one prompt while it grows.
 
-    ``turns`` counts the policy's turns, ``tool_calls`` the calls made through :meth:`call`; both reach the scorer in
-    ``extra_info["rollout"]``, with ``segments``: the text of every stretch and who wrote it. ``seed`` is that of the
-    first turn, which no other sample of the run has.
+    ``turns`` counts the policy's turns, ``tool_calls`` the calls made through :meth:`call`. ``seed``, the first turn's,
+    is one that no other sample of the run has.
     """
 
     def __init__(
@@ -186,8 +174,7 @@ class Episode:
     async def turn(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Segment:
         """Let the policy write until the end of the sequence, one of the ``stop`` strings, or a limit.
 
-        The token that completes a stop string is kept, whatever follows the string in it. Each turn has a seed of its
-        own, a function of run seed, ordinal, sample and turn.
+        The token that completes a stop string is kept, whatever follows the string in it. Each turn has its own seed.
         """
         room = min(self.left, self.limits.turn, max_tokens or self.left)
         if self.over:
@@ -216,10 +203,7 @@ class Episode:
         return await self._barrier.run("tools", bounded)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of text that is not the policy's. What looks like a special token in it stays text.
-
-        Whatever the text holds has ids: what no tokenizer takes is replaced (:func:`core.data.vocabulary.writable`).
-        """
+        """Return the ids of text that is not the policy's. What looks like a special token in it stays text."""
         return self._tokenizer.encode(writable(text), add_special_tokens=False, split_special_tokens=True)
 
     def add(self, text: str, role: str = "tool", ids: Sequence[int] | None = None) -> bool:

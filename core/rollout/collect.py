@@ -37,44 +37,32 @@ STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sam
 
 @dataclass(frozen=True)
 class CollectState:
-    """What collecting carries from step to step, and what a checkpoint stores of it.
-
-    ``carried`` holds the groups, kept or dropped, from ``next_ordinal`` on; it stays empty unless
-    ``trainer.max_staleness`` lets a group train a later step. ``keep_rate`` is the share of groups that passed, as last
-    seen; it steers how many are begun at once.
-    """
+    """What collecting carries from step to step, and what a checkpoint stores of it."""
 
     next_ordinal: int = 0
-    keep_rate: float = 1.0
-    carried: Mapping[int, FilteredGroup] = field(default_factory=dict)
+    keep_rate: float = 1.0  # share of groups that passed, as last seen: steers how many are begun at once
+    carried: Mapping[int, FilteredGroup] = field(default_factory=dict)  # from next_ordinal on, kept or dropped
 
 
 @dataclass(frozen=True)
 class CollectLimits:
-    """``wanted`` groups a step (P), ``in_flight`` prompts at once, at most ``drawn`` prompts for one step.
+    """How many groups a step is made of, and how many prompts it may draw for them."""
 
-    Where these have too few groups that pass, the step trains on what there is, or collecting ends with
-    :class:`Exhausted`. ``keys`` are the keys whose values could be raised then.
-    """
-
-    wanted: int
-    in_flight: int
-    drawn: int
-    raise_on_exhausted: bool = True
-    keys: str = "data.gen_batch_size"
+    wanted: int  # groups a step (P)
+    in_flight: int  # prompts at once
+    drawn: int  # prompts for one step, at most
+    raise_on_exhausted: bool = True  # where too few groups pass; else the step trains on what there is
+    keys: str = "data.gen_batch_size"  # whose values could be raised then
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The step's groups in the order of their ordinals, the state for the next step, and counts.
-
-    ``window`` are the ordinals that :func:`collect_ahead` is for.
-    """
+    """The step's groups in the order of their ordinals, the state for the next step, and counts."""
 
     groups: tuple[ScoredGroup, ...]
     state: CollectState
     metrics: Mapping[str, float]
-    window: range = range(0)
+    window: range = range(0)  # the ordinals that collect_ahead is for
 
 
 class Exhausted(RuntimeError):
@@ -96,9 +84,8 @@ async def collect(
 ) -> Collected:
     """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known, and abort the others.
 
-    ``ahead``: :func:`collect_ahead` follows. Raises :class:`Exhausted` where ``limits.drawn`` prompts do not contain
-    enough of them: always with none, otherwise only if ``limits.raise_on_exhausted``. Raises :class:`StopRequested`
-    when ``stop_requested()`` turns true.
+    ``ahead``: :func:`collect_ahead` follows. Raises :class:`Exhausted` where ``limits.drawn`` prompts have none that
+    passes, or with ``limits.raise_on_exhausted`` too few, and :class:`StopRequested` once ``stop_requested()`` is true.
     """
     groups, drawing = _Groups(roll_group, keep_group, state, limits), state.next_ordinal
     try:
@@ -146,9 +133,8 @@ async def collect_ahead(
 ) -> CollectState:
     """Have the ordinals of ``collected.window`` answered and filtered with the current policy, and no others.
 
-    They are as many as the step went through and, where groups are dropped, a tenth more. What the next step lacks
-    beyond them its own policy answers, and what it does not reach is drawn again: which policy answers and filters an
-    ordinal is fixed, whatever finishes when.
+    They are as many as the step went through and, where groups are dropped, a tenth more. What the next step lacks its
+    own policy answers, and what it does not reach is drawn again: timing decides no ordinal's policy.
     """
     state, window = collected.state, collected.window
     known = {ordinal: one for ordinal, one in state.carried.items() if ordinal in window}
@@ -277,8 +263,7 @@ class GroupRollout:
 def make_deterministic(config: Config, engine: RolloutEngine, barrier: Barrier) -> None:
     """Have an engine in this process await what decides which samples decode together: a run then repeats to the bit.
 
-    Scores are awaited where they decide what is begun next, tools with ``multi_turn.deterministic_tools``. Other
-    engines are left alone.
+    Scores are awaited where they decide what is begun next, tools with ``multi_turn.deterministic_tools``.
     """
     if not isinstance(engine, InProcessEngine):
         return
@@ -292,8 +277,7 @@ class Ahead:
     """Answers the next step's first prompts while a step trains (``trainer.max_staleness=1``).
 
     The work runs on the runner's event loop in a thread of its own; until :meth:`result` nobody else may use the
-    runner. Where engine and learner cannot work at the same time (in one process, on one GPU) :meth:`start` itself
-    waits, with the same outcome.
+    runner. Where engine and learner do not overlap (in one process, on one GPU) :meth:`start` waits for it.
     """
 
     def __init__(self, runner: asyncio.Runner, clock: BusyClock, *, overlaps: bool):

@@ -119,25 +119,20 @@ class ToolAgentLoop(AgentLoop):
         schemas = [tool.schema for tool in self.tools.values()]  # some tokenizers have a template of its own for them
         template = vocabulary.template_of(tokenizer, {**kwargs, **({"tools": schemas} if schemas else {})})
         uses = [("tool", count + 1) for count in range(self.options.max_parallel_calls)] if self.tools else []
-        uses += [("user", 1)] if self.users else []
-        if vocabulary.has_template(tokenizer, kwargs):
-            self.frames = {use: self.frame(template, *use) for use in uses}
-        elif self.users:
-            fix = "set actor_rollout_ref.model.custom_chat_template"
-            raise InputError(f"{BaseInteraction.KEY}: a user's turn is framed by the chat template, of none; {fix}")
-        else:
-            opening, closing = "<tool_response>", "</tool_response>"
-            self.frames = {use: (opening, *[closing + opening] * (use[1] - 1), closing) for use in uses}
-
-    def frame(self, template: Any, role: str, count: int) -> tuple[str, ...]:
-        """Return what stands around replies of a role. Raises InputError for a template that cannot write them."""
-        try:
-            return vocabulary.reply_frame(template, role, count)
-        except vocabulary.ChatError as error:
-            where = f"actor_rollout_ref.model.path={self.config.actor_rollout_ref.model.path}"
-            rule = f"the chat template cannot write {count} message(s) of role {role!r} after an answer: {error}"
-            fix = "set actor_rollout_ref.model.custom_chat_template to one that does"
-            raise InputError(f"{where}: {rule}; {fix}") from error
+        opening, closing = "<tool_response>", "</tool_response>"
+        # what stands around replies of a role; without a chat template tags stand around tools' answers
+        self.frames = {use: (opening, *[closing + opening] * (use[1] - 1), closing) for use in uses}
+        if self.users or vocabulary.has_template(tokenizer, kwargs):
+            for role, count in [*uses, *([("user", 1)] if self.users else [])]:
+                try:
+                    self.frames[role, count] = vocabulary.reply_frame(template, role, count)
+                except vocabulary.ChatError as error:
+                    where = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
+                    rule = (
+                        f"the chat template cannot write {count} message(s) of role {role!r} after an answer: {error}"
+                    )
+                    fix = "set actor_rollout_ref.model.custom_chat_template to one that does"
+                    raise InputError(f"{where}: {rule} ({error}); {fix}") from error
 
     def check(self, example: Example | Prompt) -> str | None:
         try:

@@ -279,8 +279,8 @@ def test_a_turn_that_was_cut_gets_its_end_and_answers_of_several_calls_one_frame
     [
         (TEMPLATE, None, [f"{MULTI}.max_parallel_calls=3"], None),
         (GEMMA, USERS, [], None),
-        (GEMMA, None, [], "role 'tool' after an answer: roles must alternate"),
-        (PHI3, None, [], "role 'tool' after an answer: it writes 0 of the texts"),
+        (GEMMA, None, [], "role 'tool' after an answer (roles must alternate"),
+        (PHI3, None, [], "role 'tool' after an answer (it writes 0 of the texts"),
         (
             TEMPLATE.replace("m in messages", "m in messages[:3]"),
             None,
@@ -293,7 +293,7 @@ def test_a_turn_that_was_cut_gets_its_end_and_answers_of_several_calls_one_frame
             [],
             "1 message(s) of role 'user'",
         ),
-        (None, USERS, [], "framed by the chat template"),
+        (None, USERS, [], "role 'user' after an answer"),
     ],
 )
 def test_a_template_that_cannot_write_a_turn_is_refused_at_the_start(tmp_path, template, users, options, reason):
