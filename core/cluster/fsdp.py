@@ -25,13 +25,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from core.algorithm.losses import MetricSums
-from core.learner.models import compute_dtype, load_classifier
+from core.learner.models import compute_dtype
 from core.learner.passes import Ranks
 
 if TYPE_CHECKING:
-    from core.config.schema import RewardModelConfig
     from core.config.training_keys import FSDPConfig
-    from core.rewards.reward_model import RewardModel
 
 # Models return views (a slice of the logits); nothing here works in place on them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -193,15 +191,3 @@ def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     part = value.detach().to_local().to(device, dtype)
     options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
     return DTensor.from_local(part, value.device_mesh, value.placements, **options).full_tensor()
-
-
-def shared_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
-    """Return this rank's part of a reward model; rank 0 reads the weights. Raises InputError."""
-    from core.rewards.reward_model import RewardModel
-
-    source = load_classifier(config.model)[0] if dist.get_rank() == 0 else None
-    module, by_token = load_classifier(config.model, on_meta=True)
-    shard(module, config.model.fsdp_config, device)
-    module.to_empty(device="cpu" if config.model.fsdp_config.offload_policy else device)
-    fill(module, source, device)
-    return RewardModel(config, device, (module, by_token), ProcessRanks())

@@ -1,26 +1,21 @@
 """The processes of a cluster: a learner rank, an engine, a reward model.
 
-:mod:`core.cluster.ray_pools` makes Ray actors of these classes; nothing here imports ray. ``liveness``, ``beat`` and
-``stacks`` run on threads of their own, so that they answer while a phase computes or hangs.
+:mod:`core.cluster.ray_pools` makes Ray actors of these classes; nothing here imports ray. ``liveness`` runs on a
+thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-import core
 from core.engines import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
@@ -34,21 +29,9 @@ if TYPE_CHECKING:
 FOLDER = "RLREPRO_FOLDER"  # the driver's working directory, where relative paths of the configuration start
 
 
-def code_of_here() -> tuple[str, str]:
-    """Return where this process has core from, and a hash of the files of core and reward_scores there."""
-    package, digest = Path(core.__file__).resolve().parent, hashlib.sha256()
-    for name in ("core", "reward_scores"):
-        for path in sorted((package.parent / name).rglob("*.py")):
-            digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
-    return str(package), digest.hexdigest()
-
-
 class Facts(NamedTuple):
-    """What a process reports of itself: its code (see :func:`code_of_here`), torch's threads, its GPUs, its machine,
-    and whether that has the file that it was asked for."""
+    """What a process reports of itself: torch's threads, GPUs, machine, and whether that has the file asked for."""
 
-    core: str
-    digest: str
     threads: int
     gpus: list[int | str]
     machine: str
@@ -56,7 +39,7 @@ class Facts(NamedTuple):
 
 
 class Process:
-    """What all of them share: threads, signs of life, and how ranks of one model meet.
+    """What all of them share: threads, and a sign of its end.
 
     The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores``, which are those of the
     node that it runs on where the number is None. ``gpus`` are those that it may use where Ray assigned them to others.
@@ -71,45 +54,14 @@ class Process:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         torch.set_num_threads(self.threads)  # Ray allows an actor one
-        self.store: torch.distributed.TCPStore | None = None
 
     def liveness(self) -> None:
         """Block forever: a caller that waits on it is notified at once when the process dies."""
         threading.Event().wait()
 
-    def beat(self) -> None:
-        """Give a sign of life."""
-
-    def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
-        """Open the store at which the ranks meet, on rank 0, and return its address."""
-        address = own_address()
-        self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        return address, self.store.port
-
-    def meet(self, rank: int, ranks: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
-        """Join the other ranks in a process group."""
-        if rank:
-            self.store = torch.distributed.TCPStore(*address, is_master=False)
-        torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=self.store,
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=config.trainer.phase_timeout_s),
-        )
-
     def facts(self, own_gpus: Callable[[], list[int | str]], path: str) -> Facts:
         """Return what the driver has to know of this process, before a model loads."""
-        return Facts(*code_of_here(), self.threads, own_gpus(), os.uname().nodename, os.path.exists(path))
-
-    def stacks(self) -> str:
-        """Return the Python stack of every other thread."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return "\n".join(
-            f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-            for ident, frame in sys._current_frames().items()
-            if ident != threading.get_ident()
-        )
+        return Facts(self.threads, own_gpus(), os.uname().nodename, os.path.exists(path))
 
 
 class LearnerProcess(Process):
@@ -118,16 +70,31 @@ class LearnerProcess(Process):
     def __init__(self, cores: int | None, parts: int = 1):
         super().__init__(cores, parts)
         self.learner: LearnerRank | None = None
+        self.store: torch.distributed.TCPStore | None = None  # at which the ranks meet
         # Of a weight sync: the memory of a bucket, what fills it, and the bytes of the last one
         self.staging: Staging | None = None
         self.buckets: Iterator[Bucket] = iter(())
         self.used = 0
 
+    def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
+        """Open the store at which the ranks meet, on rank 0, and return its address."""
+        address = own_address()
+        self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self.store.port
+
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device, **learner: Any) -> None:
-        """Join the other ranks and make this rank's learner."""
+        """Join the other ranks in a process group and make this rank's learner."""
         from core.cluster.learner_rank import LearnerRank
 
-        self.meet(rank, config.trainer.nnodes * config.trainer.n_gpus_per_node, address, config, device)
+        if rank:
+            self.store = torch.distributed.TCPStore(*address, is_master=False)
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=self.store,
+            rank=rank,
+            world_size=config.trainer.nnodes * config.trainer.n_gpus_per_node,
+            timeout=timedelta(seconds=config.trainer.phase_timeout_s),
+        )
         self.learner = LearnerRank(config, device, **learner)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -240,27 +207,17 @@ class EngineProcess(Process):
         return getattr(self.engine, method)(*args)
 
     async def liveness(self) -> None:
-        """Wait forever, without blocking the event loop that answers beats."""
+        """Wait forever, without blocking the event loop."""
         await asyncio.Event().wait()
 
 
 class RewardModelProcess(Process):
-    """A process for the reward model, or for one rank of those that share it."""
+    """A process for the reward model, on a GPU of its own where there are any."""
 
-    def __init__(self, cores: int | None, parts: int = 1):
-        super().__init__(cores, parts)
-        self.model: Any = None  # of core/rewards/reward_model.py
-
-    def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
-        """Load the model, or this rank's part of it."""
-        from core.cluster.fsdp import shared_reward_model
+    def load(self, config: Config, device: torch.device) -> None:
         from core.rewards.reward_model import RewardModel
 
-        if (ranks := config.reward_model.ranks) == 1:
-            self.model = RewardModel(config.reward_model, device)
-            return
-        self.meet(rank, ranks, address, config, device)
-        self.model = shared_reward_model(config.reward_model, device)
+        self.model = RewardModel(config.reward_model, device)
 
     def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
         return self.model.score(answers)

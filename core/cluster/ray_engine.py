@@ -1,4 +1,4 @@
-"""Engine actors behind the engine contract, and the reward model's actors as a function of answers."""
+"""Engine actors behind the engine contract, and the reward model's actor as a function of answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 from ray.exceptions import RayError
 
 from core.cluster.ray_watch import GRACE_S, Watch
@@ -19,12 +18,12 @@ from core.config.section import FrozenDict
 from core.engines import SampleRequest
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import out_of_memory
-from core.learner.batching import rank_shares
 from core.learner.passes import WeightSyncError
 from core.rewards.grading import Answer, ModelScore
 from core.types import Trajectory
 
 PAUSE_S = 1.0  # between two checks of the actors while samples are awaited
+REWARD_MODEL = "reward model"  # the name of its actor
 
 
 @dataclass
@@ -35,10 +34,10 @@ class _Awaited:
     request: SampleRequest
     engine: str | None = None
 
-
-def _prompt(entry: _Awaited) -> tuple[Any, ...]:
-    """Return what a sample continues: equal ids with other media are another prompt."""
-    return entry.request.prompt_ids, entry.request.media
+    @property
+    def prompt(self) -> tuple[Any, ...]:
+        """Return what a sample continues: equal ids with other media are another prompt."""
+        return self.request.prompt_ids, self.request.media
 
 
 class RayEngine:
@@ -57,6 +56,7 @@ class RayEngine:
         self._homes: dict[int, str] = {}  # episode -> the engine that wrote its latest turn with these weights
         self._aborts: list[ray.ObjectRef] = []
         self._tasks: set[asyncio.Task] = set()
+        self._watching: asyncio.Task | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the latest request
         self._sends = False  # whether that loop is about to send
         self._progress = 0.0
@@ -68,7 +68,7 @@ class RayEngine:
         key, loop = next(self._keys), asyncio.get_running_loop()
         if loop is not self._loop:  # once a loop: among thousands of requests a look at each by each takes seconds
             self._forget_closed_loops()
-            self._loop, self._sends = loop, False
+            self._loop, self._sends, self._watching = loop, False, None
         if not self._sends:
             self._sends = True
             loop.call_soon(self._send)
@@ -84,26 +84,27 @@ class RayEngine:
         self._sends = False
         fresh = {key: entry for key, entry in self._awaited.items() if entry.engine is None}
         sent = [entry for entry in self._awaited.values() if entry.engine is not None]
-        place = {_prompt(entry): entry.engine for entry in sent}
+        place = {entry.prompt: entry.engine for entry in sent}
         load = {name: sum(entry.engine == name for entry in sent) for name in self.engines}
         parts: dict[str, list[tuple[int, SampleRequest]]] = {}
         for key, entry in fresh.items():
             home = self._homes.get(entry.request.episode) or min(self.engines, key=load.__getitem__)
-            entry.engine = place.setdefault(_prompt(entry), home)
+            entry.engine = place.setdefault(entry.prompt, home)
             load[entry.engine] += 1
             if entry.request.episode is not None:
                 self._homes[entry.request.episode] = entry.engine
             parts.setdefault(entry.engine, []).append((key, entry.request))
         self._progress = time.monotonic()
-        if not any(task.get_name() == "watch" and not task.done() for task in self._tasks):
-            self._begin(self._watch_over(), "watch")
         for engine, requests in parts.items():
-            self._begin(self._relay(engine, requests), "relay")
+            self._begin(self._relay(engine, requests))
+        if self._watching is None or self._watching.done():
+            self._watching = self._begin(self._watch_over())
 
-    def _begin(self, work: Any, name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
+    def _begin(self, work: Any) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # a loop alone does not keep its tasks
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _relay(self, engine: str, requests: list[tuple[int, SampleRequest]]) -> None:
         """Pass the actor's outcomes, and whatever fails on the way, on to the futures that await them."""
@@ -124,21 +125,16 @@ class RayEngine:
                 self._settle(key, error)
 
     async def _watch_over(self) -> None:
-        """End all awaited samples at any actor's death or silence, or when none has finished for too long."""
-        next_beat = time.monotonic() + self.watch.look_s
-        while self._awaited:
+        """End all awaited samples at any actor's death, or when none has finished for too long."""
+        error = None
+        while self._awaited and error is None:
             await asyncio.sleep(PAUSE_S)
             error = self.watch.lost("generate")
             busy = sorted({entry.engine for entry in self._awaited.values() if entry.engine})
             if error is None and busy and time.monotonic() - self._progress > self.watch.timeout_s:
-                error = await asyncio.to_thread(self.watch.timeout, "generate", busy)
-            if error is None and busy and time.monotonic() > next_beat:
-                next_beat = time.monotonic() + self.watch.look_s
-                error = await asyncio.to_thread(self.watch.silence, "generate", busy)
-            if error is not None:
-                for key in list(self._awaited):
-                    self._settle(key, error)
-                return
+                error = self.watch.timeout("generate", busy)
+        for key in list(self._awaited):
+            self._settle(key, error)
 
     def _settle(self, key: int, outcome: Trajectory | BaseException) -> None:
         entry = self._awaited.get(key)
@@ -216,31 +212,12 @@ class RayEngine:
             ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
 
 
-class RayRewardModel:
-    """The reward model's actors, as a function of answers; it has the phases' deadline.
-
-    All ranks are called each time, with about equally many tokens, because each has a part of the weights.
-    """
-
-    NAME = "reward model"  # all names begin so
-
-    def __init__(self, watch: Watch, names: Sequence[str]):
-        self.watch, self.names = watch, list(names)
-
-    async def __call__(self, answers: Sequence[Answer]) -> list[ModelScore]:
-        shares = rank_shares(torch.tensor([len(answer.token_ids) for answer in answers]), len(self.names))
-        parts = [[answers[at] for at in share] for share in shares]
-        calls = [self._score(name, part) for name, part in zip(self.names, parts, strict=True)]
-        try:
-            by_engine = await asyncio.wait_for(asyncio.gather(*calls), self.watch.timeout_s)
-        except TimeoutError:
-            raise await asyncio.to_thread(self.watch.timeout, "reward_model", self.names) from None
-        order = torch.cat(shares).argsort().tolist()
-        scores = [score for part in by_engine for score in part]
-        return [scores[at] for at in order]
-
-    async def _score(self, name: str, answers: list[Answer]) -> list[ModelScore]:
-        try:
-            return await asyncio.wrap_future(self.watch.actors[name].score.remote(answers).future())
-        except RayError as error:
-            raise await asyncio.to_thread(self.watch.cause, "reward_model", error, name) from error
+async def score_over_ray(watch: Watch, answers: Sequence[Answer]) -> list[ModelScore]:
+    """Return the scores of the reward model's actor, within the phases' deadline."""
+    call = asyncio.wrap_future(watch.actors[REWARD_MODEL].score.remote(answers).future())
+    try:
+        return await asyncio.wait_for(call, watch.timeout_s)
+    except TimeoutError:
+        raise watch.timeout("reward_model", [REWARD_MODEL]) from None
+    except RayError as error:
+        raise await asyncio.to_thread(watch.cause, "reward_model", error, REWARD_MODEL) from error

@@ -131,21 +131,6 @@ def the_reward_model(c: View) -> Broken:
         yield "reward_model.forward_max_token_len_per_gpu", rule, "raise it, or lower reward_model.max_length"
 
 
-def pool_of_the_reward_model(c: View) -> Broken:
-    size, pool = c.reward.model.fsdp_config.fsdp_size, "reward_model.enable_resource_pool"
-    if not (c.reward.loads_model and c.reward.enable_resource_pool):
-        return
-    if c.trainer.backend == "local":
-        rule = "needs a cluster: trainer.backend=local has the reward model in its one process"
-        yield pool, rule, "set trainer.backend=ray, or leave it out"
-    for name in ("nnodes", "n_gpus_per_node"):
-        if not getattr(c.reward, name):
-            yield f"reward_model.{name}", f"is needed with {pool}=True", "give the pool's nodes, and the GPUs of each"
-    if size > 0 and c.reward.ranks % size:
-        rule = f"must divide the {c.reward.ranks} ranks (reward_model.nnodes * reward_model.n_gpus_per_node)"
-        yield "reward_model.model.fsdp_config.fsdp_size", rule, "change one of them; -1 shares one copy between all"
-
-
 def the_judge(c: View) -> Broken:
     judge, on, section = c.judge, c.reward.judged, "reward_model.judge"
     if judge.url is not None and not c.reward.enable:
@@ -188,6 +173,6 @@ def what_engines_change(c: View) -> Broken:
 PROBLEMS = (
     *(training_samples_the_policy, validation_sampling, the_engine_holds_sequences, options_of_engines),
     *(engine_layers_divide_gpus, who_plays_episodes, the_tool_agent, episodes_repeat),
-    *(who_grades, the_reward_model, pool_of_the_reward_model, the_judge),
+    *(who_grades, the_reward_model, the_judge),
 )
 WARNINGS = (greedy_answers_are_alike, what_engines_change)

@@ -45,7 +45,6 @@ from core.config.training_keys import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
-    FSDPConfig,
     ModelConfig,
     RefConfig,
 )
@@ -171,18 +170,8 @@ class JudgeConfig(Section):
     cache_dir: str | None = execution(None, "folder of kept replies; null: judge in the run folder")
 
 
-OF_POOL = f"{OVER_RAY} & reward_model.enable_resource_pool"
-
-
-class ScoringFSDPConfig(FSDPConfig):
-    """How ranks of a pool share a reward model, which scores while answers are generated, and does not train."""
-
-    param_offload: bool = execution(False, "the reward model stays where it is", "never")
-    optimizer_offload: bool = execution(False, "the reward model does not train", "never")
-    offload_policy: bool = execution(False, "keep weights in host memory always", OF_POOL)
-    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer", OF_POOL)
-    forward_prefetch: bool = execution(False, "gather the next layer's weights early", OF_POOL)
-    fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the weights; -1: all", OF_POOL)
+class ScoringFSDPConfig(Section):
+    dtype: DType = key("bfloat16", "number format of the reward model, which one GPU holds")
 
 
 class RewardModelModelConfig(Section):
@@ -195,7 +184,7 @@ class RewardModelModelConfig(Section):
         None, "modules to import before the model loads", code=CODE, follows=f"{MODEL}.external_lib"
     )
     trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
-    fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig(dtype="bfloat16")
+    fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig()
 
 
 class SandboxConfig(Section):
@@ -237,9 +226,6 @@ class RewardModelConfig(Section):
     enable: bool = key(False, 'a model scores the examples whose reward_model.style is "model"')
     weight: float = key(0.0, "what the model's number counts beside a rule's score, in the other examples")
     model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
-    enable_resource_pool: bool = execution(False, "over Ray, nodes whose ranks share the model", CLASSIFIER)
-    nnodes: Size = execution(0, "nodes of that pool", f"{CLASSIFIER} & .enable_resource_pool")
-    n_gpus_per_node: Size = execution(0, "ranks on each, a GPU each", f"{CLASSIFIER} & .enable_resource_pool")
     judge: JudgeConfig = key(JudgeConfig(), used_if="reward_model.enable & reward_model.judge.url!=None")
     max_length: Count | None = key(None, "tokens that the model sees; null: longest prompt and answer", CLASSIFIER)
     micro_batch_size_per_gpu: Count | None = execution(
@@ -266,11 +252,6 @@ class RewardModelConfig(Section):
     def loads_model(self) -> bool:
         """Whether the model is a classifier, which this run loads."""
         return self.enable and self.judge.url is None
-
-    @property
-    def ranks(self) -> int:
-        """Processes that share the model."""
-        return self.nnodes * self.n_gpus_per_node if self.enable_resource_pool else 1
 
 
 # --- what a run does and records ---
@@ -344,7 +325,6 @@ class TrainerConfig(Section):
     total_epochs: Count = execution(30, "passes over the training examples", ".total_training_steps=None")
     total_training_steps: Count | None = execution(None, "RL steps; null: the whole batches of total_epochs")
     phase_timeout_s: Positive = bookkeeping(3600, "seconds of a remote phase, after which the run ends", OVER_RAY)
-    heartbeat_timeout_s: Positive = bookkeeping(300, "seconds without a sign of life, after which it ends", OVER_RAY)
     max_restarts: Size = bookkeeping(0, "times a run starts again from its checkpoint after a process died or hung")
     critic_warmup: Size = key(0, "steps in which only the critic trains", CRITIC)
     balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
@@ -382,7 +362,6 @@ class TrainerConfig(Section):
 
 class RayKwargsConfig(Section):
     ray_init: Open = key(FrozenDict(num_cpus=None), "arguments of ray.init", code=ARGUMENTS)
-    timeline_json_file: str | None = key(None, "file for Ray's timeline of the run; null: none")
 
 
 class Config(Section):

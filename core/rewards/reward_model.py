@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.errors import InputError
 from core.learner.models import REWARD_MODEL, load_classifier, resolve_path
-from core.learner.passes import ALONE, Ranks
 from core.rewards.grading import Answer, ModelScore
 
 if TYPE_CHECKING:
@@ -27,21 +26,13 @@ class RewardModel:
 
     With ``reward_model.model.input_tokenizer`` (the policy's, whose text is put into the reward model's chat template)
     the answer is tokenised anew; with null the model reads the policy's token ids. More than ``max_length`` tokens are
-    cut at the end, and the score's ``cut`` is True. Several ``ranks`` may share a ``loaded`` model, each with answers
-    of its own (:func:`core.cluster.fsdp.shared_reward_model`). Raises InputError.
+    cut at the end, and the score's ``cut`` is True. Raises InputError.
     """
 
-    def __init__(
-        self,
-        config: RewardModelConfig,
-        device: torch.device | str = "cpu",
-        loaded: tuple[nn.Module, bool] | None = None,
-        ranks: Ranks = ALONE,
-    ):
-        self.config, self.device, self.ranks = config, torch.device(device), ranks
-        self.module, self.by_token = loaded or load_classifier(config.model)
-        if loaded is None:
-            self.module.to(self.device)
+    def __init__(self, config: RewardModelConfig, device: torch.device | str = "cpu"):
+        self.config, self.device = config, torch.device(device)
+        self.module, self.by_token = load_classifier(config.model)
+        self.module.to(self.device)
         self.any_pad = self.by_token or getattr(self.module.config, "pad_token_id", None) is None
         self.tokenizer = None
         if config.model.input_tokenizer is not None:
@@ -56,10 +47,7 @@ class RewardModel:
                 )
 
     def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
-        """Return one score an answer; for an answer that the chat template refuses, its error alone.
-
-        All ranks must call it, and run as many passes as the busiest of them, because each has a part of the weights.
-        """
+        """Return one score an answer; for an answer that the chat template refuses, its error alone."""
         ids, scores = [], [ModelScore()] * len(answers)
         for at, answer in enumerate(answers):
             try:
@@ -69,11 +57,9 @@ class RewardModel:
                 scores[at] = ModelScore(error=f"{type(error).__name__}: {error}")
         limit = self.config.max_length
         shown = [each[:limit] for each in ids]
-        passes = list(self._passes([len(each) for each in shown]))
-        passes += [[]] * (self.ranks.all_reduce_max(len(passes)) - len(passes))
-        for rows in passes:
-            values = self._values([shown[at] for at in rows] or [[0]])
-            for at, value in zip(rows, values.tolist(), strict=bool(rows)):
+        for rows in self._passes([len(each) for each in shown]):
+            values = self._values([shown[at] for at in rows])
+            for at, value in zip(rows, values.tolist(), strict=True):
                 scores[at] = ModelScore(value, cut=len(ids[at]) > limit)
         return scores
 

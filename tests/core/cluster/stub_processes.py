@@ -28,13 +28,8 @@ class StubProcess:
     def liveness(self) -> None:
         threading.Event().wait()
 
-    def beat(self) -> None: ...
-
-    def stacks(self) -> str:
-        return "no stack"
-
     def facts(self, own_gpus, path):
-        return SimpleNamespace(digest="", core="", threads=7, gpus=own_gpus(), machine="", sees=True)
+        return SimpleNamespace(threads=7, gpus=own_gpus(), machine="", sees=True)
 
     def report(self) -> dict[str, Any]:
         """Everything that a test asks for."""
@@ -70,7 +65,6 @@ def put_stubs(ray_pools) -> None:
     """Let :mod:`core.cluster.ray_pools` start these."""
     ray_pools.LEARNER = ray_pools.actor_class(StubLearner)
     ray_pools.ENGINE = ray_pools.actor_class(StubEngine)
-    ray_pools.code_of_here = lambda: ("", "")
 
 
 def layout(processes) -> dict[str, Any]:

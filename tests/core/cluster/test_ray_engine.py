@@ -37,7 +37,7 @@ class Actor:
 def engine():
     actors = {f"engine {i}": Actor() for i in range(3)}
     calls = {"lost": lambda _: None, "call": lambda *_: [[], [], []]}
-    watch = SimpleNamespace(actors=actors, look_s=60.0, timeout_s=60.0, **calls)
+    watch = SimpleNamespace(actors=actors, timeout_s=60.0, **calls)
     return RayEngine(watch, list(actors))
 
 

@@ -16,7 +16,7 @@ from ray.util.placement_group import placement_group_table, remove_placement_gro
 
 from core.cluster import ray_pools
 from core.cluster.processes import LearnerProcess
-from core.cluster.ray_pools import NodePool
+from core.cluster.ray_pools import Pool, reserve
 from core.config import compose
 from core.errors import InputError
 from tests.core.cluster.stub_processes import Device, layout, put_stubs
@@ -58,7 +58,7 @@ def cluster():
 
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch):
-    for name in ("LEARNER", "ENGINE", "code_of_here"):
+    for name in ("LEARNER", "ENGINE"):
         monkeypatch.setattr(ray_pools, name, None)
     put_stubs(ray_pools)
     monkeypatch.setattr(ray_pools, "START_S", 20.0)
@@ -137,9 +137,9 @@ def test_ranks_and_engines_of_two_nodes(cluster):
 
 def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
     for home in gpu_nodes():
-        groups = NodePool(CUDA, 2, GPUS, first_on=home).groups
-        with removed(groups):
-            assert all(group.wait(20) for group in groups)
+        pool = Pool("trainer", 2, GPUS, 1)
+        reserve([pool], home, 20.0)
+        with removed(groups := pool.groups):
             assert node_of(groups[0]) == home != node_of(groups[1])
 
 

@@ -4,10 +4,7 @@ import asyncio
 import importlib.util
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -17,7 +14,7 @@ import ray
 import torch
 
 from core.checkpoint.store import CheckpointStore
-from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess, code_of_here
+from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine
 from core.cluster.ray_pools import ENGINE, ROOT, RayProcesses, connect
 from core.cluster.ray_watch import Watch
@@ -272,15 +269,14 @@ def kill(actor):
 
 
 @pytest.mark.processes
-def test_a_hang_names_phase_rank_and_stack_and_a_dead_learner_its_rank(small):
+def test_a_hang_names_phase_and_rank_and_a_dead_learner_its_rank(small):
     def sleep_through_the_phase(self):
         time.sleep(10)
 
     small.watch.timeout_s = 6
     small.learners[1].__ray_call__.remote(sleep_through_the_phase)
-    with pytest.raises(WorkersLost, match="learner rank 1 did not finish phase old_log_prob") as caught:
+    with pytest.raises(WorkersLost, match="learner rank 1 did not finish phase old_log_prob.*s=6"):
         small.compute_log_probs(mixed_batch())
-    assert "trainer.phase_timeout_s=6" in str(caught.value) and "sleep_through_the_phase" in str(caught.value)
     small.watch.timeout_s = 60
     small.compute_log_probs(mixed_batch())  # it was slow, not lost
     kill(small.learners[1])
@@ -294,54 +290,19 @@ def pid_of(actor):
     return call(actor, lambda self: os.getpid())
 
 
-@pytest.fixture
-def patient(pair, monkeypatch):
-    """The two ranks, for tests after which all are still alive; their watch is as it was afterwards."""
-    for name in ("timeout_s", "silence_s", "look_s"):
-        monkeypatch.setattr(pair[0].watch, name, getattr(pair[0].watch, name))
-    return pair[0]
-
-
-def test_a_stopped_process_gives_no_sign_of_life(patient):
-    """It neither dies nor answers: long before the deadline of the phase this is noticed."""
-    patient.watch.silence_s, patient.watch.look_s = 2.0, 0.5
-    pid = pid_of(patient.learners[1])
-    os.kill(pid, signal.SIGSTOP)
-    start = time.monotonic()
-    try:
-        with pytest.raises(WorkersLost, match="^learner rank 1 gave no sign of life in phase old_log_prob") as caught:
-            patient.compute_log_probs(mixed_batch())
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert time.monotonic() - start < 20
-    assert "trainer.heartbeat_timeout_s=2" in str(caught.value) and "does not answer" in str(caught.value)
-    patient.compute_log_probs(mixed_batch())
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_hanging_engine_is_named_with_its_stack(patient, stopped):
+def test_a_hanging_engine_is_named(pair, monkeypatch):
     def plant(process):
         async def sleep_through_the_phase(request):
-            time.sleep(8)
+            time.sleep(6)
 
         process.engine.sample = sleep_through_the_phase
 
-    engine = patient.watch.actors["engine 0"]
-    pid = pid_of(engine)
-    if stopped:
-        patient.watch.silence_s, patient.watch.look_s = 1.0, 0.25
-        os.kill(pid, signal.SIGSTOP)
-    else:
-        patient.watch.timeout_s = 3
-        call(engine, plant)
-    try:
-        with pytest.raises(WorkersLost, match="^engine 0 .* phase generate") as caught:
-            sample_all(patient.engine, [ask(seed=1)])
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        call(engine, lambda process: process.engine.__dict__.pop("sample", None))
-    told = "does not answer" if stopped else "sleep_through_the_phase"
-    assert told in str(caught.value)
+    monkeypatch.setattr(pair[0].watch, "timeout_s", 2)
+    engine = pair[0].watch.actors["engine 0"]
+    call(engine, plant)
+    with pytest.raises(WorkersLost, match="^engine 0 did not finish phase generate"):
+        sample_all(pair[0].engine, [ask(seed=1)])
+    call(engine, lambda process: process.engine.__dict__.pop("sample", None))
 
 
 @pytest.mark.processes
@@ -401,7 +362,7 @@ def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
         given("address=10.0.0.1:6379")
 
 
-def test_a_process_of_other_code_or_without_the_run_folder_is_named_before_a_model_loads(model, tmp_path):
+def test_a_process_without_the_run_folder_is_named_before_a_model_loads(model, tmp_path):
     process = LearnerProcess(1)
     processes = object.__new__(RayProcesses)
     processes.config = cluster_config(model, f"trainer.default_local_dir={tmp_path}")
@@ -410,30 +371,11 @@ def test_a_process_of_other_code_or_without_the_run_folder_is_named_before_a_mod
     def look(phase, method, calls):
         return [process.facts(lambda: [], path)._replace(**changed) for _, path in calls.values()]
 
-    processes.watch = SimpleNamespace(call=look)
-    (facts,) = processes._look(["learner rank 0"], at_folder=True)  # nothing was claimed: nothing will be saved
+    processes.watch = SimpleNamespace(call=look, actors={"learner rank 0": None})
+    (facts,) = processes._facts()  # nothing was claimed: nothing will be saved
     assert not facts.sees and facts.threads == 1
     CheckpointStore(tmp_path).claim()
-    assert processes._look(["learner rank 0"], at_folder=True)[0].sees
+    assert processes._facts()[0].sees
     changed = {"sees": False, "machine": "node-7"}
-    processes._look(["engine 0"])
-    with pytest.raises(InputError, match=f"trainer.default_local_dir={tmp_path}: learner rank 0 on node-7 cannot see"):
-        processes._look(["learner rank 0"], at_folder=True)
-    changed = {"digest": "other", "core": "/elsewhere/core"}
-    with pytest.raises(InputError, match=f"core={ROOT}/core: engine 0 runs other code .* /elsewhere/core"):
-        processes._look(["engine 0"])
-
-
-def test_code_is_known_by_the_files_wherever_they_are(tmp_path):
-    for name in ("core", "reward_scores"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    program = "import json; from core.cluster.processes import code_of_here; print(json.dumps(code_of_here()))"
-
-    def there():
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True, check=True)
-        return json.loads(done.stdout)
-
-    assert there() == [str(tmp_path / "core"), code_of_here()[1]]
-    (tmp_path / "core" / "a_new_file.py").write_text("")
-    assert there()[1] != code_of_here()[1]
+    with pytest.raises(InputError, match=f"trainer.default_local_dir={tmp_path}: learner rank 0 on node-7"):
+        processes._facts()

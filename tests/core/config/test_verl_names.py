@@ -48,7 +48,6 @@ def lines(*overrides, recipe="ppo"):
         (["trainer.val_generations_to_log_to_wandb=3"], {"trainer.log_val_generations": 3}),
         (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
         (["+ray_init.num_cpus=4"], {"ray_kwargs.ray_init": {"num_cpus": 4}}),
-        (["ray_init.timeline_json_file=x.json"], {"ray_kwargs.timeline_json_file": "x.json"}),
     ],
 )
 def test_another_name_is_read_and_said(overrides, settings):

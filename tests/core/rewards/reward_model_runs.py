@@ -8,10 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
-from core.cluster.fsdp import shared_reward_model
 from core.config import compose
 from core.config.schema import RewardModelConfig, RewardModelModelConfig, ScoringFSDPConfig
 from core.rewards.grading import Answer
@@ -39,8 +37,8 @@ def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **co
     return folder
 
 
-def settings(folder, *, input_tokenizer="policy", fsdp=None, **given):
-    sharding = ScoringFSDPConfig(**{"dtype": "float32", **(fsdp or {})})
+def settings(folder, *, input_tokenizer="policy", **given):
+    sharding = ScoringFSDPConfig(dtype="float32")
     model = RewardModelModelConfig(path=str(folder), input_tokenizer=input_tokenizer, fsdp_config=sharding)
     filled = {"max_length": 200, "use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 400, **given}
     return RewardModelConfig(enable=True, model=model, **filled)
@@ -95,18 +93,3 @@ def metrics(folder):
 
 
 REFUSES_X = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
-
-
-REFUSED = Answer((), "x", (5,))
-
-
-def grade(rank, world, config, calls):
-    """For each call the (value, error) of all ranks' answers; and how many weights this rank holds."""
-    model, graded = shared_reward_model(config, torch.device("cpu")), [*answers(), REFUSED]
-    found, held = [], sum(weight.to_local().numel() for weight in model.module.parameters())
-    for shares in calls:
-        parts = [None] * world
-        mine = [(one.value, one.error) for one in model.score([graded[at] for at in shares[rank]])]
-        dist.all_gather_object(parts, mine)
-        found.append(parts)
-    return found, held
