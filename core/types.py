@@ -42,14 +42,10 @@ class Stop(str, Enum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, tokenised once.
+    """One question, tokenised once."""
 
-    ``ordinal`` is its number in the order of drawing; with the run's seed it decides everything about the prompt,
-    sampling seeds included. ``uid`` names the example, so that the same question can be paired across runs.
-    """
-
-    ordinal: int
-    uid: str
+    ordinal: int  # its number in the order of drawing; with the run's seed it decides sampling seeds and all else
+    uid: str  # names the example, so that the same question can be paired across runs
     token_ids: tuple[int, ...]
     messages: tuple[Mapping[str, Any], ...]
     ground_truth: Any
@@ -70,19 +66,12 @@ class Segment:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trajectory:
-    """One flat token stream and the mask of the tokens that the policy wrote.
+    """One flat token stream and the mask of the tokens that the policy wrote; R response tokens."""
 
-    Shapes (R response tokens):
-        prompt_ids     [len(prompt)] int32
-        response_ids   [R] int32    everything after the prompt, tool output included
-        response_mask  [R] bool     True where the policy wrote the token
-        logprobs       [R] float32  the engine's, under the distribution it sampled from; 0 elsewhere
-    """
-
-    prompt_ids: np.ndarray
-    response_ids: np.ndarray
-    response_mask: np.ndarray
-    logprobs: np.ndarray
+    prompt_ids: np.ndarray  # [len(prompt)] int32
+    response_ids: np.ndarray  # [R] int32: everything after the prompt, tool output included
+    response_mask: np.ndarray  # [R] bool: True where the policy wrote the token
+    logprobs: np.ndarray  # [R] float32: the engine's, under the distribution it sampled from; 0 elsewhere
     segments: tuple[Segment, ...]
     stop: Stop
     policy_version: int

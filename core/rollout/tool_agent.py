@@ -54,7 +54,7 @@ def parse_calls(text: str) -> list[Call]:
     for content in between(text, "tool_call"):
         try:
             found = json.loads(content)
-            calls.append(Call(found["name"], found.get("arguments", {})))
+            calls.append(Call(str(found["name"]), found.get("arguments", {})))
         except (ValueError, RecursionError) as error:
             calls.append(Call(problem=f"the call is not JSON: {error}"))
         except (TypeError, KeyError):
@@ -128,9 +128,7 @@ class ToolAgentLoop(AgentLoop):
                     self.frames[role, count] = vocabulary.reply_frame(template, role, count)
                 except vocabulary.ChatError as error:
                     where = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
-                    rule = (
-                        f"the chat template cannot write {count} message(s) of role {role!r} after an answer: {error}"
-                    )
+                    rule = f"the chat template cannot write {count} message(s) of role {role!r} after an answer"
                     fix = "set actor_rollout_ref.model.custom_chat_template to one that does"
                     raise InputError(f"{where}: {rule} ({error}); {fix}") from error
 
@@ -224,14 +222,12 @@ class ToolAgentLoop(AgentLoop):
 
     def problem(self, call: Call, tools: Mapping[str, Instance], episode: Episode) -> str | None:
         """Return why a call cannot be made, or None."""
-        if call.problem is not None:
-            return call.problem
-        if call.name not in tools:
-            return f"there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}"
         most = self.options.max_tool_calls
-        if most is not None and episode.tool_calls >= most:
+        if call.problem is None and call.name not in tools:
+            return f"there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}"
+        if call.problem is None and most is not None and episode.tool_calls >= most:
             return f"no call is left: an episode has {most}"
-        return self.tools[call.name].problem(call.arguments)
+        return call.problem or self.tools[call.name].problem(call.arguments)
 
     async def reply(self, user: Instance, messages: Sequence[Mapping[str, Any]], episode: Episode) -> list[str]:
         """Return the user's text and keep their score; nothing where they end the episode."""

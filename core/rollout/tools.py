@@ -73,8 +73,6 @@ class BaseTool:
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
         """``config`` is the file's, ``tool_schema`` too, without one the class's own. Raises what cannot be meant."""
         self.config, self.tool_schema = config, tool_schema or self.tool_schema
-        if self.tool_schema is None:
-            raise ValueError(f"{type(self).__name__} has no schema of its own: give the entry tool_schema")
         told = OpenAIFunctionToolSchema.model_validate(self.tool_schema)
         self.name, self.schema = told.function.name, told.model_dump(exclude_unset=True)  # as chat templates read it
         Draft202012Validator.check_schema(told.function.parameters)
@@ -95,10 +93,9 @@ class BaseTool:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Return the answer for the policy, the reward of the call or None, and metrics, which are not read.
+        """Return the answer for the policy, the call's reward or None, and metrics, which are not read; or text alone.
 
-        A text alone will do as well. Raises ToolError for a call that makes no sense. Anything else that it raises is
-        answered with an error and counted (``agent/failed_calls``).
+        Raises ToolError for a call that makes no sense. Anything else is a failure (``agent/failed_calls``).
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
@@ -172,10 +169,7 @@ class ListedClass(BaseModel):
 
 
 def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
-    """Return name -> tool or user of the ``base``, in the file's order; none without a file.
-
-    Raises InputError with every problem of the file.
-    """
+    """Return name -> tool or user of a file, in its order; none without a file. Raises InputError with all problems."""
     if path is None:
         return {}
     where = f"{base.KEY}={path}"

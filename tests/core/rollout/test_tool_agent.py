@@ -191,6 +191,7 @@ def test_calls_are_read_from_the_text():
         (call("calculator", expression=3), "error: 3 is not of type 'string'", 0),
         (call("calculator"), "error: 'expression' is a required property", 0),
         (call("oracle"), "error: there is no tool 'oracle'; there are calculator", 0),
+        (call(["calculator"]), "error: there is no tool", 0),
         ("<tool_call>{</tool_call>", "error: the call is not JSON: ", 0),
     ],
 )
