@@ -271,7 +271,6 @@ class PromptStream:
         self.config, self.seed = config, int(seed if config.seed is None else config.seed)
         self.files = PromptFiles(config, tokenizer, modality, tools_of) if files is None else files
         self.files.load(_paths(config.train_files, "data.train_files"), self._choose)
-        modality.check_examples(self.files.examples(), config)
         self._order = DrawOrder(len(self.files), self.seed, bool(config.shuffle))
 
     def _choose(self, sizes: Sequence[int]) -> list[np.ndarray]:

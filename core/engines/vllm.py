@@ -82,7 +82,7 @@ class VLLMEngine(InProcessEngine):
         if self.reads_media:
             from core.vision.vllm_pictures import prepare
 
-            options |= prepare(skeleton, processes)
+            options |= prepare(skeleton)
         if len(unknown := unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)):
             options["logits_processors"] = [f"{__name__}:UnknownIds"]
             options["additional_config"] = {UNKNOWN: unknown.tolist()}

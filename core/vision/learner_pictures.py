@@ -1,9 +1,8 @@
 """What a pass of a vision-language model needs beyond ids: features of pictures, their places, positions on three axes.
 
-The families are those of ``core.config.registry.PICTURE_MODELS``; their modules agree on the names that are used here.
 A picture that stands in several sequences of a pass goes through the vision tower once. Placeholders that the policy
-wrote are ordinary tokens, as they are to an engine that decodes them: only a prompt's stand for pictures. That is why
-features are put into the embeddings here: transformers would count the policy's placeholders too and refuse them.
+wrote are ordinary tokens: only a prompt's stand for pictures. That is why features are put into the embeddings here:
+transformers would count the policy's placeholders too and refuse them.
 """
 
 from __future__ import annotations
@@ -72,11 +71,8 @@ def picture_inputs(module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures
 def run_body(
     module: nn.Module, ids: Tensor, media: PictureInputs | None, *, every_part: bool = False, **inputs: Any
 ) -> Any:
-    """Return what the model's body returns.
-
-    ``every_part`` runs the vision tower also where there is no picture: ranks that share a model's weights must
-    gather them in the same order, and other ranks may need it in this pass.
-    """
+    """Return what the model's body returns. ``every_part`` runs the vision tower also where there is no picture: ranks
+    that share a model's weights must gather them in the same order."""
     if media is not None:
         return run_with_pictures(module, ids, media, **inputs)
     if every_part and modality_of(module.config).reads_media:
@@ -98,8 +94,7 @@ def run_with_pictures(module: nn.Module, input_ids: Tensor, media: PictureInputs
 
 
 def run_with_unused_tower(module: nn.Module, input_ids: Tensor, **inputs: Any) -> Any:
-    """Return what the model's body returns of text, after a pass of the vision tower over one grey token for nothing:
-    the gradients of the tower are then 0, and not missing."""
+    """Return what the body returns of text, after a pass of the tower over one grey token: its gradients are then 0."""
     vision = module.config.vision_config
     merge, size = vision.spatial_merge_size, vision.patch_size**2 * vision.temporal_patch_size * 3
     features = _features(module.base_model, torch.zeros(merge**2, size, device=input_ids.device), [(1, merge, merge)])

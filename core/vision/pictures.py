@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -40,12 +40,11 @@ class MediaError(ValueError):
 
 @dataclass(frozen=True)
 class PictureFormat:
-    """How a model reads pictures, from its configuration and that of its image processor.
+    """How a model reads pictures.
 
     A picture is cut into squares of ``patch`` pixels, of which ``merge`` by ``merge`` become one token; ``frames``
-    copies of it make up the time axis that these models have. Its sides are multiples of ``patch * merge``, its pixels
-    between ``least`` and ``most``. ``mark`` stands for a picture in the text of a prompt; its token ``token_id`` is
-    repeated for each of the picture's tokens.
+    copies of it make up the time axis. Its sides are multiples of ``patch * merge``, its pixels between ``least`` and
+    ``most``. ``mark`` stands for a picture in a text; its token ``token_id`` is repeated for each of the picture's.
     """
 
     token: str
@@ -61,11 +60,7 @@ class PictureFormat:
 
     @classmethod
     def of(cls, config: Any, path: str, tokenizer: Any) -> PictureFormat:
-        """Return how the model of a folder or hub id reads pictures; ``config`` is transformers' of it.
-
-        Raises InputError where the folder lacks the configuration of its image processor or the tokenizer its
-        placeholder.
-        """
+        """Return how the model of a folder or hub id, with this config, reads pictures. Raises InputError."""
         processor, settings = image_processor(path), [getattr(config, name) for name in NAMES]
         tokens = tokenizer.convert_ids_to_tokens(settings)
         if tokenizer("".join(map(str, tokens)), add_special_tokens=False)["input_ids"] != settings:
@@ -90,10 +85,7 @@ def image_processor(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a prompt: the file's bytes as the data has them, and the size in pixels at which it is read.
-
-    It travels as it is stored, a tenth of its pixels or less, and is decoded where a model reads it.
-    """
+    """A picture of a prompt: the file's bytes, decoded where a model reads it, and the size in pixels of that."""
 
     data: bytes = field(repr=False)
     height: int
@@ -101,13 +93,11 @@ class Picture:
     format: PictureFormat = field(repr=False)
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """Return its patches along time, height and width."""
+    def grid(self) -> tuple[int, int, int]:  # patches along time, height and width
         return 1, self.height // self.format.patch, self.width // self.format.patch
 
     @property
-    def tokens(self) -> int:
-        """Count the placeholders that stand for it in a prompt."""
+    def tokens(self) -> int:  # placeholders that stand for it in a prompt
         return math.prod(self.grid) // self.format.merge**2
 
 
@@ -122,19 +112,12 @@ class Pictures:
         return len(self.pictures)
 
     @property
-    def tokens(self) -> int:
-        """Count the placeholders that stand for them in a prompt."""
+    def tokens(self) -> int:  # placeholders that stand for them in a prompt
         return sum(picture.tokens for picture in self.pictures)
 
     def mark(self, prompt: str | Sequence[Mapping[str, Any]]) -> Any:
-        """Return the prompt, a text or a chat, with the model's mark in each place of a picture.
-
-        Raises MediaError where it has more or fewer places than pictures, or marks already.
-        """
+        """Return the prompt, a text or a chat, with the model's mark in each place of a picture. Raises MediaError."""
         texts = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
-        if any(self.format.token in text for text in texts):
-            rule = f"a prompt holds the model's own placeholder {self.format.token}"
-            raise MediaError(rule, f"write {MARKER}: it is expanded here")
         places = sum(text.count(MARKER) for text in texts)
         if places != len(self):
             rule = f"a prompt has another number of places {MARKER} than of pictures"
@@ -145,30 +128,23 @@ class Pictures:
         return [{**one, "content": text} if text else one for one, text in zip(prompt, marked, strict=True)]
 
     def expand(self, ids: Sequence[int]) -> list[int]:
-        """Return ids in which the placeholder of each picture is repeated for each of its tokens.
-
-        Raises MediaError where there are more or fewer placeholders than pictures: a chat template left some out.
-        """
-        if not self.pictures:
-            return list(ids)
+        """Return ids in which the placeholder of each picture is repeated for each of its tokens. Raises MediaError."""
         token, left = self.format.token_id, iter(self.pictures)
         if (count := list(ids).count(token)) != len(self):
-            rule = "the chat template does not keep the places of pictures"
-            raise MediaError(rule, "set another template", f"{count} placeholders, {len(self)} pictures")
+            rule = "the chat template does not keep the places of pictures, or the text holds placeholders"
+            raise MediaError(
+                rule, f"set another template, write {MARKER}", f"{count} placeholders, {len(self)} pictures"
+            )
         return [each for one in ids for each in ([token] * next(left).tokens if one == token else [one])]
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
-        """Return a prompt's ids with one placeholder a picture, as a person reads them. The marks around each picture
-        keep the placeholders of two apart."""
+        """Return a prompt's ids with one placeholder a picture, as a person reads them."""
         token = self.format.token_id
         return [one for at, one in enumerate(ids) if one != token or at == 0 or ids[at - 1] != token]
 
 
 def stored_bytes(cell: Any) -> bytes:
-    """Return the bytes of a picture as a parquet file has it: ``{bytes, path}`` of ``datasets``, or bytes alone.
-
-    Raises MediaError where there are none.
-    """
+    """Return the bytes of a parquet file's picture: ``{bytes, path}`` of ``datasets``, or alone. Raises MediaError."""
     data = cell.get("bytes") if isinstance(cell, Mapping) else cell
     if not isinstance(data, bytes) or not data:
         raise MediaError("a picture is missing", "store its bytes in the file", type(cell).__name__)
@@ -176,10 +152,9 @@ def stored_bytes(cell: Any) -> bytes:
 
 
 def read_picture(data: bytes, format: PictureFormat, *, decode: bool = False) -> Picture:
-    """Return the picture of a file's bytes, with the size at which the model reads it. ``decode`` tries all of it.
+    """Return the picture of a file's bytes, with the size at which the model reads it; ``decode`` tries all of it.
 
-    Raises MediaError for what is no picture, is broken, too large or a strip, or has several frames or a mode without a
-    form in RGB.
+    Raises MediaError for what is no picture, broken, a strip, has several frames or a mode without a form in RGB.
     """
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -218,10 +193,8 @@ def pixels(picture: Picture) -> np.ndarray:
 
 
 def patches(picture: Picture) -> np.ndarray:
-    """Return what the vision tower reads, [patches, 3 * frames * patch * patch] float32, token by token.
-
-    This is the arithmetic of Qwen2VLImageProcessor, without its resizing.
-    """
+    """Return what the vision tower reads, [patches, 3 * frames * patch * patch] float32, token by token: the arithmetic
+    of Qwen2VLImageProcessor, without its resizing."""
     format, (_, rows, columns) = picture.format, picture.grid
     mean, std = (np.array(value, np.float32) for value in (format.mean, format.std))
     value_HWC = (pixels(picture).astype(np.float32) * np.float32(1 / 255) - mean) / std
@@ -260,13 +233,6 @@ class Modality:
             raise MediaError("an example has media, and the model reads text alone", fix)
         return None
 
-    def check_examples(self, examples: Iterable[Any], config: Any) -> None:
-        """Check that some training example has a picture where the model reads them. Raises InputError."""
-        if self.reads_media and not any(example.media for example in examples):
-            rule = "no example of the training files has a picture, and the model reads pictures"
-            fix = "name their column, or train a model of text alone"
-            raise InputError([f"data.image_key={config.image_key}: {rule}; {fix}"])
-
     def load_processor(self, module: nn.Module, path: str) -> None:
         """Set ``module.processor``, which checkpoints and exports of models that read pictures hold too."""
         if self.reads_media:
@@ -283,24 +249,23 @@ def modality_of(config: Any) -> Modality:
 
 def problems(config: Config, reads_pictures: bool | None) -> Iterator[Problem]:
     """Yield the keys that do not go together with the model; ``reads_pictures`` is None where nothing is known."""
-    roles, what = config.actor_rollout_ref, "a model that reads pictures"
-    rollout, actor = roles.rollout, "actor_rollout_ref.actor"
+    roles, actor = config.actor_rollout_ref, "actor_rollout_ref.actor"
     if reads_pictures is False and roles.actor.freeze_vision_tower:
         rule = "the model reads text alone and has no vision tower"
         yield Problem(f"{actor}.freeze_vision_tower", True, rule, "leave it out")
     if not reads_pictures:
         return
-    for name, split in (("ulysses_sequence_parallel_size", "sequences"), ("tensor_model_parallel_size", "layers")):
+    rule, fix = "does not go with a model that reads pictures", "leave it out, or give a model of text alone"
+    on_ray, engine = config.trainer.backend == "ray", ENGINES[roles.rollout.name]
+    for name in ("ulysses_sequence_parallel_size", "tensor_model_parallel_size"):
         parts = max(getattr(part, name) for part in (roles.actor, roles.ref))
-        if config.trainer.backend == "ray" and parts > 1:
-            yield Problem(f"{actor}.{name}", parts, f"does not split the {split} of {what} yet", "set it to 1")
-    if config.critic.enable:
-        key, fix = "algorithm.adv_estimator", "use an estimator without one, such as grpo"
-        yield Problem(key, config.algorithm.adv_estimator, f"{what} has no critic here", fix)
-    if config.reward_model.enable:
-        yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
-    if config.needs_engine and not ENGINES[rollout.name].reads_media:
-        yield Problem("actor_rollout_ref.rollout.name", rollout.name, f"sends no pictures of {what}", "use vllm")
-    if not config.generates:
-        rule, fix = f"fine-tuning does not train {what} yet", "give a model of text alone"
-        yield Problem("actor_rollout_ref.model.path", roles.model.path, rule, fix)
+        if on_ray and parts > 1:
+            yield Problem(f"{actor}.{name}", parts, rule, "set it to 1")
+    for wrong, key, value in (
+        (config.critic.enable, "algorithm.adv_estimator", config.algorithm.adv_estimator),
+        (config.reward_model.enable, "reward_model.enable", True),
+        (config.needs_engine and not engine.reads_media, "actor_rollout_ref.rollout.name", roles.rollout.name),
+        (not config.generates, "actor_rollout_ref.model.path", roles.model.path),
+    ):
+        if wrong:
+            yield Problem(key, value, rule, fix)

@@ -1,8 +1,6 @@
-"""Pictures for vLLM: ready for its vision tower, so that vLLM's own image processor never sees one.
+"""Pictures for vLLM: patches as the learner reads them, so that vLLM's own image processor never sees a picture.
 
-A request has the expanded ids, where each picture's placeholders are, and its patches, the numbers that the learner
-reads. vLLM asks its processor for sizes alone. It imports that processor's torchvision form; where torchvision is
-missing the Pillow form of transformers stands in for it.
+vLLM imports that processor's torchvision form, for sizes alone; where torchvision is missing the Pillow form stands in.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from vllm.inputs.engine import mm_input
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-from core.errors import InputError
 from core.vision.pictures import Pictures, patches
 
 FAMILY = "transformers.models.qwen2_vl"
@@ -33,19 +30,13 @@ MODELS = {  # model_type -> vLLM's module, its model and its ProcessingInfo
 }
 
 
-def prepare(skeleton: nn.Module, processes: int) -> dict[str, Any]:
+def prepare(skeleton: nn.Module) -> dict[str, Any]:
     """Make vLLM able to load a model that reads pictures; return the engine arguments that this needs.
 
-    The classes are registered by themselves: vLLM would look at them by name in a bare process, which lacks the form of
-    the image processor that stands in here. Raises InputError for several processes without torchvision: in them
-    nothing stands in for it.
+    The classes are registered by themselves: vLLM would look at them by name in a bare process, without the stand-in.
     """
     module, model, info = MODELS[skeleton.config.model_type]
     if find_spec("torchvision") is None:
-        if processes > 1:
-            key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-            rule = "vLLM's own processes read the configuration of pictures with torchvision, which is not installed"
-            raise InputError(f"{key}={processes}: {rule}; set it to 1, or install torchvision")
         twin = import_module(f"{FAMILY}.image_processing_pil_qwen2_vl")
         name = f"{FAMILY}.image_processing_qwen2_vl"
         stand_in = ModuleType(name)
