@@ -18,7 +18,7 @@ from core.config.section import FULL_PRECISION
 from core.engines import SampleRequest
 from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.kv_cache import ATTENTION, RowCache
-from core.engines.sampling import RowSettings, draw, uniforms
+from core.engines.sampling import draw, uniforms
 from core.engines.weight_buckets import Proof, Weight, checksum
 from core.errors import InputError
 from core.learner.models import load_policy
@@ -53,14 +53,13 @@ class HFEngine(InProcessEngine):
         self.cache = RowCache(model)
         self.cache_tokens = int(cache_gib * 2**30 / self.cache.bytes_per_token)
         self.rows: list[Row] = []
-        self.settings: RowSettings | None = None  # of the rows as they are
         self.never_drawn = torch.from_numpy(self.unknown).to(self.device)
         # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps
         self.prefill_tokens = self.row_steps = 0
 
     def _begin(self, request: SampleRequest) -> Row:
         row = super()._begin(request)
-        if _most_stored(1, _most_columns(request)) > self.cache_tokens:
+        if _most_columns(request) > self.cache_tokens:
             rule = f"prompt and max_tokens are beyond the {self.cache_tokens} tokens of the cache"
             raise ValueError(f"{rule}: raise actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib")
         return row
@@ -73,7 +72,7 @@ class HFEngine(InProcessEngine):
         columns = max((_most_columns(row.request) for row in self.rows), default=0)
         for joining, row in enumerate(self._waiting):
             count, columns = len(self.rows) + joining + 1, max(columns, _most_columns(row.request))
-            if count > self.max_rows or _most_stored(count, columns) > self.cache_tokens:
+            if count > self.max_rows or _with_spare(count) * columns > self.cache_tokens:
                 return joining
         return len(self._waiting)
 
@@ -92,27 +91,21 @@ class HFEngine(InProcessEngine):
         sharing = [row for row in joining if first.get(_prompt(row)) is not row]
         to = list(range(len(self.rows), len(self.rows) + len(sharing)))
         self.rows += sharing
-        self.settings = None
         columns = max(_most_columns(row.request) for row in self.rows)
         if len(self.rows) > self.cache.places or columns > self.cache.columns:
             self.cache.reserve(_with_spare(len(self.rows)), columns)
-        self._prefill(begin, begin + len(fresh))
+        each = max(1, self.max_prefill_tokens // max(1, *map(_stored, self.rows)))  # prompts in a pass
+        for at in range(0, len(fresh), each):
+            self._prefill(begin + at, fresh[at : at + each])
         origin = [place[_prompt(row)] for row in sharing]
         self.cache.copy(to, origin, max(map(_stored, sharing), default=0))
         for row, number in zip(sharing, origin, strict=True):
             row.offset = self.rows[number].offset
 
-    def _prefill(self, begin: int, stop: int) -> None:
-        """Fill these places, whose prompts are sorted by length."""
-        while begin < stop:
-            end = begin + 1
-            while end < stop and (end + 1 - begin) * _stored(self.rows[end]) <= self.max_prefill_tokens:
-                end += 1
-            if width := _stored(self.rows[end - 1]):
-                self._prefill_pass(begin, self.rows[begin:end], width)
-            begin = end
-
-    def _prefill_pass(self, begin: int, rows: Sequence[Row], width: int) -> None:
+    def _prefill(self, begin: int, rows: Sequence[Row]) -> None:
+        """Compute the prompts of these rows, but for their last tokens, in the places from ``begin`` on."""
+        if not (width := max(map(_stored, rows))):
+            return
         # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
         prompts = [row.request.prompt_ids for row in rows]
         padded = [(*prompt[:-1], *prompt[:1] * (width - len(prompt) + 1)) for prompt in prompts]
@@ -130,15 +123,12 @@ class HFEngine(InProcessEngine):
     def _advance(self) -> list[Row]:
         """Write a token of every row; return the rows that ended with it, which have left."""
         logits_NV = self._forward()
-        if self.settings is None:
-            sampling = [row.request.sampling for row in self.rows]
-            self.settings = RowSettings.of(sampling, logits_NV.shape[1], self.device)
         if len(self.never_drawn):
             logits_NV = logits_NV.index_fill(1, self.never_drawn, -math.inf)
         seed_N = np.array([row.request.seed % 2**64 for row in self.rows], np.uint64)
         written_N = np.array([len(row.ids) for row in self.rows], np.uint64)
         uniform_N = torch.from_numpy(uniforms(seed_N, written_N)).to(self.device)
-        token_N, logprob_N = draw(logits_NV, self.settings, uniform_N)
+        token_N, logprob_N = draw(logits_NV, [row.request.sampling for row in self.rows], uniform_N)
         self.row_steps += len(self.rows)
         written = zip(self.rows, token_N.tolist(), logprob_N.tolist(), strict=True)
         finished = [row for row, token, logprob in written if row.write(token, logprob)]
@@ -173,12 +163,10 @@ class HFEngine(InProcessEngine):
         for to, origin in zip(holes, movers, strict=True):
             self.rows[to] = self.rows[origin]
         del self.rows[left:]
-        self.settings = None
 
     def _drop(self, rows: list[Row]) -> None:
         if len(rows) == len(self.rows):
             self.rows = []
-            self.settings = None
             self.cache.free()
         else:
             self._remove(rows)
@@ -220,10 +208,6 @@ def _stored(row: Row) -> int:
 
 def _most_columns(request: SampleRequest) -> int:
     return len(request.prompt_ids) - 1 + request.sampling.max_tokens
-
-
-def _most_stored(rows: int, columns: int) -> int:
-    return _with_spare(rows) * columns
 
 
 def _with_spare(rows: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,32 +47,7 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-@dataclass(frozen=True)
-class RowSettings:
-    """How each row is sampled, as tensors [N]. Greedy rows have temperature 1 and no truncation here: their log-probs
-    are those of the full distribution."""
-
-    temperature_N: Tensor
-    top_k_N: Tensor  # the vocabulary's size where it is off
-    top_p_N: Tensor  # infinite where it is off: a running sum may round to 1 before the last token
-    greedy_N: Tensor
-    truncates: bool
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSettings:
-        greedy = [p.temperature == 0 for p in params]
-        top_k = [vocab_size if p.top_k < 0 or p.temperature == 0 else min(p.top_k, vocab_size) for p in params]
-        top_p = [p.top_p if p.top_p < 1 and p.temperature else math.inf for p in params]
-        return cls(
-            torch.tensor([p.temperature or 1.0 for p in params], device=device),
-            torch.tensor(top_k, device=device),
-            torch.tensor(top_p, dtype=torch.float64, device=device),
-            torch.tensor(greedy, device=device),
-            min(top_k) < vocab_size or min(top_p) < math.inf,
-        )
-
-
-def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits_NV: Tensor, params: Sequence[SamplingParams], uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the next token of every row and its log-prob under the distribution that it was drawn from.
 
     The token is the inverse of the distribution function at ``uniform_N``. The log-prob of a row without a finite
@@ -84,11 +58,12 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
         uniform_N  [N] float64 in [0, 1)
         returns    [N] int64, [N] float32
     """
-    logits_NV = processed_logits(logits_NV, settings)
+    logits_NV = processed_logits(logits_NV, params)
     prob_NV = logits_NV.softmax(-1)
     token_N = _inverse(prob_NV, uniform_N)
-    if settings.greedy_N.any():
-        token_N = torch.where(settings.greedy_N, logits_NV.argmax(-1), token_N)
+    greedy = [one.temperature == 0 for one in params]
+    if any(greedy):
+        token_N = torch.where(token_N.new_tensor(greedy, dtype=torch.bool), logits_NV.argmax(-1), token_N)
     return token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()
 
 
@@ -114,22 +89,26 @@ def _inverse(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return (block_N1 * width + token_N1)[:, 0].clamp_(max=vocab_size - 1)
 
 
-def processed_logits(logits_NV: Tensor, settings: RowSettings) -> Tensor:
+def processed_logits(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return logits after temperature, then top-k (ties with the k-th stay), then top-p of what is left (the smallest
     set of most probable tokens with at least that mass), in the order of transformers and vLLM; -inf for what was cut
-    off. [N, V] float32."""
+    off. Greedy rows are as those of temperature 1 without truncation. [N, V] float32."""
     logits_NV = logits_NV.float()
-    if (settings.temperature_N != 1).any():
-        logits_NV = logits_NV / settings.temperature_N[:, None]
-    if not settings.truncates:
+    if any(one.temperature not in (0, 1) for one in params):
+        logits_NV = logits_NV / logits_NV.new_tensor([one.temperature or 1.0 for one in params])[:, None]
+    size = logits_NV.shape[1]
+    top_k = [min(one.top_k, size) if one.top_k > 0 and one.temperature else size for one in params]
+    # Infinite where it is off: a running sum may round to 1 before the last token
+    top_p = [one.top_p if one.top_p < 1 and one.temperature else math.inf for one in params]
+    if min(top_k) == size and min(top_p) == math.inf:
         return logits_NV
     ordered_NV, index_NV = logits_NV.sort(dim=-1, descending=True, stable=True)
-    kth_N1 = ordered_NV.gather(-1, settings.top_k_N[:, None] - 1)
+    kth_N1 = ordered_NV.gather(-1, index_NV.new_tensor(top_k)[:, None] - 1)
     ordered_NV = ordered_NV.masked_fill(ordered_NV < kth_N1, -torch.inf)
     prob_NV = ordered_NV.softmax(-1)
     mass_before_NV = prob_NV.cumsum(-1, dtype=torch.float64) - prob_NV
-    ordered_NV = ordered_NV.masked_fill(mass_before_NV >= settings.top_p_N[:, None], -torch.inf)
-    return torch.empty_like(logits_NV).scatter_(-1, index_NV, ordered_NV)
+    cut_NV = mass_before_NV >= mass_before_NV.new_tensor(top_p)[:, None]
+    return torch.empty_like(logits_NV).scatter_(-1, index_NV, ordered_NV.masked_fill(cut_NV, -torch.inf))
 
 
 # -- what ends a response ---------------------------------------------------------------------------

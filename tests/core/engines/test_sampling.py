@@ -11,16 +11,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from core.engines import SamplingParams, sampling
-from core.engines.sampling import RowSettings, StopRule, draw, uniforms
+from core.engines.sampling import StopRule, draw, uniforms
 from core.types import Stop
 
 
-def settings(*params: SamplingParams, vocab_size: int) -> RowSettings:
-    return RowSettings.of(params, vocab_size, torch.device("cpu"))
-
-
-def plain(rows: int, vocab_size: int) -> RowSettings:
-    return settings(*[SamplingParams(1)] * rows, vocab_size=vocab_size)
+def plain(rows: int) -> list[SamplingParams]:
+    return [SamplingParams(1)] * rows
 
 
 def columns(seeds, positions) -> np.ndarray:
@@ -49,7 +45,7 @@ def test_the_token_is_the_inverse_of_the_distribution_function(vocab_size):
     logits[:, -1] = 0.5
     uniform = torch.rand(400, dtype=torch.float64, generator=generator)
     uniform[:2] = torch.tensor([0.0, 1 - 2.0**-53])
-    token, logprob = draw(logits, plain(400, vocab_size), uniform)
+    token, logprob = draw(logits, plain(400), uniform)
     cdf = np.cumsum(logits.double().softmax(-1).numpy(), -1)
     expected = (cdf <= uniform[:, None].numpy() * cdf[:, -1:]).sum(-1)
     assert (token.numpy() == expected.clip(max=vocab_size - 1)).mean() > 0.995  # the rest: rounding at an edge
@@ -62,7 +58,7 @@ def test_a_token_without_probability_is_never_drawn():
     logits[:, [3, 77, 148]] = torch.tensor([0.0, -20.0, 1.0])
     edges = torch.tensor([0.0, 2.0**-53, 0.2689414213699951, 0.26894142, 0.5, 1 - 2.0**-53], dtype=torch.float64)
     uniform = torch.cat([edges, torch.linspace(0, 1 - 2.0**-53, 2994, dtype=torch.float64)])
-    token, logprob = draw(logits, plain(3000, 150), uniform)
+    token, logprob = draw(logits, plain(3000), uniform)
     assert set(token.tolist()) <= {3, 77, 148} and logprob.isfinite().all()
 
 
@@ -71,7 +67,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_reachable():
     logits = torch.zeros(1, 150_001)
     logits[0, 0] = np.log(150_000)
     uniform = torch.linspace(0.5, 1, 2001, dtype=torch.float64)[:-1] + 1e-7
-    token, _ = draw(logits.expand(2000, -1), plain(2000, 150_001), uniform)
+    token, _ = draw(logits.expand(2000, -1), plain(2000), uniform)
     expected = 1 + ((uniform - 0.5) * 300_000).floor()
     assert (token - expected).abs().max() <= 1
 
@@ -79,7 +75,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_reachable():
 def test_truncation_leaves_the_rows_that_do_not_ask_for_it_alone():
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [1.0, 3.0, 2.0, 0.0], [1.0, 3.0, 2.0, 0.0]])
     params = SamplingParams(1, top_k=2), SamplingParams(1), SamplingParams(1, top_p=0.7)
-    out = sampling.processed_logits(logits, settings(*params, vocab_size=4))
+    out = sampling.processed_logits(logits, params)
     inf = -torch.inf
     assert out.tolist() == [[inf, 3.0, 2.0, inf], [1.0, 3.0, 2.0, 0.0], [inf, 3.0, 2.0, inf]]
     assert logits.tolist()[0] == [1.0, 3.0, 2.0, 0.0]  # in place of nothing
@@ -87,11 +83,11 @@ def test_truncation_leaves_the_rows_that_do_not_ask_for_it_alone():
 
 def test_top_k_keeps_ties_and_top_p_takes_the_token_that_reaches_it():
     logits = torch.tensor([[2.0, 1.0, 2.0, 2.0]])
-    out = sampling.processed_logits(logits, settings(SamplingParams(1, top_k=2), vocab_size=4))
+    out = sampling.processed_logits(logits, [SamplingParams(1, top_k=2)])
     assert out.isfinite().tolist() == [[True, False, True, True]]
     halves = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     for top_p, kept in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1e-9, 1)):
-        out = sampling.processed_logits(halves, settings(SamplingParams(1, top_p=top_p), vocab_size=4))
+        out = sampling.processed_logits(halves, [SamplingParams(1, top_p=top_p)])
         assert int(out.isfinite().sum()) == kept, top_p
 
 
@@ -101,7 +97,7 @@ def test_logits_that_are_not_finite_have_no_log_prob(bad, temperature):
     logits = torch.zeros(3, 10)
     logits[1, 4] = bad
     params = [SamplingParams(1, temperature=temperature)] * 3
-    _, logprob = draw(logits, settings(*params, vocab_size=10), torch.full((3,), 0.5, dtype=torch.float64))
+    _, logprob = draw(logits, params, torch.full((3,), 0.5, dtype=torch.float64))
     assert logprob.isfinite().tolist() == [True, False, True]
 
 
