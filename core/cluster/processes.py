@@ -19,7 +19,7 @@ import torch
 from core.engines import RolloutEngine, SampleRequest, make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
-from core.rewards.grading import Answer, ModelScore
+from core.rewards.grading import Answer, Scores
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -219,5 +219,5 @@ class RewardModelProcess(Process):
 
         self.model = RewardModel(config.reward_model, device)
 
-    def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
+    def score(self, answers: Sequence[Answer]) -> Scores:
         return self.model.score(answers)

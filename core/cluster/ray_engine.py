@@ -19,7 +19,7 @@ from core.engines import SampleRequest
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import out_of_memory
 from core.learner.passes import WeightSyncError
-from core.rewards.grading import Answer, ModelScore
+from core.rewards.grading import Answer, Scores
 from core.types import Trajectory
 
 PAUSE_S = 1.0  # between two checks of the actors while samples are awaited
@@ -212,7 +212,7 @@ class RayEngine:
             ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
 
 
-async def score_over_ray(watch: Watch, answers: Sequence[Answer]) -> list[ModelScore]:
+async def score_over_ray(watch: Watch, answers: Sequence[Answer]) -> Scores:
     """Return the scores of the reward model's actor, within the phases' deadline."""
     call = asyncio.wrap_future(watch.actors[REWARD_MODEL].score.remote(answers).future())
     try:

@@ -129,11 +129,11 @@ class Grader:
 
     def grade(self, job: str, seconds: float, again: bool = True) -> Score | Failure:
         """Return the result of a job. Raises WorkersLost where no process starts."""
-        if self.closed:
-            return Failure(ScoreStatus.CRASH, "the graders were closed")
-        if self.process is None or self.process.poll() is not None:
+        if not self.closed and (self.process is None or self.process.poll() is not None):
             self._start()
         process = self.process
+        if self.closed or process is None:  # before or while it started
+            return Failure(ScoreStatus.CRASH, "the graders were closed")
         try:
             reply = self._ask(process, job, seconds)
         except TimeoutError:

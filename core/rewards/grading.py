@@ -10,7 +10,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -58,24 +58,16 @@ class Answer:
     ground_truth: Any = None  # for a judge that compares with it
 
 
-@dataclass(frozen=True)
-class ModelScore:
-    """The number of a reward model or a judge, or why there is none (``error``)."""
-
-    value: float = math.nan
-    cut: bool = False  # the answer was longer than reward_model.max_length
-    error: str = ""
-    timed_out: bool = False  # there was no reply in time
-    notes: Mapping[str, float] = field(default_factory=dict)  # of a judge: further parts of the score
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts of a score: the number, and whether the model did not see the end of the answer."""
-        return {"model": self.value, "model_cut": float(self.cut), **self.notes}
-
-
 # The reward model as the reward layer calls it: with all the answers that wait at once
-RewardModelCall = Callable[[Sequence[Answer]], Sequence[ModelScore] | Awaitable[Sequence[ModelScore]]]
+Scores = Sequence[Score | Failure]
+RewardModelCall = Callable[[Sequence[Answer]], Scores | Awaitable[Scores]]
+
+
+def model_score(value: float, cut: bool = False, **more: float) -> Score | Failure:
+    """Return the score of a reward model or a judge. ``cut``: it did not see the end of the answer."""
+    if not math.isfinite(value):
+        return Failure(ScoreStatus.CRASH, f"the reward model gave {value}\n")
+    return Score(value, {"model": value, "model_cut": float(cut), **more})
 
 
 class ScoreError(ValueError):

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import diskcache
 
 from core.errors import InputError
-from core.rewards.grading import Answer, ModelScore
+from core.rewards.grading import Answer, Failure, model_score
 from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
 from reward_scores.http_client import Reply as HttpReply
+from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.schema import JudgeConfig
@@ -67,7 +68,7 @@ class Judge:
         self.http = HttpClient("judge", options)
         self._failed_in_row = 0
 
-    async def run(self, answer: Answer) -> ModelScore:
+    async def run(self, answer: Answer) -> Score | Failure:
         """Return the answer's number, or why it has none. Raises JudgeLost after ``max_failures`` of these in a row."""
         return await asyncio.wrap_future(self.http.loop.submit(self._grade(answer)))
 
@@ -101,7 +102,7 @@ class Judge:
 
     # -- on the client's thread ----------------------------------------------------------------------
 
-    async def _grade(self, answer: Answer) -> ModelScore:
+    async def _grade(self, answer: Answer) -> Score | Failure:
         texts = shown_texts(answer)
         body = {name: getattr(self.config, name) for name in ("model", "temperature", "seed", "max_tokens")}
         body |= {"messages": [{"role": "user", "content": fill(self.template, texts)}], **self.config.extra}
@@ -115,11 +116,11 @@ class Judge:
                 rule = f"{self._failed_in_row} answers in a row had no number, the last one because of: {failure}"
                 fix = "The run ends, and the same command goes on from its last checkpoint"
                 raise JudgeLost(f"{KEY}.url={self.config.url}: {rule}. {fix}") from failure
-            return ModelScore(error=f"{failure!s:.300}", timed_out=getattr(failure, "kind", "") == "timeout")
+            timed_out = getattr(failure, "kind", "") == "timeout"
+            return Failure(ScoreStatus.TIMEOUT if timed_out else ScoreStatus.CRASH, f"the judge: {failure!s:.300}\n")
         self._failed_in_row = 0
         addressed = NUMBER.search(texts["response"]) or TAG.search(texts["response"])
-        notes = {"judge_addressed": float(addressed is not None), "judge_tokens": float(reply["tokens"])}
-        return ModelScore(value, notes=notes)
+        return model_score(value, judge_addressed=float(addressed is not None), judge_tokens=float(reply["tokens"]))
 
     async def _reply(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the reply to a request, kept or new. The request is all that decides it. Raises RequestFailed."""

@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.graders import GraderPool, InProcess
-from core.rewards.grading import Answer, CustomFunction, Failure, Job, JoinedCalls, ModelScore, RewardModelCall, Scorers
+from core.rewards.grading import Answer, CustomFunction, Failure, Job, JoinedCalls, RewardModelCall, Scorers
 from core.rewards.scorer_check import MODEL_STYLE, check_scorers, option_problems, written
 from core.types import Prompt, Trajectory
-from reward_scores.score import Score, ScoreStatus
+from reward_scores.score import Score
 
 if TYPE_CHECKING:
     from core.config.schema import Config, RewardModelConfig
@@ -92,12 +91,16 @@ class RewardLayer:
         """
         job = self.job(prompt, trajectory)
         if self.config.enable and prompt.style == MODEL_STYLE:
-            rule, model = None, await self._ask_model(prompt, trajectory)
+            result = await self._ask_model(prompt, trajectory)
         elif self.config.enable and self.config.weight:
-            rule, model = await asyncio.gather(self.manager.run(job), self._ask_model(prompt, trajectory))
+            result, model = await asyncio.gather(self.manager.run(job), self._ask_model(prompt, trajectory))
+            if isinstance(model, Failure):
+                result = result if isinstance(result, Failure) else model
+            elif not isinstance(result, Failure):
+                value, parts = result.value + self.config.weight * model.value, {**model.parts, **result.parts}
+                result = dataclasses.replace(result, value=value, parts=parts)
         else:
-            rule, model = await self.manager.run(job), None
-        result = self._combined(rule, model)
+            result = await self.manager.run(job)
         if not isinstance(result, Failure):
             self.failures.count("")
             return result
@@ -124,24 +127,13 @@ class RewardLayer:
             job = dataclasses.replace(job, extra_info={})
         return asyncio.run(self.manager.run(job))
 
-    async def _ask_model(self, prompt: Prompt, trajectory: Trajectory) -> ModelScore:
+    async def _ask_model(self, prompt: Prompt, trajectory: Trajectory) -> Score | Failure:
         """Return the number of the judge or the reward model."""
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
         answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if self.judge is not None:
             return await self.judge.run(answer)
         return await self._reward_model.submit(answer)
-
-    def _combined(self, rule: Score | Failure | None, model: ModelScore | None) -> Score | Failure:
-        if model is None or isinstance(rule, Failure):
-            return rule
-        if model.error or not math.isfinite(model.value):
-            status = ScoreStatus.TIMEOUT if model.timed_out else ScoreStatus.CRASH
-            return Failure(status, f"the reward model has no score for the answer: {model.error or model.value}\n")
-        if rule is None:
-            return Score(model.value, model.parts)
-        value, parts = rule.value + self.config.weight * model.value, {**rule.parts, **model.parts}
-        return dataclasses.replace(rule, value=value, parts=parts)
 
     def usage(self, prefix: str) -> dict[str, float]:
         """Return what a judge cost since the last call, under names with this prefix; nothing without a judge."""

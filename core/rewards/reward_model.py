@@ -7,6 +7,7 @@ batch nor its order changes a number beyond rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from core.errors import InputError
 from core.learner.models import REWARD_MODEL, load_classifier, resolve_path
-from core.rewards.grading import Answer, ModelScore
+from core.rewards.grading import Answer, Failure, model_score
+from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
@@ -46,21 +48,21 @@ class RewardModel:
                     "set reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
                 )
 
-    def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
+    def score(self, answers: Sequence[Answer]) -> list[Score | Failure]:
         """Return one score an answer; for an answer that the chat template refuses, its error alone."""
-        ids, scores = [], [ModelScore()] * len(answers)
+        ids, scores = [], [model_score(math.nan)] * len(answers)
         for at, answer in enumerate(answers):
             try:
                 ids.append(self.encode(answer))
             except Exception as error:  # a template is a program of the model's maker: it may fail in any way
                 ids.append([])
-                scores[at] = ModelScore(error=f"{type(error).__name__}: {error}")
+                scores[at] = Failure(ScoreStatus.CRASH, f"the reward model: {type(error).__name__}: {error}\n")
         limit = self.config.max_length
         shown = [each[:limit] for each in ids]
         for rows in self._passes([len(each) for each in shown]):
             values = self._values([shown[at] for at in rows])
             for at, value in zip(rows, values.tolist(), strict=True):
-                scores[at] = ModelScore(value, cut=len(ids[at]) > limit)
+                scores[at] = model_score(value, cut=len(ids[at]) > limit)
         return scores
 
     def encode(self, answer: Answer) -> list[int]:
@@ -80,9 +82,8 @@ class RewardModel:
         order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
         budget = self.config.forward_max_token_len_per_gpu
         while order:
-            rows = self.config.micro_batch_size_per_gpu
-            if self.config.use_dynamic_bsz:
-                rows = max(1, budget // lengths[order[0]])
+            dynamic = self.config.use_dynamic_bsz
+            rows = max(1, budget // lengths[order[0]]) if dynamic else self.config.micro_batch_size_per_gpu
             yield order[:rows]
             order = order[rows:]
 

@@ -13,7 +13,7 @@ import numpy as np
 from core.data.parquet import Example, Problems
 from core.errors import InputError, WorkersLost
 from core.rewards.graders import to_json
-from core.rewards.grading import Failure, ModelScore
+from core.rewards.grading import Failure, model_score
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores import SCORERS, Scorer, UnknownDataSource
 from reward_scores.score import Score
@@ -187,7 +187,7 @@ def check_hooks(
     for row in {row.data_source: row for row in reversed(rows)}.values():  # the first row of each source
         answer, score = known.get(row.data_source) or ("", Score(0.0))
         if row.style == MODEL_STYLE:
-            answer, score = "", Score(0.0, ModelScore(0.0).parts)
+            answer, score = "", model_score(0.0)
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
         read = tokenizer.decode(ids, skip_special_tokens=True)  # as text for scorers is
         if lost := [token for token in tokenizer.all_special_tokens if answer.count(token) > read.count(token)]:

@@ -16,7 +16,7 @@ from core.config.schema import CustomRewardFunctionConfig, JudgeConfig, RewardMo
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import judge as judge_module
-from core.rewards.grading import Answer
+from core.rewards.grading import Answer, Failure
 from core.rewards.judge import TEMPLATE, Judge, JudgeLost, NoNumber, fill, shown_texts
 from core.rewards.layer import RewardError, RewardLayer
 from core.types import Prompt, Segment, Stop, Trajectory
@@ -183,7 +183,7 @@ def test_a_failure_is_counted_by_kind_and_is_never_a_number(make, reply, kind, p
         given = {"give_up_s": 0.2, "timeout_s": 0.6 if kind == "timeout" else 30.0} if passes else {}
         judge = make(server.url, **given)
         (found,) = grade(judge, "4")
-        assert np.isnan(found.value) and found.error and found.timed_out == (kind == "timeout")
+        assert found.detail and found.status.value == ("timeout" if kind == "timeout" else "crash")
         assert judge.usage("j")["j_failures"] == 1
         assert passes or len(server.requests) == 1
 
@@ -191,17 +191,17 @@ def test_a_failure_is_counted_by_kind_and_is_never_a_number(make, reply, kind, p
 def test_nonsense_is_kept_too_and_other_failures_are_not(make):
     with serve("no idea") as server:
         judge = make(server.url)
-        assert grade(judge, "4")[0].error and grade(judge, "4")[0].error and len(server.requests) == 1
+        assert grade(judge, "4")[0].detail and grade(judge, "4")[0].detail and len(server.requests) == 1
     with serve(lambda number, body: {"status": 400} if number == 0 else "[[1]]") as server:
         judge = make(server.url)
-        assert grade(judge, "5")[0].error and grade(judge, "5")[0].value == 1.0
+        assert grade(judge, "5")[0].detail and grade(judge, "5")[0].value == 1.0
 
 
 def test_requests_at_a_time_are_bounded(make):
     three = threading.Barrier(3)  # nobody gets a reply before three ask
     with serve(lambda *_: str(three.wait(60)) + "[[1]]") as server:
         found = grade(make(server.url, max_concurrent=3), *map(str, range(12)))
-        assert server.most == 3 and len(server.requests) == 12 and not any(one.error for one in found)
+        assert server.most == 3 and len(server.requests) == 12 and not any(isinstance(one, Failure) for one in found)
 
 
 def test_failures_in_a_row_end_the_run_and_one_number_breaks_the_row(make):
@@ -306,7 +306,7 @@ def test_a_failure_leaves_the_group(make_layer, reply, status):
     with serve(lambda *_: reply) as server:
         found = score(make_layer(server.url, judge=given), "model", "4")
         assert (found.status, found.masked) == (status, True)
-        with pytest.raises(RewardError, match="the reward model has no score for the answer: "):
+        with pytest.raises(RewardError, match="the judge: "):
             score(make_layer(server.url, judge=given, on_error="raise"), "model", "4")
 
 

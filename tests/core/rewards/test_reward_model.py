@@ -15,7 +15,7 @@ from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
-from core.rewards.grading import Answer, ModelScore
+from core.rewards.grading import Answer, Failure, model_score
 from core.rewards.layer import RewardError, RewardLayer
 from core.rewards.reward_model import RewardModel
 from core.types import Prompt, Segment, Stop, Trajectory
@@ -59,7 +59,7 @@ def test_batches_give_what_each_answer_gives_alone(tmp_path, kind, arch, config,
         found = model.score(answers())
         expected = [direct(tmp_path, kind, model.encode(answer)) for answer in answers()]
         assert [one.value for one in found] == pytest.approx(expected, abs=2e-5)
-        assert np.ptp(expected) > 0.02 and not any(one.cut or one.error for one in found)
+        assert np.ptp(expected) > 0.02 and not any(one.parts["model_cut"] for one in found)
 
 
 def test_the_answer_is_written_in_the_models_own_chat_template(tmp_path):
@@ -77,7 +77,9 @@ def test_an_answer_beyond_max_length_is_cut_at_its_end_and_says_so(tmp_path):
     model = RewardModel(settings(write_classifier(tmp_path), input_tokenizer=None, max_length=7))
     long, short = Answer((), "", tuple(range(10, 30))), Answer((), "", tuple(range(10, 17)))
     cut, whole = model.score([long, short])
-    assert (cut.cut, whole.cut) == (True, False) and cut.value == pytest.approx(whole.value, abs=1e-6)
+    assert (cut.parts["model_cut"], whole.parts["model_cut"]) == (1.0, 0.0) and cut.value == pytest.approx(
+        whole.value, abs=1e-6
+    )
 
 
 def test_passes_stay_within_their_bounds(tmp_path):
@@ -95,8 +97,8 @@ def test_a_chat_that_the_template_refuses_costs_its_own_score_only(tmp_path):
     model = RewardModel(settings(write_classifier(tmp_path, template=refuses)))
     chat = ({"role": "user", "content": "?"},)
     good, bad, again = model.score([Answer(chat, text, ()) for text in ("a", "x", "a")])
-    assert "no x" in bad.error and math.isnan(bad.value)
-    assert good.value == pytest.approx(again.value) and not good.error
+    assert "no x" in bad.detail
+    assert good.value == pytest.approx(again.value)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,9 @@ def test_a_folder_that_holds_no_reward_model_is_refused(tmp_path, make, says):
 # --- in the reward layer ---
 
 
+REFUSED = Failure(ScoreStatus.CRASH, "refused")
+
+
 class Lengths:
     """A judge that counts letters, and the lists that it was called with."""
 
@@ -124,10 +129,7 @@ class Lengths:
 
     def __call__(self, found):
         self.calls.append([answer.response for answer in found])
-        return [
-            ModelScore(error="refused") if answer.response == "bad" else ModelScore(len(answer.response) / 8, cut=False)
-            for answer in found
-        ]
+        return [REFUSED if answer.response == "bad" else model_score(len(answer.response) / 8) for answer in found]
 
 
 def layer(judge=None, **reward_model):
@@ -176,19 +178,19 @@ def test_the_weight_adds_the_model_to_the_rules():
 
 def test_the_model_sees_the_policys_words_and_all_tokens():
     seen = []
-    made = layer(lambda found: seen.extend(found) or [ModelScore(0.0)])
+    made = layer(lambda found: seen.extend(found) or [model_score(0.0)])
     steps = trajectory("let me look", ("tool", "SECRET"), " 72")
     assert asyncio.run(made.score(prompt("model"), steps)).value == 0.0
     assert seen == [Answer(({"role": "user", "content": "?"},), "let me look 72", (7, 8, 0, 1, 2), "72")]
 
 
-@pytest.mark.parametrize("judge", [Lengths(), lambda found: [ModelScore(math.inf)] * len(found)], ids=["error", "inf"])
+@pytest.mark.parametrize("judge", [Lengths(), lambda found: [model_score(math.inf)] * len(found)], ids=["error", "inf"])
 def test_no_number_is_a_status_and_on_error_decides(judge):
     for style, weight in (("model", 0.0), ("rule", 1.0)):
         zero = grade(layer(judge, weight=weight), (style, "bad"))[0]
         assert (zero.value, zero.status, zero.masked) == (0.0, ScoreStatus.CRASH, False)
         assert grade(layer(judge, weight=weight, on_error="mask"), (style, "bad"))[0].masked
-        with pytest.raises(RewardError, match="the reward model has no score for the answer: (refused|inf)"):
+        with pytest.raises(RewardError, match="refused|the reward model gave inf"):
             grade(layer(judge, weight=weight, on_error="raise"), (style, "bad"))
 
 
