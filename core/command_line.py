@@ -9,25 +9,36 @@ Nothing here imports torch before the configuration is known to be good.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, to_yaml
+from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, verl_names
 from core.config.defaults import resolve
-from core.config.section import show
+from core.config.section import Limit, show
 from core.errors import FULL, InputError, OutOfMemory, UnhealthyRun, WorkersLost, WriteFailed, printable, write_failed
 
 log = logging.getLogger("core")
 
 HELP = {"-h", "--help"}
+USAGE = """usage: python -m recipes.{recipe}.main_{recipe} [preset=NAME] [key=value ...]
+       python -m recipes.{recipe}.main_{recipe} --help WORD ...    only the keys in which all the words occur
+
+The command trains with the recipe {recipe}. DRY_RUN=1 in the environment only checks and prints the configuration and
+what the run will need. preset=NAME puts the settings of a file over the recipe's defaults; key=value wins over both.
+Presets: {presets}
+
+keys with their defaults (a list is written [a,b]; text with special characters is quoted: key="'a=b'"):"""
 
 
 def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
@@ -35,15 +46,7 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 
     Exits with 2 where the input is at fault, with 1 where the run or the machine is.
     """
-    config = prepare(recipe, sys.argv[1:], trainer)
-    if (folder := finished_folder(config)) is not None:
-        print(
-            f"the run in {folder} has finished with this configuration and data, and nothing is trained. Its report: "
-            f"python -m results.report {folder}. To train again, choose another trainer.experiment_name, or "
-            "trainer.resume_mode=disable"
-        )
-    else:
-        work(trainer, config)
+    work(trainer, prepare(recipe, sys.argv[1:], trainer))
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -87,20 +90,21 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
         problems += _missing_here(config)
     if not composed.problems:
         problems += model_problems(config)
-    return problems or _problems_of_tools(config)
+    return problems
 
 
 def _missing_here(config: Config) -> list[str]:
     """Return what this machine lacks for a run of the configuration, a line each: key, value, rule, fix."""
-    lines, trainer, name = [], config.trainer, config.actor_rollout_ref.rollout.name
+    trainer, name, packages = config.trainer, config.actor_rollout_ref.rollout.name, {}
     engine = registry.ENGINES[name]
-    if config.needs_engine and engine.package is not None and find_spec(engine.package) is None:
-        fix = "make setup installs it where it can, or use actor_rollout_ref.rollout.name=hf"
-        lines.append(f"actor_rollout_ref.rollout.name={name}: {engine.package} is not installed; {fix}")
+    if config.needs_engine and engine.package is not None:
+        packages[f"actor_rollout_ref.rollout.name={name}"] = engine.package
+    if trainer.backend == "ray":
+        packages["trainer.backend=ray"] = "ray"
+    absent = [f"{key}: {package} is not" for key, package in packages.items() if find_spec(package) is None]
+    lines = [f"{text} installed; make setup installs it where it can" for text in absent]
     if config.needs_engine and engine.problems:
         lines += code_by_path.load_object(engine.problems)(config)
-    if trainer.backend == "ray" and find_spec("ray") is None:
-        lines.append("trainer.backend=ray: ray is not installed; pip install 'ray>=2.60,<3', or use local")
     if trainer.backend == "local" and trainer.device == "cuda":  # over Ray the driver's own machine may have no GPU
         import torch
 
@@ -109,22 +113,6 @@ def _missing_here(config: Config) -> list[str]:
             lines.append(f"trainer.device=cuda: {rule}; use cpu, or check nvidia-smi and that this PyTorch has CUDA")
     no_cluster = paths.address_problem(config)
     return [*lines, str(no_cluster)] if no_cluster else lines
-
-
-def _problems_of_tools(config: Config) -> list[str]:
-    """Return the problems with lists of tools, which episodes read."""
-    lines: list[str] = []
-    if config.actor_rollout_ref.rollout.agent_loop == registry.TOOL_AGENT:
-        from core.rollout.tools import BaseInteraction, BaseTool, load_listed
-
-        options = config.actor_rollout_ref.rollout.multi_turn
-        for path, base in ((options.tool_config_path, BaseTool), (options.interaction_config_path, BaseInteraction)):
-            if path is None or Path(path).expanduser().is_file():  # another check reports a file that is not there
-                try:
-                    load_listed(path, base)
-                except InputError as error:
-                    lines += error.problems
-    return lines
 
 
 def open_files(trainer: str, config: Config) -> list[str]:
@@ -199,32 +187,60 @@ def _report(recipe: str, composed: Composed) -> str:
 
 def _help(recipe: str, arguments: Sequence[str]) -> NoReturn:
     """Print the help and end: with 1 where a search found nothing. Words after ``--help`` are searched for."""
-    from core.config import help as explained
-
     at = next(number for number, text in enumerate(arguments) if text in HELP)
     words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in {*HELP, "--"}]
-    text, known = explained.shown(recipe, arguments[:at], words)
+    text, known = help_text(recipe, arguments[:at], words)
     print(text, file=sys.stdout if known else sys.stderr)
     raise SystemExit(0 if known else 1)
 
 
+def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tuple[str, bool]:
+    """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all of them."""
+    entries, others = list(explained(recipe, overrides)), list(verl_names.described(recipe)) if words else []
+    hits, older = ([one for one in some if _matches(words, " ".join(one))] for some in (entries, others))
+    presets = sorted(path.stem for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
+    lines = [] if words else USAGE.format(recipe=recipe, presets=", ".join(presets) or "none").splitlines()
+    lines += [line for entry in hits for line in _item(*entry)]
+    lines += ["keys of other versions:"] * bool(older) + [line for entry in older for line in _item(*entry)]
+    if lines:
+        return "\n".join(lines), True
+    by_name = {key.rpartition(".")[2]: key for key in reversed(convert.all_keys(recipes.schema_of(recipe)))}
+    near = difflib.get_close_matches("_".join(words).lower(), by_name, n=3, cutoff=0.7)
+    nothing = f"--help {' '.join(words)}: no key has this in its name, its comment or its choices"
+    return f"{nothing}; close names: {', '.join(by_name[name] for name in near) or 'none'}", False
+
+
+def explained(recipe: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield ``key=default`` and what is said of it, of every key of the recipe. Defaults are under the overrides."""
+    config = examine(recipe, overrides).config
+    for key, hint in convert.all_keys(type(config)).items():
+        section, said = type(config), []  # a section's description is its keys' too
+        for name in key.split("."):
+            said.append(section.model_fields[name].description)
+            section = type(getattr(section(), name))
+        text = " ".join(f"{part[0].upper()}{part[1:]}." for part in [*said, choices(hint)] if part)
+        yield f"{key}={show(convert.get(config, key), key)}", text
+
+
+def choices(hint: Any) -> str:
+    """Return the names or bounds that a type admits, in words."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    parts = [part.rule if isinstance(part, Limit) else choices(part) for part in get_args(hint)]
+    return ", ".join(filter(None, parts))
+
+
+def _matches(words: Sequence[str], text: str) -> bool:
+    return all(word.lower() in text.lower() for word in words)
+
+
+def _item(head: str, text: str) -> list[str]:
+    width = max(40, min(120, shutil.get_terminal_size((120, 24)).columns))
+    options = {"width": width, "subsequent_indent": "    ", "break_on_hyphens": False, "break_long_words": False}
+    return [*textwrap.wrap(head, **options), *textwrap.wrap(text, initial_indent="    ", **options)]
+
+
 # -- the run --------------------------------------------------------------------------------------
-
-
-def finished_folder(config: Config) -> Path | None:
-    """Return the run's folder where a run of the same configuration and data has ended in it, else None."""
-    from core.tracking import run_manifest
-
-    folder, trainer = paths.run_folder(config), config.trainer
-    if trainer.val_only or trainer.resume_mode != "auto":
-        return None
-    try:
-        manifest = run_manifest.read(folder / "manifest.json")
-        same = (folder / "config.yaml").read_text(encoding="utf-8") == to_yaml(config)
-    except (OSError, ValueError):  # there is none, or it is damaged, which the run's start reports
-        return None
-    same = same and manifest.get("data") == run_manifest.data_of(config)
-    return folder if same and manifest["status"] == "finished" else None
 
 
 class PrintableFormatter(logging.Formatter):

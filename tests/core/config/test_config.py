@@ -296,8 +296,8 @@ def test_diff():
 def test_composing_and_help_are_fast_and_import_nothing_heavy():
     code = (
         "import sys, time; start = time.process_time()\n"
-        "from core.config import compose, help\n"
-        "compose('grpo', ['data.seed=1']); help.shown('grpo', [], ['clip'])\n"
+        "from core.command_line import help_text\nfrom core.config import compose\n"
+        "compose('grpo', ['data.seed=1']); help_text('grpo', [], ['clip'])\n"
         "print(time.process_time() - start, [m for m in ('torch','ray','vllm','transformers') if m in sys.modules])"
     )
     best = 99.0

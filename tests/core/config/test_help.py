@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.command_line import prepare
-from core.config import convert, help, recipes
+from core.command_line import explained, help_text, prepare
+from core.config import convert, recipes
 from core.config.section import hints, is_section
 
 
@@ -18,7 +18,7 @@ def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]
 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_every_key_is_explained(recipe):
-    entries = list(help.explained(recipe, ()))
+    entries = list(explained(recipe, ()))
     keys = [head.partition("=")[0] for head, *_ in entries]
     assert keys == list(convert.all_keys(recipes.schema_of(recipe)))
     descriptions = [section.model_fields[name].description for section, name in fields(recipes.schema_of(recipe))]
@@ -40,7 +40,7 @@ def test_the_whole_help_has_usage_presets_and_every_key_in_120_columns(capsys, m
     assert max(map(len, lines)) <= 120
     assert all(any(line.startswith(f"{key}=") for line in lines) for key in convert.all_keys())
     monkeypatch.setenv("COLUMNS", "60")
-    narrow = help.shown("dapo", [], ["clip_ratio_low"])[0].splitlines()
+    narrow = help_text("dapo", [], ["clip_ratio_low"])[0].splitlines()
     assert max(map(len, narrow)) <= 60
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import convert, examine, help, recipes
+from core.command_line import help_text
+from core.config import convert, examine, recipes
 from core.config.verl_names import CONVERSIONS, CommandLine, read, read_value, table
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -158,9 +159,9 @@ def test_the_tree_of_the_sft_trainers_is_read():
 
 
 def test_a_search_finds_names_of_other_versions():
-    text, found = help.shown("grpo", [], ["max_ckpt"])
+    text, found = help_text("grpo", [], ["max_ckpt"])
     assert found and "trainer.max_ckpt_to_keep\n    is read as trainer.max_actor_ckpt_to_keep" in text
-    text, found = help.shown("grpo", [], ["use_fire"])
+    text, found = help_text("grpo", [], ["use_fire"])
     assert not found
 
 
