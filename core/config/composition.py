@@ -245,7 +245,7 @@ def _file(found: Composed) -> Tree:
         found.problems.append(f"--config-name={name}: {reason}; mend or name a file of {folder}")
         return {}
     values: Tree = {}  # its keys are read as typed ones are
-    leaves = list(_leaves("", composed, found.line.schema))
+    leaves = list(_leaves("", composed, found.line.schema)) if composed else []  # ppo.yaml sets nothing
     for key, value in leaves:
         found.line.given.setdefault(key, value)
     for key, value in leaves:
