@@ -1,13 +1,15 @@
-"""The inputs of a forward pass: packed sequences, this rank's part of them, and the prompts that answers share.
+"""Packed sequences: the inputs of a pass over them, and attention within each.
 
-Sequences lie one after another without padding. Positions restart with each, and attention sees its own sequence alone
-(:mod:`core.learner.attention`). A prompt that answers share is read once, and the answers attend to its keys and
-values, through which gradients flow back: the result is that of whole sequences up to rounding. A sequence-parallel
-group splits the packed tokens evenly.
+Sequences lie one after another in one row, without padding. Positions restart with each, and attention sees its own
+sequence alone. A prompt that answers share is read once, and the answers attend to its keys and values, through which
+gradients flow back: the result is that of whole sequences up to rounding. Ranks may split the packed tokens evenly.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from core.errors import InputError
 from core.types import token_places
 from core.vision.learner_pictures import PictureInputs
+
+ATTENTION = "packed_rows"  # the name under which transformers finds attend
+HEADS, TOKENS = 1, 2  # axes of the queries, keys and values that attend gets
+Ends = tuple[Tensor, Tensor, int, int]  # of sequences among queries and keys, and the longest of each
 
 
 def predicting_tokens(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
@@ -78,11 +87,6 @@ class Segments:
         number, offset = torch.arange(len(counts), device=counts.device).repeat_interleave(counts), places(counts)
         of_prompt, own = first[self.prompt[number]] + offset, first[number] + offset - ahead[number]
         return torch.where(offset < ahead[number], of_prompt, own)
-
-
-def whole_sequences(lengths_B: Tensor) -> Segments:
-    """Return the sequences as they are."""
-    return Segments(lengths_B.cumsum(0) - lengths_B, lengths_B, torch.arange(len(lengths_B), device=lengths_B.device))
 
 
 def shared_prompts(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor) -> Segments | None:
@@ -165,7 +169,8 @@ def forward_inputs(
     sequences, padded. ``mesh`` are the ranks that split the pass between them.
     """
     shared = None if group_B is None else shared_prompts(ids_N, mask_N, lengths_B, group_B)
-    segments = shared or whole_sequences(lengths_B)
+    whole = torch.arange(len(lengths_B), device=lengths_B.device)
+    segments = shared or Segments(lengths_B.cumsum(0) - lengths_B, lengths_B, whole)
     tokens = ranges(segments.start, segments.length)
     ids, predicts = ids_N[tokens], predicting_tokens(mask_N, lengths_B)[tokens]
     labels, position = ids_N[mask_N], ranges(segments.ahead, segments.length)
@@ -196,3 +201,156 @@ def forward_inputs(
 def scattered(values_M: Tensor, mask: Tensor) -> Tensor:
     """Return ``values_M`` where the mask is True, 0 elsewhere, in the mask's shape; differentiable."""
     return torch.zeros(mask.shape, dtype=values_M.dtype, device=values_M.device).masked_scatter(mask, values_M)
+
+
+# -- attention ---------------------------------------------------------------------------------------
+
+
+def use_packed_attention(module: nn.Module, ranks: int) -> None:
+    """Give the model the attention of this module. Raises InputError where it takes none from outside."""
+    module.set_attn_implementation(ATTENTION)
+    kind, heads = type(module).__name__, module.config.get_text_config().num_attention_heads
+    if module.config._attn_implementation != ATTENTION:
+        raise InputError(f"model.path: {kind} does not take its attention from outside; use another model")
+    if heads % ranks:
+        raise InputError(f"ulysses_sequence_parallel_size={ranks}: must divide the {heads} attention heads of {kind}")
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    key_index: Tensor | None = None,
+    sequence_mesh: DeviceMesh | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return causal attention within each sequence; without ``cu_seq_lens_q`` (their ends) transformers' own.
+
+    A sequence may have keys in front of those of its own tokens. ``key_index`` are the tokens of all keys, where they
+    are not those of the queries. Where ranks split a sequence, tokens are exchanged for heads here and only here
+    (Jacobs et al. 2023, arXiv:2309.14509); the exchange and its gradient are DTensor's.
+
+    Shapes:
+        query       [1, H, n, D]   n tokens of this rank
+        key, value  [1, K, n, D]   each of K heads serves H / K of the queries'
+        result      [1, n, H, D]
+    """
+    if cu_seq_lens_q is None:  # a vision tower too: it gets its pictures one by one
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    odd = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if odd:
+        raise InputError(f"model.path: attention of {type(module).__name__} needs {', '.join(odd)}; use another model")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # the kernels below are not on autocast's list, as PyTorch's attention is
+        query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
+    if sequence_mesh is not None:
+        key, value = (_enough_heads(one, sequence_mesh.size()) for one in (key, value))
+        query, key, value = (_exchange(one, sequence_mesh, TOKENS, HEADS) for one in (query, key, value))
+    if key_index is not None:
+        key, value = (one.index_select(TOKENS, key_index) for one in (key, value))
+    on_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    by_sequences = _varlen if on_kernel else _by_length
+    ends = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    out = by_sequences(query[0], key[0], value[0], ends, scaling, sliding_window)[None]
+    if sequence_mesh is not None:
+        out = _exchange(out, sequence_mesh, HEADS, TOKENS)
+    return out.transpose(HEADS, TOKENS).contiguous(), None
+
+
+def _enough_heads(value: Tensor, ranks: int) -> Tensor:
+    """Repeat heads, so that each rank gets those that its queries need."""
+    return value.repeat_interleave(ranks // math.gcd(value.shape[HEADS], ranks), dim=HEADS)
+
+
+def _exchange(value: Tensor, mesh: DeviceMesh, joined: int, split: int) -> Tensor:
+    """Return every rank's part of axis ``joined`` for a part of axis ``split``."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = DTensor.from_local(value, mesh, [Shard(joined)], run_check=False)
+    return whole.redistribute(placements=[Shard(split)]).to_local()
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None) -> Tensor:
+    """Return [H, N, D] of query [H, N, D], key and value [K, N, D], by PyTorch's variable-length flash kernel.
+
+    Where a sequence has more keys than queries its last query sees all of them: so flash-attn aligns them since 2.1.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    parts = (one.transpose(0, 1) for one in (query, key, value))
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older versions share keys without being told
+        options["enable_gqa"] = True
+    return varlen_attn(*parts, *ends, **options).transpose(0, 1)
+
+
+def _by_length(
+    query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None
+) -> Tensor:
+    """Return the same by a kernel that every device has.
+
+    Sequences of similar lengths are padded to one batch of the kernel: a call for each takes a quarter longer.
+    """
+    lengths = tuple(zip(*(one.diff().tolist() for one in ends[:2]), strict=True))
+    batches, cell_of_token = _batches(lengths, window, query.device)
+    # A CPU's kernel takes twice as long for the gradient of short sequences in 16 bits as in 32
+    dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (one.transpose(0, 1).to(dtype) for one in (query, key, value))
+    options = {"scale": scale, **({"enable_gqa": True} if len(query) != len(key) else {})}
+    out = []
+    for queries, keys, mask in batches:
+        parts = (one[cells].transpose(1, 2) for one, cells in ((q, queries), (k, keys), (v, keys)))
+        found = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None, **options)
+        out.append(found.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out).index_select(0, cell_of_token).transpose(0, 1).to(query.dtype)
+
+
+@functools.lru_cache(maxsize=4)  # each layer of a pass asks for the same ones
+def _batches(
+    lengths: tuple[tuple[int, int], ...], window: int | None, device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor, Tensor | None]], Tensor]:
+    """Return batches of sequences with so many queries and keys, and [N] where each query is among their cells.
+
+    Shapes (a batch of R sequences, at most Q queries and K keys each, padded behind their ends with any token):
+        queries  [R, Q] int64  the token in each cell
+        keys     [R, K] int64
+        mask     [R, 1, Q, K] bool  the keys that a query sees; None: those up to its own place
+    """
+    own_B, read_B = torch.tensor(lengths).T
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, (queries, keys) in enumerate(lengths):
+        alike.setdefault((_rounded_up(queries), _rounded_up(keys)), []).append(number)
+    cell_of_token, cells, batches = torch.empty(int(own_B.sum()), dtype=torch.int64), 0, []
+    for rows in map(torch.tensor, alike.values()):
+        column, key_column = (torch.arange(int(counts[rows].max())) for counts in (own_B, read_B))
+        queries, keys = (
+            ((counts.cumsum(0) - counts)[rows, None] + columns).clamp(max=int(counts.sum()) - 1)
+            for counts, columns in ((own_B, column), (read_B, key_column))
+        )
+        real = column < own_B[rows, None]
+        cell_of_token[queries[real]] = cells + real.flatten().nonzero()[:, 0]
+        cells += real.numel()
+        ahead, mask = (read_B - own_B)[rows, None], None
+        if bool(ahead.any()) or (window is not None and window < len(key_column)):
+            # A query in the padding sees what the last key sees: with no key its gradient would not be a number.
+            behind = (ahead + column).clamp(max=len(key_column) - 1)[..., None] - key_column
+            mask = ((behind >= 0) & (behind < (window or len(key_column))))[:, None].to(device)
+        batches.append((queries.to(device), keys.to(device), mask))
+    return batches, cell_of_token.to(device)
+
+
+def _rounded_up(length: int) -> int:
+    """Return the next number of two binary digits and zeros: at most a half more than the length."""
+    unit = 1 << max(length.bit_length() - 2, 0)
+    return -(-length // unit) * unit
+
+
+AttentionInterface.register(ATTENTION, attend)

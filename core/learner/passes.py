@@ -18,11 +18,17 @@ from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
 from core.algorithm.sequences import count_by_sequence
 from core.data.vocabulary import unknown_among
 from core.errors import InputError
-from core.learner.attention import use_packed_attention
 from core.learner.batching import micro_batches
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
-from core.learner.packing import ForwardInputs, can_share, forward_inputs, places, predicting_tokens
+from core.learner.packing import (
+    ForwardInputs,
+    can_share,
+    forward_inputs,
+    places,
+    predicting_tokens,
+    use_packed_attention,
+)
 from core.types import TrainBatch, pad
 from core.vision.learner_pictures import PictureInputs, picture_inputs, run_body
 from core.vision.pictures import modality_of

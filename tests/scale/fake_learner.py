@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from core.cluster import fsdp, learner_rank
 from core.cluster.split_layers import split_layers
 from core.config import Config, compose
-from core.learner import attention, learner, log_probs, packing, passes
+from core.learner import learner, log_probs, packing, passes
 from core.learner.batching import mini_batches
 from core.learner.step_settings import GPU_LOGITS
 from core.plan import Shape
@@ -138,7 +138,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.learner.passes.LearnerModel.micro_batches_of_rank", real(passes.LearnerModel.micro_batches_of_rank)
     yield "core.learner.learner.Stepper.step", step_of
     yield "core.learner.passes.forward_inputs", real(packing.forward_inputs)
-    yield "core.learner.attention._by_length", attention._varlen
+    yield "core.learner.packing._by_length", packing._varlen
     yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
     yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)
     yield "torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True

@@ -9,10 +9,16 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import MetricSums
 from core.learner import packing, passes
-from core.learner.attention import ATTENTION, use_packed_attention
 from core.learner.batching import make_batch
 from core.learner.learner import Actor, Critic
-from core.learner.packing import ForwardInputs, forward_inputs, predicting_tokens, shared_prompts
+from core.learner.packing import (
+    ATTENTION,
+    ForwardInputs,
+    forward_inputs,
+    predicting_tokens,
+    shared_prompts,
+    use_packed_attention,
+)
 from core.learner.passes import MicroBatchSize, Policy, token_log_probs
 from core.types import Prompt, ScoredGroup, Stop, Trajectory, pad
 from reward_scores.score import Score

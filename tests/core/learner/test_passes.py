@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from core.engines.hf import HFEngine
 from core.errors import InputError
-from core.learner import attention
-from core.learner.attention import ATTENTION
-from core.learner.packing import forward_inputs
+from core.learner import packing
+from core.learner.packing import ATTENTION, forward_inputs
 from core.learner.passes import LearnerModel, Policy, logprob_noise
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
@@ -31,7 +30,7 @@ def test_bf16_of_real_width_shares_prompts_and_broken_sharing_is_refused(real_wi
     """The bound is the precision's that computes, which under autocast is not that of the hidden states."""
     model = copy.deepcopy(real_width).bfloat16() if bf16_weights else real_width
     precision = {"compute_dtype": None if bf16_weights else torch.bfloat16}
-    attend = attention.attend
+    attend = packing.attend
 
     def off(by):
         def kernel(*args, key_index=None, **options):
@@ -44,7 +43,7 @@ def test_bf16_of_real_width_shares_prompts_and_broken_sharing_is_refused(real_wi
         return kernel
 
     for by, fails in ((2**-9, False), (0.5, True)):  # another kernel's rounding, and one that computes other numbers
-        monkeypatch.setitem(attention.AttentionInterface._global_mapping, ATTENTION, off(by))
+        monkeypatch.setitem(packing.AttentionInterface._global_mapping, ATTENTION, off(by))
         refused = pytest.raises(InputError, match="reads answers behind a shared prompt otherwise")
         with refused if fails else nullcontext():
             assert LearnerModel(copy.deepcopy(model), **precision).shares
@@ -57,9 +56,9 @@ def test_a_model_that_reads_packed_sequences_otherwise_is_refused(monkeypatch):
     with pytest.raises(InputError, match="needs softcap"):
         Policy(AutoModelForCausalLM.from_config(config), temperature=1.0)
     monkeypatch.setattr(
-        attention,
+        packing,
         "_by_length",
-        lambda q, k, v, *_: attention.F.scaled_dot_product_attention(
+        lambda q, k, v, *_: packing.F.scaled_dot_product_attention(
             q, *(one.repeat_interleave(2, 0) for one in (k, v)), is_causal=True
         ),
     )
