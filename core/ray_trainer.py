@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.algorithm import advantages, checks
-from core.algorithm.kl import KLController, kl_rewards
+from core.algorithm.losses import KLController, kl_rewards
 from core.algorithm.rollout_correction import correct, log_prob_metrics, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config

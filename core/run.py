@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.algorithm.kl import KLController
+from core.algorithm.losses import KLController
 from core.checkpoint import run_state
 from core.checkpoint.provenance import Change, ModelFingerprint, Provenance, check_resume
 from core.checkpoint.remote_copy import RemoteCopy

@@ -1,4 +1,4 @@
-"""Policy losses, the value loss, and the weights that turn per-token losses into the objective.
+"""Policy losses, the value loss, the KL penalty, and the weights that turn per-token losses into the objective.
 
 A policy loss is a pure function ``f(inputs: LossInputs) -> (loss_N, stats)`` of the tokens of a micro-batch;
 ``actor.policy_loss.loss_mode`` names one of :data:`core.config.registry.POLICY_LOSSES`, or a user's own by its path. It
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ from core.config.code_by_path import chosen
 
 if TYPE_CHECKING:
     from core.config.training_keys import ActorConfig, PolicyLossConfig
+    from core.types import TrainBatch
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
 SAME_POLICY = 1e-4  # a float32 log-ratio below it may be rounding: its sign would depend on the micro-batch
@@ -309,6 +310,89 @@ def loss_weights(loss_mask_N: Tensor, lengths_B: Tensor, mode: str, *, scale_fac
         raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(registry.LOSS_AGG_MODES)}")
     dtype = torch.float64 if loss_mask_N.dtype == torch.float64 else torch.float32
     return torch.where(mask, spread_over_tokens(share_B.to(dtype), lengths_B), 0)
+
+
+# -- distance to a reference policy -------------------------------------------------------------------
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
+    """Estimate KL(policy || reference) at each token, [...] of [...]; with a mask 0 outside it, whatever is there.
+
+    ``d = log p - log p_ref`` of a token that the policy sampled; the estimators are those of J. Schulman,
+    "Approximating KL divergence" (2020, joschu.net/blog/kl-approx.html).
+
+    ================  =============================  ============================
+    kind              value                          gradient in ``log_prob``
+    ================  =============================  ============================
+    kl, k1            ``d``                          1
+    abs               ``|d|``                        ``sign(d)``
+    mse, k2           ``d^2 / 2``                    ``d``
+    low_var_kl, k3    ``exp(-d) - 1 + d``            ``1 - exp(-d)``
+    kind + "+"        that of the kind               that of k2
+    ================  =============================  ============================
+
+    k3 is clamped to [-10, 10] (and d to +-20 before), as published: beyond d = -2.6 or so its gradient is 0. The
+    "+" forms are straight-through: k2's gradient is the one whose expectation is that of the KL itself. The
+    full KL over the vocabulary is not one: log-probs are kept for sampled tokens only.
+    """
+    if kind not in registry.KL_KINDS:
+        raise NotImplementedError(f"KL estimator {kind!r} is not known: choose one of {', '.join(registry.KL_KINDS)}")
+    difference = log_prob - ref_log_prob
+    if mask is not None:
+        difference = difference.masked_fill(~mask.bool(), 0)
+    half_square, name = 0.5 * difference.square(), kind.removesuffix("+")
+    if name in ("kl", "k1"):
+        value = difference
+    elif name == "abs":
+        value = difference.abs()
+    elif name in ("mse", "k2"):
+        value = half_square
+    else:
+        bounded = difference.clamp(-20.0, 20.0)
+        value = ((-bounded).exp() - 1 + bounded).clamp(-10.0, 10.0)
+    return value.detach() + (half_square - half_square.detach()) if kind.endswith("+") else value
+
+
+def kl_rewards(batch: TrainBatch, controller: KLController, kind: str) -> tuple[Tensor, KLController, dict[str, float]]:
+    """Return what the KL penalty adds to each token's reward, [N] (arXiv:1909.08593, eq. 2): ``-coefficient * kl``.
+
+    Returns the next controller and the metrics too. ``actor/reward_kl_penalty`` is the mean over sequences of their
+    token means, an empty one counts as 0, as published; ``actor/reward_kl_penalty_coeff`` is the coefficient that was
+    used, the one before the update.
+    """
+    old, ref, mask = batch.require("old_log_probs"), batch.require("ref_log_prob"), batch.response_mask
+    kl_N = kl_penalty(old.detach(), ref.detach(), kind, mask)
+    mean = float(mean_by_sequence(kl_N, mask.bool(), batch.lengths).mean())
+    metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": controller.value}
+    return -controller.value * kl_N, controller.updated(mean, len(batch)), metrics
+
+
+@dataclass(frozen=True)
+class KLController:
+    """The coefficient of the penalty: fixed, or steered towards a target (arXiv:1909.08593, section 2.2).
+
+    ``kind`` is fixed or adaptive, which moves by ``value *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n_steps /
+    horizon``.
+    """
+
+    kind: str
+    value: float
+    target_kl: float = 0.1
+    horizon: float = 10000
+
+    def updated(self, current_kl: float, n_steps: int) -> KLController:
+        """Return the controller after a step of ``n_steps`` sequences whose mean KL was ``current_kl``."""
+        if self.kind == "fixed":
+            return self
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        return replace(self, value=self.value * (1 + error * n_steps / self.horizon))
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def with_state(self, state: dict[str, float]) -> KLController:
+        """Return the controller as it was when ``state`` was saved; target and horizon stay the configured ones."""
+        return self if self.kind == "fixed" else replace(self, value=float(state["value"]))
 
 
 class MetricSums:

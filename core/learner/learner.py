@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from core.algorithm.kl import kl_penalty
-from core.algorithm.losses import LossInputs, MetricSums, policy_loss, value_loss
+from core.algorithm.losses import LossInputs, MetricSums, kl_penalty, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.learner.batching import split_zero_gradient

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from core.algorithm import advantages
-from core.algorithm.kl import kl_penalty
+from core.algorithm.losses import kl_penalty
 from tests.padded import PaddedAdvantageInputs, on_padded, padded_loss, padded_loss_weights
 
 HERE = Path(__file__).parent

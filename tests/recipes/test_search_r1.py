@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core import evaluate
-from core.algorithm.kl import kl_penalty
-from core.algorithm.losses import MetricSums, loss_weights
+from core.algorithm.losses import MetricSums, kl_penalty, loss_weights
 from core.config import compose, examine
 from core.engines import SamplingParams
 from core.errors import InputError

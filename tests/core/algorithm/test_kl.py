@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.kl import KLController, kl_penalty, kl_rewards
+from core.algorithm.losses import KLController, kl_penalty, kl_rewards
 from core.config.registry import KL_KINDS
 from tests import reference
 from tests.padded import batch_of_padded
