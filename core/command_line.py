@@ -116,14 +116,15 @@ def _missing_here(config: Config) -> list[str]:
 
 
 def open_files(trainer: str, config: Config) -> list[str]:
-    """Return what is wrong in the local files of a dry run: data, tokenizer, reward function, graded examples.
+    """Return what is wrong in the local files of a dry run: data, tokenizer, reward function, hooks, tools.
 
-    As a start does, where data and model are on this machine; else the reward function alone, where it is.
+    As a start does, where data and model are on this machine; else the columns and first rows, and the function.
     """
-    needed = [*config.data.train_files, *config.data.val_files, config.actor_rollout_ref.model.path]
-    custom = config.custom_reward_function
+    data, custom = config.data, config.custom_reward_function
+    files, model = [*data.train_files, *data.val_files], config.actor_rollout_ref.model.path
+    here = [path for path in (*files, model) if Path(path).expanduser().exists()]
     try:
-        if all(Path(path).expanduser().exists() for path in needed):
+        if len(here) > len(files) and not config.reward_model.judged:  # which another machine answers
             made = load_trainer(trainer)(config)
             try:
                 made.load_data()
@@ -131,9 +132,14 @@ def open_files(trainer: str, config: Config) -> list[str]:
                 for part in (made.reward, made.agent_loop):
                     if part is not None:
                         part.close()
-        elif custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
-            from core.rewards.grading import CustomFunction
+            return []
+        from core.data.parquet import ExampleFile
+        from core.rewards.grading import CustomFunction
 
+        for path in here if config.generates else ():
+            if path in files:
+                ExampleFile(path, data.prompt_key, data.reward_fn_key, data.image_key).example(0)
+        if custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
             CustomFunction(custom.path, custom.name, custom.reward_kwargs)
     except InputError as error:
         return error.problems

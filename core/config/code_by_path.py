@@ -79,12 +79,9 @@ def load_module(where: str, label: str, beside: Path | None = None) -> ModuleTyp
 
 def absent(error: ModuleNotFoundError) -> str:
     """Return what to do about a module that a user's file imports and that is not there."""
-    package = (error.name or "").partition(".")[0]
-    if package == "verl":
-        return "verl is not installed; core.rollout.tools has its classes of tools and simulated users"
-    if package and (ROOT / package).is_dir():
-        return f"{package} is a package of this repository; rename yours"
-    return f"install {error.name}, or put the folder that holds it into PYTHONPATH"
+    ours = (ROOT / str(error.name).partition(".")[0]).is_dir()
+    fix = "it is a package of this repository; rename yours" if ours else "or put its folder into PYTHONPATH"
+    return f"install {error.name}, {fix}"
 
 
 def is_own(file: str) -> bool:

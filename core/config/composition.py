@@ -48,7 +48,7 @@ class Composed:
     options: of Hydra, which name a file in place of the recipe's. foreign: keys of another recipe's techniques.
     """
 
-    line: CommandLine  # the whole, for keys of other versions
+    line: CommandLine
     config: Config = None
     problems: Sequence[Any] = field(default_factory=list)
     warnings: Sequence[str] = ()
@@ -145,12 +145,9 @@ def _layer(parsed: Sequence[tuple[Override, Any]], found: Composed) -> tuple[str
     preset, values = None, {}
     for override, value in parsed:
         key, text = override.key_or_group, brief(override.input_line or "")
-        if isinstance(value, Sweep | Glob):
-            found.problems.append(f"{text}: is a sweep, and a run has one value; quote it if it is text")
-        elif override.package is not None or "/" in key:
-            found.problems.append(f"{text}: no config group of this name; write preset=<name>, or a key=value")
-        elif override.is_delete():
-            found.problems.append(f"{text}: takes a key away; leave its other settings out, or give its default")
+        if isinstance(value, Sweep | Glob) or override.is_delete() or override.package is not None or "/" in key:
+            rule = "is a sweep, a config group or a deletion, and a run has key=value or preset=<name>"
+            found.problems.append(f"{text}: {rule}; quote it if it is text")
         elif key == "preset":
             preset = show(value)
         else:

@@ -87,14 +87,16 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
 def not_checked(config: Config) -> list[str]:
     """Return what a dry run leaves open: what is not on this machine, packages, devices, logins, checkpoints."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    away = sorted({f"{key}={path}" for key, path in named(config) if is_url(path) or not os.path.exists(path)})
-    hub = [f"{key}={path}" for key, path in models(config).items() if path and not (is_local(path) or is_url(path))]
+    hub = [(key, path) for key, path in models(config).items() if path and not (is_local(path) or is_url(path))]
+    away = {one: 1 for one in named(config) if is_url(one[1]) or not os.path.exists(os.path.expanduser(one[1]))}
+    rows = ["lengths of prompts, and trial answers: they need all of these"] if hub or away else []
     ray, loggers = trainer.backend == "ray", {name: registry.logger(name) for name in trainer.logger}
     packages = [registry.ENGINES[rollout.name].package, "ray" if ray else None]
     packages += [name for name, entry in loggers.items() if entry.function]
     devices = f"{trainer.nnodes} x {trainer.n_gpus_per_node} " if ray else ""
     return [
-        *(f"not on this machine: {path}" for path in (*away, *hub)),
+        *(f"not on this machine: {key}={path}" for key, path in (*away, *hub)),
+        *rows,
         *(f"package: {name} can be imported" for name in packages if name),
         f"devices: {devices}{trainer.device or 'cuda if there is one, else cpu'}; the weights fit on them",
         *([f"judge: {config.reward_model.judge.url} has its model"] if config.reward_model.judged else []),

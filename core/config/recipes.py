@@ -1,13 +1,9 @@
 """What recipes' folders add to the configuration: presets, keys of their own, rules on these.
 
-``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets. A user's own recipe may also lie in a folder
-``recipes/`` elsewhere on Python's path. Files are found by the recipe's name; core imports no recipe by itself.
-
-* ``config_schema.py``: ``SCHEMA``, a subclass of :class:`Config` with the recipe's own keys, ``PAPER``, the name that
-  messages give it, and ``SWITCHES``, the keys that switch its techniques on: other recipes accept these keys at values
-  that leave a technique off.
-* ``config_rules.py``: ``PROBLEMS`` and ``WARNINGS`` as in :mod:`core.config.rules_training`.
-* ``main_<recipe>.py``: ``TRAINER``, ``module:class`` where it is not the core's.
+A recipe is found by its name, here or in a folder ``recipes/`` on Python's path. ``config_schema.py`` has ``SCHEMA``, a
+subclass of :class:`Config`, ``PAPER``, its name in messages, and ``SWITCHES``, the keys that switch its techniques on:
+other recipes accept these keys where they leave a technique off. ``config_rules.py`` has ``PROBLEMS`` and ``WARNINGS``,
+``main_<recipe>.py`` a ``TRAINER``, ``module:class`` where it is not the core's.
 """
 
 from __future__ import annotations

@@ -31,8 +31,12 @@ def test_a_dry_run_opens_what_is_here_and_writes_nothing(tmp_path, monkeypatch, 
     status, out, err = dry(tmp_path, monkeypatch, capsys)
     assert status == 0 and err == "" and "not on this machine" not in out
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)] == before
-    status, out, _ = dry(tmp_path, monkeypatch, capsys, "never.imported:T", "actor_rollout_ref.model.path=org/name")
+    elsewhere = "never.imported:T", "actor_rollout_ref.model.path=org/name"
+    status, out, _ = dry(tmp_path, monkeypatch, capsys, *elsewhere)
     assert status == 0 and "not on this machine: actor_rollout_ref.model.path=org/name" in out
+    drop_column(tmp_path)
+    status, out, err = dry(tmp_path, monkeypatch, capsys, *elsewhere)
+    assert status == 2 and "no column 'data_source'" in err
 
 
 def drop_column(folder):

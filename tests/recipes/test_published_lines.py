@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from core.command_line import prepare
@@ -17,6 +19,9 @@ LINES = sorted(COMMANDS.glob("*.args"))
 RECIPES = {"grpo": "grpo", "dapo": "dapo", "search_r1": "search_r1"}  # every other one is a line of main_ppo
 
 
+ROW = pa.Table.from_pylist([{"data_source": "x", "prompt": "y", "reward_model": {"ground_truth": "z"}}])
+
+
 def arguments(path):
     return path.read_text().splitlines()
 
@@ -25,7 +30,7 @@ def arguments(path):
 def folder(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     for name in ("train", "more", "test"):
-        (tmp_path / "data" / f"{name}.parquet").touch()
+        pq.write_table(ROW, tmp_path / "data" / f"{name}.parquet")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -83,8 +83,8 @@ def test_what_goes_to_an_actor_needs_no_import_there(tmp_path):
     ("text", "advice"),
     [
         ("import a_package_of_nobody\n", "install a_package_of_nobody"),
-        ("import core.points\n", "core is a package of this repository; rename yours"),
-        ("import needs_verl\n", "verl is not installed; core.rollout.tools"),
+        ("import core.points\n", "it is a package of this repository; rename yours"),
+        ("import needs_verl\n", "install verl"),
     ],
 )
 def test_a_module_that_is_not_there_is_named_with_what_to_do(tmp_path, text, advice):
