@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from core.config.code_by_path import chosen
 from core.data.draw_order import sampling_seed
 from core.data.parquet import Example, Problems
 from core.data.vocabulary import writable
-from core.engines import RolloutEngine, SampleRequest, SamplingParams
+from core.engines import SampleRequest, SamplingParams
 from core.errors import InputError
 from core.types import Prompt, Segment, Stop, Trajectory
 
@@ -135,26 +135,16 @@ class Episode:
     """
 
     def __init__(
-        self,
-        prompt: Prompt,
-        sample_index: int,
-        sampling: SamplingParams,
-        limits: Limits,
-        *,
-        engine: RolloutEngine,
-        tokenizer: Any,
-        run_seed: int,
-        barrier: Barrier | None = None,
+        self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits, sampler: TrajectorySampler
     ):
         self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
-        self.seed = sampling_seed(run_seed, prompt.ordinal, sample_index)
+        self.sampler = sampler
+        self.seed = sampling_seed(sampler.run_seed, prompt.ordinal, sample_index)
         self.turns = self.tool_calls = 0
         self.user_scores: list[float] = []  # what simulated users gave the policy's turns
         self.tool_rewards: list[float] = []  # what tools gave the policy's calls
         self.ids: list[int] = []  # of the response
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
-        self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
-        self._barrier = barrier or Barrier()
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._segments: list[Segment] = []
@@ -180,10 +170,10 @@ class Episode:
         if self.over:
             raise RuntimeError(f"no room for a turn: {len(self.ids)} of {self.limits.response} tokens are written")
         sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
-        seed = sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index, self.turns)
+        seed = sampling_seed(self.sampler.run_seed, self.prompt.ordinal, self.sample_index, self.turns)
         ids = (*self.prompt.token_ids, *self.ids)
         request = SampleRequest(ids, sampling, seed, episode=self.seed, media=self.prompt.media)
-        wrote = await self._engine.sample(request)
+        wrote = await self.sampler.engine.sample(request)
         self._append(wrote.response_ids.tolist(), True, wrote.logprobs.tolist(), Segment("policy", wrote.response_text))
         self._versions.append(wrote.policy_version)
         self.turns += 1
@@ -200,11 +190,11 @@ class Episode:
             async with asyncio.timeout(timeout_s):
                 return await job()
 
-        return await self._barrier.run("tools", bounded)
+        return await self.sampler.barrier.run("tools", bounded)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text that is not the policy's. What looks like a special token in it stays text."""
-        return self._tokenizer.encode(writable(text), add_special_tokens=False, split_special_tokens=True)
+        return self.sampler.tokenizer.encode(writable(text), add_special_tokens=False, split_special_tokens=True)
 
     def add(self, text: str, role: str = "tool", ids: Sequence[int] | None = None) -> bool:
         """Append text that the policy did not write: all of it or, where it would leave no token to the policy, none.
@@ -258,15 +248,14 @@ class TrajectorySampler:
     engine: Any  # has ``async sample(request)``
     tokenizer: Any
     run_seed: int
-    agent_loop: AgentLoop | None
-    barrier: Barrier
+    agent_loop: AgentLoop | None = None
+    barrier: Barrier = field(default_factory=Barrier)
 
     async def sample(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
         """Return an episode of the agent loop, played to its end, or without a loop one turn of the engine."""
         if self.agent_loop is None:
             seed = sampling_seed(self.run_seed, prompt.ordinal, sample_index)
             return await self.engine.sample(SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media))
-        parts = {"engine": self.engine, "tokenizer": self.tokenizer, "barrier": self.barrier}
-        episode = Episode(prompt, sample_index, sampling, limits, run_seed=self.run_seed, **parts)
+        episode = Episode(prompt, sample_index, sampling, limits, self)
         await self.agent_loop.run(episode)
         return episode.trajectory()

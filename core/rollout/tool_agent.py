@@ -173,7 +173,7 @@ class ToolAgentLoop(AgentLoop):
         return None
 
     def note(self, tool: Instance, error: Exception, count: str) -> None:
-        """Count a failure of a tool, and log the first one of each with its traceback."""
+        """Count a failure of a tool, and log the first one with its traceback."""
         self.counts[count] += 1
         if tool.owner.name not in self.traced:
             self.traced.add(tool.owner.name)

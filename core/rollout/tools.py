@@ -218,10 +218,8 @@ def chosen_tools(tools: Mapping[str, BaseTool], extra_info: Mapping[str, Any]) -
 def chosen_user(users: Mapping[str, BaseInteraction], extra_info: Mapping[str, Any]) -> BaseInteraction | None:
     """Return an example's user, or None. Raises ValueError for a user whom the file does not have."""
     kwargs = extra_info.get("interaction_kwargs")
-    if kwargs is None:
-        return None
-    name = kwargs.get("name") if isinstance(kwargs, Mapping) else kwargs
-    if name not in users or name is kwargs:
+    name = kwargs.get("name") if isinstance(kwargs, Mapping) else None
+    if kwargs is not None and name not in users:
         has = f"{BaseInteraction.KEY} has {', '.join(users) or 'none'}"
         raise ValueError(f"extra_info.interaction_kwargs chooses {name!r}; {has}")
-    return users[name]
+    return users.get(name)

@@ -11,7 +11,7 @@ import pytest
 from core.config import compose
 from core.data.parquet import ExampleFile
 from core.engines import SamplingParams
-from core.rollout.agent_loop import Episode, Limits
+from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
 from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import BaseTool, load_listed
 from core.types import Prompt
@@ -152,7 +152,7 @@ def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(
             ids = tuple(encode(words, one.prompt))
             asked = Prompt(0, "u", ids, row["prompt"], guesses.LETTERS[one.secret], "lab/guesses", row["extra_info"])
             engine, sampling = ScriptedEngine(words, lambda _, left=said: left.pop(0)), SamplingParams(max_tokens=24)
-            episode = Episode(asked, 0, sampling, Limits(24, 32), engine=engine, tokenizer=words, run_seed=1)
+            episode = Episode(asked, 0, sampling, Limits(24, 32), TrajectorySampler(engine, words, run_seed=1))
             asyncio.run(loop.run(episode))
             trajectory = episode.trajectory()
             warm, labels = as_row(one.prompt, guesses.episode(one, iter(way), words.eos_token), words)

@@ -22,7 +22,7 @@ from core.errors import InputError
 from core.learner.batching import make_batch
 from core.learner.learner import Critic
 from core.rewards.layer import RewardLayer
-from core.rollout.agent_loop import Episode, Limits
+from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
 from core.types import Prompt, ScoredGroup, Stop, token_places
 from recipes.search_r1.index.passages import Passage
 from recipes.search_r1.search_loop import (
@@ -92,8 +92,8 @@ def play(turns, *overrides: str, passages=PASSAGES, whole=4000, turn=500, made=N
     """The trajectory of an episode whose turns are these, and the loop that played it."""
     left, made = list(turns), made or loop(*overrides, passages=passages)
     engine = ScriptedEngine(TOKENIZER, lambda request: left.pop(0))
-    parts = {"engine": engine, "tokenizer": TOKENIZER, "run_seed": 1}
-    episode = Episode(prompt(), 0, SamplingParams(max_tokens=turn), Limits(whole, turn), **parts)
+    sampler = TrajectorySampler(engine, TOKENIZER, run_seed=1)
+    episode = Episode(prompt(), 0, SamplingParams(max_tokens=turn), Limits(whole, turn), sampler)
     asyncio.run(made.run(episode))
     return episode.trajectory(), made
 

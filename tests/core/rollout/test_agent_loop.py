@@ -16,7 +16,7 @@ from core.config import compose
 from core.data.draw_order import sampling_seed
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.rollout.agent_loop import AgentLoop, Episode, Limits, make_agent_loop
+from core.rollout.agent_loop import AgentLoop, Episode, Limits, TrajectorySampler, make_agent_loop
 from core.types import Prompt, Stop
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import command, prepare
@@ -37,15 +37,8 @@ def prompt(text: str = "Q: ", ordinal: int = 3) -> Prompt:
 
 
 def episode(engine, response: int = 100, turn: int = 100, index: int = 0, ordinal: int = 3) -> Episode:
-    return Episode(
-        prompt(ordinal=ordinal),
-        index,
-        SamplingParams(max_tokens=999),
-        Limits(response, turn),
-        engine=engine,
-        tokenizer=TOKENIZER,
-        run_seed=1,
-    )
+    sampler, sampling = TrajectorySampler(engine, TOKENIZER, run_seed=1), SamplingParams(max_tokens=999)
+    return Episode(prompt(ordinal=ordinal), index, sampling, Limits(response, turn), sampler)
 
 
 def scripted(*turns: str) -> ScriptedEngine:
@@ -123,22 +116,6 @@ def test_what_no_episode_may_do_is_an_error():
 
 
 # --- limits ---
-
-
-def test_a_turn_is_cut_at_its_own_limit_and_the_episode_goes_on():
-    engine = scripted("abcdefgh", "ij")
-    e = episode(engine, response=20, turn=5)
-
-    async def play() -> None:
-        await e.turn()
-        assert e.stop is Stop.LENGTH
-        assert not e.over and e.left == 15
-        await e.turn()
-        assert e.stop is Stop.EOS
-
-    asyncio.run(play())
-    assert not e.trajectory().truncated
-    assert [r.request.sampling.max_tokens for r in engine.records] == [5, 5]
 
 
 def test_what_does_not_fit_is_not_added_at_all_and_ends_the_episode_as_truncated():
@@ -224,18 +201,6 @@ def test_an_episode_that_waits_for_a_tool_holds_no_other():
         await asyncio.wait_for(slow, 30)
 
     asyncio.run(main())
-
-
-def test_a_tool_that_takes_too_long_is_a_timeout_and_counts_as_a_call():
-    e = episode(scripted("a"))
-
-    async def play() -> None:
-        await e.turn()
-        with pytest.raises(TimeoutError):
-            await e.call(asyncio.Event().wait, timeout_s=0.01)
-
-    asyncio.run(play())
-    assert e.trajectory().tool_calls == 1
 
 
 # --- the loop as it is configured ---

@@ -15,7 +15,7 @@ from core.config import compose
 from core.data.prompts import PromptStream
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.rollout.agent_loop import Episode, Limits, check_examples, make_agent_loop
+from core.rollout.agent_loop import Episode, Limits, TrajectorySampler, check_examples, make_agent_loop
 from core.rollout.tool_agent import Call, ToolAgentLoop, parse_calls
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError, ToolResponse
 from core.types import Prompt, Stop
@@ -161,8 +161,8 @@ def play(loop, turns, extra=None, length=3000):
     left, words = list(turns), loop.tokenizer
     chat = ({"role": "user", "content": "how much?"},)
     prompt = Prompt(0, "q", tuple(words.encode("how much?", add_special_tokens=False)), chat, "4", "test", extra or {})
-    parts = {"engine": ScriptedEngine(words, lambda _: left.pop(0)), "tokenizer": words, "run_seed": 1}
-    episode = Episode(prompt, 0, SamplingParams(max_tokens=length), Limits(length, length), **parts)
+    sampler = TrajectorySampler(ScriptedEngine(words, lambda _: left.pop(0)), words, run_seed=1)
+    episode = Episode(prompt, 0, SamplingParams(max_tokens=length), Limits(length, length), sampler)
     asyncio.run(loop.run(episode))
     return episode.trajectory()
 
@@ -210,12 +210,6 @@ def test_arguments_that_break_the_check_of_the_schema_are_invalid_calls(tmp_path
         assert trajectory.turns == 2 and loop.metrics()["agent/calls"] == 1
 
 
-def test_a_turn_without_a_call_ends_the_episode(tmp_path):
-    trajectory, loop = played(tmp_path, ["4"])
-    assert (trajectory.turns, trajectory.tool_calls, added(trajectory)) == (1, 0, "")
-    assert loop.metrics()["agent/calls"] == 0
-
-
 # --- the stream of tokens ---
 
 
@@ -227,12 +221,6 @@ def test_the_answer_is_framed_by_the_chat_template_outside_the_mask(tmp_path):
     assert text == f"{ONE_AND_ONE}<eos>\n<bos>tool\n2<eos>\n<bos>assistant\n2<eos>"  # the end of the turn once
     assert words.decode(trajectory.response_ids[trajectory.response_mask]) == f"{ONE_AND_ONE}<eos>2<eos>"
     assert trajectory.logprobs[~trajectory.response_mask].sum() == 0
-
-
-def test_special_tokens_in_an_answer_are_text(tmp_path):
-    trajectory, _ = played(tmp_path, [call("any", what="end"), "2"], tools=own("Any"))
-    ids = trajectory.response_ids[~trajectory.response_mask].tolist()
-    assert ids.count(1) == 1 and "<eos><bos>" in added(trajectory)  # the template's own end alone
 
 
 def test_without_a_template_the_tags_stand_alone(tmp_path):
@@ -255,10 +243,8 @@ def framed(tmp_path, name, role, last, texts=("REPLY",), stop=Stop.EOS):
     [
         ("gemma", "user", "<end_of_turn>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
         ("gemma", "user", "<eos>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
-        ("phi3", "user", "<|end|>", "\n<|user|>\nREPLY<|end|>\n<|assistant|>\n"),
         ("glm4", "tool", "<|observation|>", "\nREPLY<|assistant|>\n"),
         ("glm4", "tool", "<|endoftext|>", "<|observation|>\nREPLY<|assistant|>\n"),
-        ("mistral", "user", "</s>", "[INST] REPLY [/INST]"),
         ("gpt-oss", "user", "<|end|>", "<|start|>user<|message|>REPLY<|end|><|start|>assistant"),
         ("base with chatml", "user", "<|endoftext|>", "\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"),
     ],
@@ -282,18 +268,6 @@ def test_a_turn_that_was_cut_gets_its_end_and_answers_of_several_calls_one_frame
         (GEMMA, USERS, [], None),
         (GEMMA, None, [], "role 'tool' after an answer (roles must alternate"),
         (PHI3, None, [], "role 'tool' after an answer (it writes 0 of the texts"),
-        (
-            TEMPLATE.replace("m in messages", "m in messages[:3]"),
-            None,
-            [f"{MULTI}.max_parallel_calls=3"],
-            "2 message(s) of role 'tool'",
-        ),
-        (
-            TEMPLATE.replace("m['content']", "m['content'] if m.role != 'user'"),
-            USERS,
-            [],
-            "1 message(s) of role 'user'",
-        ),
         (None, USERS, [], "role 'user' after an answer"),
     ],
 )

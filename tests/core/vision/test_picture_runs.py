@@ -19,7 +19,7 @@ from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.models import load_modality, load_policy, load_tokenizer
 from core.ray_trainer import RayPPOTrainer
-from core.rollout.agent_loop import Episode, Limits
+from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
 from core.rollout.tool_agent import ToolAgentLoop
 from core.types import Prompt
 from core.vision.pictures import MARKER
@@ -118,8 +118,8 @@ def test_every_turn_of_an_episode_has_the_prompts_pictures_and_its_tools(tmp_pat
     loop = ToolAgentLoop(compose("ppo", keys), words)
     prompt = Prompt(0, "q", (), ({"role": "user", "content": f"how {MARKER}?"},), "2", "x", media=media)
     prompt = replace(prompt, token_ids=Encoder(words).encode(prompt.messages, loop.tools_of(prompt), media))
-    options = {"engine": engine, "tokenizer": words, "run_seed": 1}
-    episode = Episode(prompt, 0, SamplingParams(max_tokens=900), Limits(900, 900), **options)
+    sampler = TrajectorySampler(engine, words, run_seed=1)
+    episode = Episode(prompt, 0, SamplingParams(max_tokens=900), Limits(900, 900), sampler)
     asyncio.run(loop.run(episode))
     assert [request.media for request in asked] == [media] * 2
     assert [request.prompt_ids.count(one.format.token_id) for request in asked] == [one.tokens] * 2
