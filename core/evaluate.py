@@ -331,26 +331,23 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
 def generate_command(args: argparse.Namespace) -> None:
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
     chosen, questions = call.config.actor_rollout_ref.rollout.val_kwargs, call.config.data.val_files
-    absent = [path for path in questions if not Path(path).expanduser().is_file()]
-    there = ", ".join(questions) + (f" (not there yet: {', '.join(absent)})" if absent else "")
+    there = [path if Path(path).expanduser().is_file() else f"{path} (not there yet)" for path in questions]
     how = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
-    what = f"{chosen.n} a question, {how}, at most {call.config.data.max_response_length} tokens"
-    would = "dry run: it would write " if is_dry_run() else ""
-    print(f"{would}{what}: answers to {there} by {call.path}, into {call.out}", flush=True)
-    if not is_dry_run():
+    dry = "dry run: " if is_dry_run() else ""
+    print(f"{dry}{chosen.n} a question ({how}) to {', '.join(there)} by {call.path}, into {call.out}", flush=True)
+    if not dry:
         worked = generate(call)
         print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
 
 
 def score_command(args: argparse.Namespace) -> None:
     if is_dry_run():
-        print(f"dry run: it would score {args.answers}" + ("" if args.answers.is_file() else " (not there yet)"))
+        print(f"dry run: would score {args.answers}" + ("" if args.answers.is_file() else " (not there yet)"))
         return
     from core.tracking.validation import failed_share
 
     path, records = score(args.answers, args.overrides, args.name)
-    failed = failed_share(records)
-    lost = f"; the scorer failed on {failed:.1%} of the answers, which count as not right" if failed else ""
+    lost = f"; the scorer failed on {share:.1%} of the answers" if (share := failed_share(records)) else ""
     print(f"{path}: scores of {len(records)} questions{lost}")
 
 

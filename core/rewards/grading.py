@@ -105,19 +105,15 @@ class CustomFunction:
 
     def _arguments(self, where: str) -> tuple[str, ...]:
         """Return the arguments that the function is called with. Raises InputError where it cannot be called so."""
-        if not callable(self.function):
-            raise InputError(f"{where}: {self.name} is not a function")
-        if taken := sorted(set(self.kwargs) & set(self.known)):
-            raise InputError(f"{CUSTOM}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
-        signature = inspect.signature(self.function)
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-        arguments = tuple(name for name in self.known if takes_all or name in signature.parameters)
         try:
+            signature = inspect.signature(self.function)
+            takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+            arguments = tuple(name for name in self.known if takes_all or name in signature.parameters)
             if self.known[1] not in arguments:
                 raise TypeError(f"it has no argument {self.known[1]}")
             signature.bind(**dict.fromkeys(arguments), **self.kwargs)
         except TypeError as error:
-            rule = f"it is called by name with ({', '.join([*self.known, *self.kwargs])}), which it refuses: {error}"
+            rule = f"is called by name with ({', '.join([*self.known, *self.kwargs])}), which it refuses: {error}"
             raise InputError(f"{where}: {rule}; rename its arguments, or correct {CUSTOM}.reward_kwargs") from error
         return arguments
 
