@@ -24,8 +24,8 @@ OWN_FUNCTIONS = (
 
 
 def is_local(model: str) -> bool:
-    """Return whether the text is a folder's path, neither a hub id nor a URL."""
-    return model.startswith(("/", ".", "~"))
+    """Return whether the text is a folder's path, neither a hub id nor a URL; a folder that is there is one."""
+    return model.startswith(("/", ".", "~")) or Path(model).is_dir()
 
 
 def run_folder(config: Config) -> Path:

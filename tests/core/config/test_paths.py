@@ -104,6 +104,8 @@ def test_a_typed_path_has_to_exist(here, capsys, monkeypatch):
 
 
 def test_paths_that_exist_are_found(data, here):
+    (here / "org" / "name").mkdir(parents=True)
+    assert paths.is_local("org/name") and not paths.is_local("org/other")  # with or without ./
     (here / "mine.py").touch()
     overrides = ["custom_reward_function.path=file://mine.py", "algorithm.adv_estimator=mine.py:estimate"]
     assert prepare("ppo", [*data, *overrides]).custom_reward_function.path == "file://mine.py"
