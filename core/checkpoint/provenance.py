@@ -1,8 +1,6 @@
 """Which run a checkpoint or a result belongs to, and what a run that resumes has otherwise than the run that wrote it.
 
-That is its models (and the weights that they started from), seed, ranks, threads, configuration, the contents of the
-files that it names, and package versions. What a change of a key means is said by its field (its role).
-This module imports neither torch nor transformers.
+What a change of a key means is said by its field's role. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from core.files import file_sha256, local_path
 
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "ray")
 FORMATS = ("model*.safetensors", "pytorch_model*.bin")  # of weights, in the order in which transformers looks for them
-SEED = "trainer.seed"  # has a refusal of its own, which no flag lifts
-MODELS = {"actor_rollout_ref.model.path": "actor", "critic.model.path": "critic"}
+MODELS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
 
 
 @dataclass(frozen=True)
@@ -63,15 +60,13 @@ def _tensors(file: Path, size: int, changed: int) -> list[str]:
     if file.suffix != ".safetensors":
         return [f"{file.name} {file_sha256(file)}"]
     with open(file, "rb") as stream:  # eight bytes of length, a header in JSON, the tensors
-        start = 8 + int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(start - 8))
-        header.pop("__metadata__", None)
-        lines = []
-        for name, tensor in header.items():
-            begin, end = tensor["data_offsets"]
-            stream.seek(start + begin)
-            digest = hashlib.sha256(stream.read(end - begin)).hexdigest()
-            lines.append(f"{name} {tensor['dtype']} {tensor['shape']} {digest}")
+        start, lines = 8 + int.from_bytes(stream.read(8), "little"), []
+        for name, tensor in json.loads(stream.read(start - 8)).items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                stream.seek(start + begin)
+                digest = hashlib.sha256(stream.read(end - begin)).hexdigest()
+                lines.append(f"{name} {tensor['dtype']} {tensor['shape']} {digest}")
     return lines
 
 
@@ -92,17 +87,6 @@ class ModelFingerprint:
     @property
     def has_adapters(self) -> bool:
         return any(".lora_" in name for name in self.shapes)
-
-    def differences(self, other: ModelFingerprint) -> list[str]:
-        """Return what this (saved) model has otherwise than ``other`` (of this run), one phrase each."""
-        differences = []
-        if self.architecture != other.architecture:
-            differences.append(f"architecture {self.architecture} there, {other.architecture} here")
-        for name in sorted(self.shapes.keys() | other.shapes.keys()):
-            there, here = (list(model.shapes[name]) if name in model.shapes else "absent" for model in (self, other))
-            if there != here:
-                differences.append(f"{name} is {there} there, {here} here")
-        return differences
 
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
@@ -137,8 +121,8 @@ class Provenance:
 
     def hashes(self) -> dict[str, list[str]]:
         """Return key -> SHA-256 of the files that it names, models included, as far as they are known."""
-        bases = {key: self.models[name].base for key, name in MODELS.items() if name in self.models}
-        return {**self.contents, **{key: [base.sha256] for key, base in bases.items() if base is not None}}
+        bases = {MODELS[name]: [model.base.sha256] for name, model in self.models.items() if model.base is not None}
+        return {**self.contents, **bases}
 
 
 @dataclass(frozen=True)
@@ -168,15 +152,28 @@ def check_resume(folder: Path, saved: Provenance | None, run: Provenance, *, all
         there, here = (", ".join(sorted(one.models)) for one in (saved, run))
         rule = f"algorithm.adv_estimator decides whether a run has a critic: this one has {here}"
         raise InputError(f"{folder} holds {there}; {rule}. Resume with the configuration of the run, {fix}")
-    for name, model in saved.models.items():
-        _check_model(folder, name, model, run.models[name], fix)
+    for name, there in saved.models.items():
+        key, here = MODELS[name], run.models[name]
+        odd = [
+            part for part in sorted({*there.shapes, *here.shapes}) if there.shapes.get(part) != here.shapes.get(part)
+        ]
+        if odd or there.architecture != here.architecture:
+            shapes = (f"{one.architecture} {[one.shapes.get(part) for part in odd[:3]]}" for one in (there, here))
+            kinds = " there, ".join(shapes)
+            raise InputError(
+                f"{folder} is a checkpoint of another model ({name}: {', '.join(odd[:3])} of {kinds} here); a resumed "
+                f"run must keep its model: set {key} to the one the run started from, {fix}"
+            )
+        if here.has_adapters and there.base and here.base and there.base.sha256 != here.base.sha256:
+            raise InputError(
+                f"{key}={here.base}: {folder} holds adapters of another base, {there.base}, which alone they "
+                f"fit. Give the run that base, wherever it is now, {fix}"
+            )
     if saved.seed != run.seed:
-        rule = "a resumed run must keep its seed, which decides the order of the data"
-        raise InputError(
-            f"{SEED}={run.seed}: {folder} has seed {saved.seed}, and {rule}; set it to {saved.seed}, {fix}"
-        )
-    changed = sorted([*_settings(saved, run), *_surroundings(saved, run)], key=lambda change: not change.refused)
-    if refused := [change for change in changed if change.refused and not allow]:
+        rule = f"{folder} has seed {saved.seed}, which decides the order of the data"
+        raise InputError(f"trainer.seed={run.seed}: {rule}; set it to {saved.seed}, {fix}")
+    changed = sorted(_changes(saved, run), key=lambda change: not change.refused)
+    if (refused := [change for change in changed if change.refused]) and not allow:
         rule = (
             f"{folder} is of a run with these other settings, and a resumed run must keep its base, its data, what it "
             f"trains and how it is measured. Take the changes back, {fix}; trainer.resume_with_changes=True goes on "
@@ -186,29 +183,13 @@ def check_resume(folder: Path, saved: Provenance | None, run: Provenance, *, all
     return changed
 
 
-def _check_model(folder: Path, name: str, there: ModelFingerprint, here: ModelFingerprint, fix: str) -> None:
-    key = next(key for key, model in MODELS.items() if model == name)
-    if differences := there.differences(here):
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise InputError(
-            f"{folder} is a checkpoint of another model ({name}): {'; '.join(differences[:3])}{more}. A resumed run "
-            f"must keep its model: set {key} to the one the run started from, {fix}"
-        )
-    if here.has_adapters and there.base and here.base and there.base.sha256 != here.base.sha256:
-        raise InputError(
-            f"{key}={here.base}: {folder} holds adapters of another base, {there.base} as it was then; adapters fit "
-            f"the weights that they were trained on alone. Give the run that base, wherever it is now, {fix}"
-        )
-
-
-def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
-    """Yield every key whose other value counts, by its role; of a file the content counts where its hash is known."""
+def _changes(saved: Provenance, run: Provenance) -> Iterator[Change]:
+    """Yield every key whose other value counts, by its role (of a file its content), ranks, threads and packages."""
     schemas = recorded.schemas()
     schema = next((one for one in schemas if run.config.keys() <= convert.all_keys(one).keys()), schemas[0])
     there, here = (recorded.completed(each.config, schema) for each in (saved, run))
     sums_there, sums_here = saved.hashes(), run.hashes()
-    keys = there.keys() | here.keys() | sums_there.keys() | sums_here.keys()
-    for key in sorted(keys - {SEED}):
+    for key in sorted({*there, *here, *sums_there, *sums_here} - {"trainer.seed"}):
         role, pair = recorded.role_of(key), [there.get(key), here.get(key)]
         sums = [sums_there.get(key), sums_here.get(key)]
         unread = key.startswith("critic.") and "critic" not in run.models  # those keys follow the policy's
@@ -219,10 +200,9 @@ def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
             pair = [f"{brief(show(value))} (SHA-256 {text})" for value, text in zip(pair, named, strict=True)]
         if not (same or unread or role == BOOKKEEPING):
             yield Change(key, *pair, refused=role in (IDENTITY, FILES))
-
-
-def _surroundings(saved: Provenance, run: Provenance) -> Iterator[Change]:
-    pairs = [(name, getattr(saved, name), getattr(run, name)) for name in ("ranks", "threads")]
-    names = sorted(saved.versions.keys() | run.versions.keys())
-    pairs += [(name, saved.versions.get(name), run.versions.get(name)) for name in names]
-    yield from (Change(*pair) for pair in pairs if pair[1] != pair[2])
+    around = [
+        {"ranks": one.ranks, "threads": one.threads, **dict(sorted(one.versions.items()))} for one in (saved, run)
+    ]
+    for name in dict.fromkeys([*around[0], *around[1]]):
+        if around[0].get(name) != around[1].get(name):
+            yield Change(name, around[0].get(name), around[1].get(name))

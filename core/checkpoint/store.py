@@ -1,19 +1,8 @@
 """Checkpoints that survive a kill at any moment.
 
-A checkpoint is a folder ``<root>/global_step_N``. It is filled under a temporary name by its owners, every file and
-folder is fsynced, a manifest with the hash of every file is added, and only then does it get its name, by one atomic
-rename. So a folder called ``global_step_N`` was complete once, and the hashes tell whether it still is. The newest
-complete one wins; ``latest_checkpointed_iteration.txt`` is for people and scripts and is never read here.
-
-Names in the root::
-
-    global_step_N                   a checkpoint
-    .tmp-global_step_N-*            being written or deleted, or left so by a writer that was killed
-    damaged-global_step_N           failed its verification at a resume; kept for people to look at
-    latest_checkpointed_iteration.txt, .writer.lock
-
-A writer takes the lock of the root (:meth:`CheckpointStore.claim`): two runs in one folder would delete each other's
-work. Reading takes no lock and changes nothing. This module imports neither torch nor transformers.
+A folder is filled under a temporary name by its owners, every file is hashed and fsynced, a manifest of the hashes is
+added, and one atomic rename makes it ``<root>/global_step_N``: it was complete once, and the hashes tell whether it
+still is. The newest complete one wins; ``latest_checkpointed_iteration.txt`` is for scripts and is never read here.
 """
 
 from __future__ import annotations
@@ -27,6 +16,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -37,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from core.checkpoint.provenance import Provenance
 from core.config.section import FrozenDict
 from core.errors import InputError, WriteFailed, free_space
-from core.files import damage, file_sha256, fsync, inside, is_url, local_path, write_atomic
+from core.files import file_sha256, fsync, inside, is_url, local_path, write_atomic
 
 if TYPE_CHECKING:
     from core.config.schema import TrainerConfig
@@ -50,8 +40,6 @@ NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 HASHERS = 8  # threads: hashing releases the interpreter lock
 
 log = logging.getLogger(__name__)
-
-# ---------------------------------------------------------------- one folder
 
 
 class DamagedCheckpoint(InputError):
@@ -91,49 +79,32 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
 def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
     """Check every file that the manifest of ``folder`` lists, and return the checkpoint.
 
-    Without ``hashes`` presence and size only are compared.
-
-    Raises:
-        DamagedCheckpoint: names the file and what is wrong with it.
-        InputError: another version of this code wrote it.
+    Without ``hashes`` presence and size only are compared. Raises DamagedCheckpoint, which names the file and what is
+    wrong with it; InputError where another version of this code wrote it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         body = manifest["body"]
-        if manifest["sha256"] == _digest(body) and body["format"] != FORMAT:
+        if manifest["sha256"] != _digest(body):
+            raise DamagedCheckpoint(f"{folder}: {MANIFEST} was altered: its own SHA-256 does not match")
+        if body["format"] != FORMAT:
             rule = f"has format {body['format']}, this code reads {FORMAT}"
             raise InputError(f"{folder} {rule}: resume with the code that wrote it")
-        if problem := _problem(folder, manifest, hashes):
-            raise DamagedCheckpoint(f"{folder}: {problem}")
+        if (named := NAME.fullmatch(folder.name)) and int(named[1]) != body["step"]:
+            raise DamagedCheckpoint(f"{folder}: the manifest is of step {body['step']}: the folder was renamed")
+        for name, recorded in body["files"].items():
+            if (size := inside(folder, name, folder / MANIFEST).stat().st_size) != recorded["bytes"]:
+                raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {recorded['bytes']}")
+        for name, digest in _hash_all(folder, body["files"] if hashes else ()).items():
+            if digest != body["files"][name]["sha256"]:
+                raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
         saved = body["provenance"]
         return Checkpoint(folder, body["step"], body["files"], Provenance.from_json(saved) if saved else None)
     except OSError as error:
         name = Path(error.filename or MANIFEST).name
         raise DamagedCheckpoint(f"{folder}: {name} is missing or cannot be read ({error.strerror})") from error
-    except (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
-
-
-def _problem(folder: Path, manifest: Mapping[str, Any], hashes: bool) -> str | None:
-    """Return what is wrong with a folder by its manifest. Raises OSError for a file that is missing."""
-    body = manifest["body"]
-    named = NAME.fullmatch(folder.name)
-    if manifest["sha256"] != _digest(body):
-        return f"{MANIFEST} was altered: its own SHA-256 does not match"
-    if named and int(named[1]) != body["step"]:
-        return f"the manifest is of step {body['step']}: the folder was renamed"
-    for name, recorded in body["files"].items():
-        try:
-            size = inside(folder, name, MANIFEST).stat().st_size
-            problem = damage(folder / name) if name.endswith(".index.json") else None  # transformers follows its names
-        except InputError as error:
-            return str(error)
-        if problem or size != recorded["bytes"]:
-            return problem or f"{name} has {size} bytes, the manifest says {recorded['bytes']}"
-    for name, digest in _hash_all(folder, body["files"] if hashes else ()).items():
-        if digest != body["files"][name]["sha256"]:
-            return f"{name} was altered: its SHA-256 is not the one in the manifest"
-    return None
 
 
 def _digest(body: Any) -> str:
@@ -145,24 +116,16 @@ def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(lambda name: file_sha256(folder / name), names), strict=True))
 
 
-# ---------------------------------------------------------------- all of a run
-
-
 class CheckpointStore:
     """The checkpoints of one run, under ``root``, which need not exist yet.
 
     ``keep`` is how many of the newest stay (``trainer.max_actor_ckpt_to_keep``); None keeps all. One more exists for
-    the time of a write, so plan disk space for ``keep + 1``.
+    the time of a write. Reading takes no lock and changes nothing.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, keep: int | None = None):
-        if keep is not None and keep < 1:
-            raise InputError(f"max_actor_ckpt_to_keep={keep}: must be null (keep all) or at least 1")
-        self.root = Path(root)
-        self.keep = keep
+        self.root, self.keep = Path(root), keep
         self._lock: int | None = None
-
-    # -- reading
 
     def steps(self) -> list[int]:
         """Return the steps for which a folder exists, complete or not, ascending."""
@@ -186,9 +149,8 @@ class CheckpointStore:
     def latest(self, *, tidy: bool = False) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None where there is no checkpoint at all.
 
-        Damaged ones are skipped with a warning. A writer that goes on from here asks to ``tidy``: damaged ones get
-        another name, and what a killed writer did not prune is pruned. Raises InputError where checkpoints exist and
-        all are damaged: starting over silently would throw a run away.
+        Damaged ones are skipped with a warning; a writer that goes on from here asks to ``tidy`` them away. Raises
+        InputError where all are damaged: starting over silently would throw a run away.
         """
         damaged: dict[int, str] = {}
         while remaining := [step for step in self.steps() if step not in damaged]:
@@ -211,8 +173,6 @@ class CheckpointStore:
             raise InputError([*damaged.values(), f"every checkpoint in {self.root} is damaged; {fix}"])
         return None
 
-    # -- writing
-
     def claim(self) -> None:
         """Make this process the root's only writer and clear away what killed writers left. Idempotent.
 
@@ -227,9 +187,9 @@ class CheckpointStore:
             self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            taken = error.errno in (errno.EACCES, errno.EAGAIN) and self._lock is not None
             what = f"checkpoints cannot be written there ({error.strerror})"
-            if error.errno in (errno.EACCES, errno.EAGAIN) and self._lock is not None:
-                what = "another process is writing checkpoints there"
+            what = "another process is writing checkpoints there" if taken else what
             self._lock = None
             fix = "wait for it to end, or set another folder"
             raise InputError(f"trainer.default_local_dir={self.root}: {what}; {fix}") from error
@@ -241,9 +201,9 @@ class CheckpointStore:
     ) -> Iterator[Path]:
         """Yield a temporary folder to fill; on leaving the block it becomes ``global_step_<step>``.
 
-        Other processes may write there too. Where the block or a write fails, the folder is removed and the earlier
-        checkpoints stay as they are. ``hashes`` are file -> SHA-256, as far as writers have computed it when the block
-        ends. Raises WriteFailed for a full disk; whatever else the block raises passes through.
+        Where the block or a write fails, the folder is removed and the earlier checkpoints stay as they are.
+        ``hashes`` are file -> SHA-256, as far as writers have computed it when the block ends. Raises WriteFailed for
+        a full disk; whatever else the block raises passes through.
         """
         self.claim()
         folder = self.root / f".tmp-global_step_{step}-{os.getpid()}"
@@ -256,12 +216,10 @@ class CheckpointStore:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            complete = self.complete_steps()
-            intact = f"{self.folder(complete[-1])} is intact" if complete else "there is no earlier one"
             raise WriteFailed(
                 f"{self.root}: the checkpoint of step {step} could not be written ({error}; {free_space(self.root)}); "
-                f"{intact}. Make room for trainer.max_actor_ckpt_to_keep and one more, or set another "
-                "trainer.default_local_dir, and resume"
+                f"intact are those of steps {self.complete_steps()}. Make room for trainer.max_actor_ckpt_to_keep and "
+                "one more, or set another trainer.default_local_dir, and resume"
             ) from error
 
     def adopt(self, folder: Path, step: int) -> None:
@@ -289,26 +247,17 @@ class CheckpointStore:
             shutil.rmtree(leftover)
 
     def _set_aside(self, step: int) -> None:
-        name = f"damaged-global_step_{step}"
-        taken = len(list(self.root.glob(f"{name}*")))
-        target = self.root / (f"{name}-{taken + 1}" if taken else name)
-        os.rename(self.folder(step), target)
-        log.warning("kept the folder that had the name of step %d as %s; delete it when it is of no use", step, target)
+        """Give a step's damaged folder another name, for people to look at."""
+        os.rename(self.folder(step), self.root / f"damaged-global_step_{step}-{time.time_ns()}")
 
 
 def checkpoint_at(path: str | os.PathLike[str], key: str) -> Checkpoint:
-    """Verify the folder or URL ``path`` that ``key`` names, and return its checkpoint.
-
-    Raises InputError where there is none, where it is damaged, and for a whole run: all of a URL would be copied.
-    """
-    if is_url(path) and not NAME.fullmatch(str(path).rstrip("/").rpartition("/")[2]):
+    """Verify the folder or URL ``path`` that ``key`` names, and return its checkpoint. Raises InputError."""
+    if is_url(path) and not NAME.fullmatch(str(path).rstrip("/").rpartition("/")[2]):  # all of a run would be copied
         raise InputError(f"{key}={path}: names no checkpoint; give the URL of a global_step_N")
     folder = Path(local_path(path, key))
-    if steps := CheckpointStore(folder).steps():
-        example = CheckpointStore(folder).folder(steps[-1])
-        raise InputError(f"{key}={path}: this is a folder of checkpoints; name one of them, such as {example}")
     if not (folder / "actor").is_dir():
-        raise InputError(f"{key}={path}: neither a checkpoint (global_step_N) nor a run folder with checkpoints")
+        raise InputError(f"{key}={path}: is not a checkpoint; name a global_step_N")
     return verify(folder)
 
 

@@ -164,7 +164,7 @@ def test_a_link_in_a_checkpoint_is_refused(tmp_path):
     (folder / "actor" / "config.json").symlink_to(tmp_path / "secret")
     entry = {"bytes": 5, "sha256": hashlib.sha256(b"owned").hexdigest()}
     edited(folder, lambda body: body["files"].update({"actor/config.json": entry}))
-    with pytest.raises(DamagedCheckpoint, match="leads out of"):
+    with pytest.raises(InputError, match="leads out of"):
         verify(folder)
 
 
@@ -180,8 +180,6 @@ def test_the_newest_complete_ones_are_kept_also_after_a_restart(tmp_path):
     assert CheckpointStore(tmp_path).steps() == [2, 3, 4], "2 is the second newest complete one"
     write(CheckpointStore(tmp_path, keep=1), 1)
     assert 1 in CheckpointStore(tmp_path).steps(), "the one just written stays"
-    with pytest.raises(InputError, match="max_actor_ckpt_to_keep=0"):
-        CheckpointStore(tmp_path, keep=0)
 
 
 def test_the_writer_sets_damaged_ones_aside_and_prunes(tmp_path):
@@ -190,11 +188,11 @@ def test_the_writer_sets_damaged_ones_aside_and_prunes(tmp_path):
         write(store, step)
     flip_bit(store.folder(4) / FILES[0])
     assert CheckpointStore(tmp_path, keep=1).latest(tidy=True).step == 3
-    assert names(tmp_path) == {"damaged-global_step_4", "global_step_3", TRACKER}
+    kept = {path.name.rpartition("-")[0] for path in tmp_path.glob("damaged-*")}
+    assert kept == {"damaged-global_step_4"} and store.steps() == [3]
     flip_bit(write(store, 4) / FILES[0])
     write(store, 4)  # over a damaged one
-    assert store.latest().step == 4
-    assert {"damaged-global_step_4", "damaged-global_step_4-2"} < names(tmp_path)
+    assert store.latest().step == 4 and len(list(tmp_path.glob("damaged-global_step_4-*"))) == 2
 
 
 def test_what_is_not_a_checkpoint_is_left_alone(tmp_path):
@@ -287,7 +285,7 @@ def test_a_full_disk_is_explained_and_the_previous_checkpoint_stands(tmp_path):
         (folder / "model.bin").write_bytes(b"x" * 100)
     message = str(raised.value)
     assert "step 2" in message and "No space left on device" in message
-    assert f"{store.folder(1)} is intact" in message and "GiB free" in message
+    assert "steps [1]" in message and "GiB free" in message
     assert names(tmp_path) == {"global_step_1", TRACKER} and store.latest().step == 1
 
 
@@ -364,10 +362,9 @@ def test_resume_path_takes_the_one_that_is_named(tmp_path):
     flip_bit(other.folder(2) / FILES[1])
     with pytest.raises(DamagedCheckpoint, match="optimizer.pt was altered"):
         resolve_resume(named, store)
-    with pytest.raises(InputError, match=f"key=.*a folder of checkpoints.* such as {other.folder(4)}"):
-        checkpoint_at(other.root, "key")
-    with pytest.raises(InputError, match="key=/nowhere/global_step_3: neither"):
-        checkpoint_at("/nowhere/global_step_3", "key")
+    for path in (other.root, "/nowhere/global_step_3"):
+        with pytest.raises(InputError, match=f"key={path}: "):
+            checkpoint_at(path, "key")
 
 
 def test_looking_only_changes_nothing_and_takes_no_lock(tmp_path):
