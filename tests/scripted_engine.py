@@ -18,7 +18,7 @@ import numpy as np
 
 from core.data.draw_order import derive_seed
 from core.engines import SampleRequest
-from core.engines.in_process_engine import one_turn
+from core.engines.in_process_engine import Row
 from core.engines.sampling import StopRule, eos_ids
 from core.types import Stop, Trajectory
 
@@ -170,7 +170,9 @@ class ScriptedEngine:
 
     def _trajectory(self, own: _Request) -> Trajectory:
         logprobs = [LOGPROB] * len(own.ids)
-        return one_turn(own.record.request, own.ids, logprobs, own.stop, own.record.version, self.tokenizer)
+        request = own.record.request
+        rule = StopRule(request.sampling, self.eos, self.tokenizer)
+        return Row(request, rule, own.record.version, None, own.ids, logprobs, own.stop).trajectory()
 
     def in_flight(self) -> int:
         """Requests that run or wait, those of an event loop that was closed under them not counted."""

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SamplingParams:
     """How one response is sampled. ``temperature=0`` is greedy; ``top_k=-1`` and ``top_p=1.0`` switch truncation off.
-
-    What ends a response is kept: a stop id, the end-of-sequence id (``ignore_eos`` samples past it), and the token that
-    completes a ``stop`` string of the decoded response.
-    """
+    What ends a response is kept: a stop id, the end-of-sequence id, the token that completes a ``stop`` string."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -48,9 +45,7 @@ class SamplingParams:
 @dataclass(frozen=True)
 class SampleRequest:
     """One sample to draw. The response depends on the weights and on all fields but ``episode``, not on the other
-    requests in flight (up to rounding). The turns of an episode have the same number ``episode``: each begins with all
-    of the one before, which the engine that wrote it may still hold.
-    """
+    requests in flight (up to rounding). Each turn of an ``episode`` begins with all of the one before."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -66,9 +61,9 @@ class RolloutEngine(Protocol):
     policy_version: int  # of the weights that the latest update brought
 
     async def sample(self, request: SampleRequest) -> Trajectory:
-        """Return a one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that was
-        sampled from: after temperature, top-k and top-p (temperature 1 for greedy). Requests with equal ``prompt_ids``
-        and ``media`` in flight together share one prefill. Cancelling the awaiting task aborts the request."""
+        """Return a one-turn trajectory, with log-probs of the distribution that was sampled from (after temperature,
+        top-k and top-p; of temperature 1 for greedy). Requests with equal ``prompt_ids`` and ``media`` in flight
+        together share one prefill. Cancelling the awaiting task aborts the request."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
         """Replace all weights by those of this process: an update of one bucket."""
@@ -98,12 +93,9 @@ class RolloutEngine(Protocol):
 
 
 class NoEngine:
-    """What stands for an engine in a run that answers nothing: it holds nothing, and cannot sample."""
+    """What stands for an engine in a run that answers nothing."""
 
     policy_version = 0
-
-    async def sample(self, request: SampleRequest) -> Trajectory:
-        raise RuntimeError("this run has no engine: nothing in its configuration is answered")
 
     def sleep(self) -> None:
         """Do nothing."""

@@ -50,7 +50,7 @@ class HFEngine(InProcessEngine):
     ):
         super().__init__(tokenizer, _prepared(model, dtype), model.device)
         self.max_rows, self.max_prefill_tokens = max_batch_rows, max_prefill_tokens
-        self.cache = RowCache(model)
+        self.cache, self.weights_dtype = RowCache(model), model.dtype
         self.cache_tokens = int(cache_gib * 2**30 / self.cache.bytes_per_token)
         self.rows: list[Row] = []
         self.never_drawn = torch.from_numpy(self.unknown).to(self.device)
@@ -180,11 +180,6 @@ class HFEngine(InProcessEngine):
     def _finish(self) -> list[Proof]:
         return [Proof(tuple(self._received), {name: checksum(one) for name, one in self.model.named_parameters()})]
 
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        """Return the number format of its weights."""
-        return self.model.dtype
-
     @torch.inference_mode()
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
@@ -216,8 +211,8 @@ def _with_spare(rows: int) -> int:
 
 
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Prepare for inference: eval mode, no gradients, our attention. Raises InputError for a model without it, and for
-    one that was loaded with eager attention, which it may need (soft-capped scores, sinks)."""
+    """Prepare for inference: no dropout, no gradients, our attention. Raises InputError for a model without it, and for
+    one with eager attention, which it may need (soft-capped scores, sinks)."""
     model = model.eval().requires_grad_(False)
     if dtype is not None:
         for parameter in model.parameters():  # not the buffers: rotary frequencies lose their precision in bf16
@@ -225,8 +220,8 @@ def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if model.config._attn_implementation != "eager":
         model.set_attn_implementation(ATTENTION)
     if (found := model.config._attn_implementation) != ATTENTION:
-        name = type(model).__name__
-        raise InputError(f"actor_rollout_ref.rollout.name=hf: cannot run {name} with {found} attention; use vllm")
+        rule = f"cannot run {type(model).__name__} with {found} attention"
+        raise InputError(f"actor_rollout_ref.rollout.name=hf: {rule}; use vllm")
     return model
 
 

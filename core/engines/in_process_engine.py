@@ -27,22 +27,6 @@ SETTLED_TURNS = 32  # turns of the event loop after scores from elsewhere came: 
 TURNS = 4  # turns after a sample ended: its consumer, and those that it wakes, may request more
 
 
-def one_turn(
-    request: SampleRequest, ids: Sequence[int], logprobs: Sequence[float], stop: Stop, version: int, tokenizer: Any
-) -> Trajectory:
-    """Return the trajectory of a response that the policy wrote in one turn."""
-    return Trajectory(
-        prompt_ids=np.array(request.prompt_ids),
-        response_ids=np.array(ids),
-        response_mask=np.ones(len(ids), bool),
-        logprobs=np.array(logprobs),
-        segments=(Segment("policy", tokenizer.decode(list(ids), skip_special_tokens=True)),),
-        stop=stop,
-        policy_version=version,
-        seed=request.seed,
-    )
-
-
 @dataclass(eq=False)
 class Row:
     """A request in flight and what it has written so far."""
@@ -57,16 +41,26 @@ class Row:
     offset: int = 0  # of positions from the count of tokens, below zero behind pictures
 
     def write(self, token: int, logprob: float) -> bool:
-        """Append the next token, set ``stop``, and return whether the token was the last.
-
-        Raises FloatingPointError for a log-prob that is not finite.
-        """
+        """Append a token; return whether it was the last. Raises FloatingPointError for one that is not finite."""
         if logprob is None or not -np.inf < logprob < np.inf:
             raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.stop = self.rule.ended(self.ids)
         return self.stop is not None
+
+    def trajectory(self) -> Trajectory:
+        """Return what was written, which is a whole turn."""
+        return Trajectory(
+            prompt_ids=np.array(self.request.prompt_ids),
+            response_ids=np.array(self.ids),
+            response_mask=np.ones(len(self.ids), bool),
+            logprobs=np.array(self.logprobs),
+            segments=(Segment("policy", self.rule.tokenizer.decode(self.ids, skip_special_tokens=True)),),
+            stop=self.stop,
+            policy_version=self.version,
+            seed=self.request.seed,
+        )
 
 
 def positions(model: nn.Module) -> int:
@@ -77,8 +71,8 @@ def positions(model: nn.Module) -> int:
 class Engine:
     """The parts of :class:`core.engines.RolloutEngine` that do not depend on what computes.
 
-    ``model`` is transformers' model, or its skeleton on the meta device: what names and shapes an update must have.
-    ``max_length`` bounds prompt and response together where the engine has less room than the model has positions.
+    ``model`` is transformers' model, or its skeleton on the meta device; ``max_length`` bounds prompt and response
+    together where the engine has less room than the model has positions.
 
     A subclass has ``_copy`` (the weights of a bucket), ``_finish`` (makes new weights those of all requests and returns
     a proof for each device), ``_in_flight`` (counts requests), ``_cancel_all``, ``_free``, and ``_sleep`` if it sleeps.
@@ -103,18 +97,13 @@ class Engine:
         prompt, budget = request.prompt_ids, request.sampling.max_tokens
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(
-                "SampleRequest.prompt_ids is empty, or not of this model's tokenizer: the model has "
-                f"{self.vocab_size} tokens"
+                f"SampleRequest.prompt_ids: empty, or not of the model, which has {self.vocab_size} tokens"
             )
         if len(prompt) + budget > self.max_length:
-            raise ValueError(
-                f"prompt of {len(prompt)} tokens + max_tokens={budget} is beyond the {self.max_length} of the model's "
-                "max_position_embeddings or rollout.max_model_len: lower data.max_prompt_length or max_response_length"
-            )
+            rule = f"{len(prompt)} tokens + max_tokens={budget} are beyond the {self.max_length} of the model's"
+            fix = "lower data.max_prompt_length or max_response_length"
+            raise ValueError(f"{rule} max_position_embeddings or rollout.max_model_len: {fix}")
         return Row(request, StopRule(request.sampling, self.eos, self.tokenizer), self.policy_version)
-
-    def _trajectory(self, row: Row) -> Trajectory:
-        return one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
         """Replace all weights. Each must come, under one of its names where it has several (tied embeddings)."""
@@ -152,7 +141,7 @@ class Engine:
             raise RuntimeError(f"{what} with {count} requests in flight: await or cancel them first")
 
     def close(self) -> None:
-        """Cancel what is in flight and release model and cache. A second call does nothing."""
+        """Cancel what is in flight and free model and cache. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._cancel_all()
@@ -176,8 +165,8 @@ class InProcessEngine(Engine):
         self._task: asyncio.Task | None = None
 
     async def sample(self, request: SampleRequest) -> Trajectory:
-        """Sample a trajectory. Raises ValueError for a request that this model or cache cannot hold, RuntimeError
-        once the engine is closed, FloatingPointError where the weights give no finite logits."""
+        """Sample a trajectory. Raises ValueError for a request that this model or cache cannot hold, RuntimeError once
+        the engine is closed, FloatingPointError where the weights give no finite logits."""
         row, loop = self._begin(request), asyncio.get_running_loop()
         if self._task is None or self._task.get_loop() is not loop or self._task.done():
             self._drop_all()  # what a former event loop left behind
@@ -199,7 +188,7 @@ class InProcessEngine(Engine):
                     return
                 finished = self._advance()
                 for row in _awaited(finished):
-                    row.future.set_result(self._trajectory(row))
+                    row.future.set_result(row.trajectory())
                 turns = TURNS if finished else 1
         except Exception as error:
             waiting = _awaited(self._running() + self._waiting)

@@ -82,7 +82,7 @@ class SGLangEngine(Engine):
             await asyncio.wrap_future(future)
         finally:
             self._sent.pop(name, None)
-        return self._trajectory(row)
+        return row.trajectory()
 
     async def _follow(self, name: str, row: Row) -> None:
         """Write what the server samples to the row until it ends, and abort the request unless the server ended it."""
@@ -143,8 +143,6 @@ class SGLangEngine(Engine):
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
-        if len(token_ids) < 2:
-            return np.zeros(0, np.float32)
         params = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": list(token_ids), "sampling_params": params, "return_logprob": True}
         reply = self.server.call("/generate", {**body, "logprob_start_len": 0, "stream": False})
@@ -178,7 +176,6 @@ class SGLangServer:
         return self.send(path, body).result()
 
     def close(self) -> None:
-        """End requests; the server is left to who started it."""
         self._http.close()
 
     async def generate(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[list[int], list[Any], str | None]]:

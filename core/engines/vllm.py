@@ -1,9 +1,8 @@
 """vLLM behind the engine contract: its core in this process, stepped by our loop.
 
-vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
-``core.engines.sampling`` decides what ended a response, as for every engine. Samples of a prompt share its whole blocks
-by prefix caching. With tensor parallelism vLLM starts a process for each GPU, which imports this file for
-:class:`BucketReceiver` and :class:`UnknownIds`; else all of it is in this one.
+Ids go in, ids and log-probs come out; ``core.engines.sampling`` decides what ended a response. Samples of a prompt
+share its whole blocks by prefix caching. With tensor parallelism vLLM starts a process for each GPU, which imports this
+file for :class:`BucketReceiver` and :class:`UnknownIds`; else all of it is in this one.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ class VLLMEngine(InProcessEngine):
         # Without an executor named here vLLM would look for a Ray of its own inside a Ray actor.
         options = {**FIXED, "distributed_executor_backend": "mp" if processes > 1 else "uni", **options}
         if DEVICE == "cpu":
-            options |= _on_cpu(options)
-        self.reads_media = modality_of(skeleton.config).reads_media
-        if self.reads_media:
+            options = _on_cpu(options)
+        if reads_media := modality_of(skeleton.config).reads_media:
             from core.vision.vllm_pictures import prepare
 
             options |= prepare(skeleton)
@@ -89,7 +87,7 @@ class VLLMEngine(InProcessEngine):
         with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         super().__init__(tokenizer, skeleton, torch.device(DEVICE), self.llm.model_config.max_model_len)
-        self.sleeps = bool(options.get("enable_sleep_mode"))
+        self.sleeps, self.reads_media = bool(options.get("enable_sleep_mode")), reads_media
         self._rows: dict[str, Row] = {}
         self._names = map(str, count())
 
@@ -97,8 +95,7 @@ class VLLMEngine(InProcessEngine):
         return list(self._rows.values())
 
     def _admit(self) -> None:
-        """Submit every row: vLLM queues by itself."""
-        for row in self._waiting:
+        for row in self._waiting:  # vLLM queues by itself
             sampling, rule, name = row.request.sampling, row.rule, next(self._names)
             self._rows[name] = row
             self._submit(
@@ -151,18 +148,15 @@ class VLLMEngine(InProcessEngine):
         return self._ask(self.llm.collective_rpc, method, args=arguments)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
-        """Begin vLLM's own reloading, which packs and shards."""
         super().begin_update(weights)
         if self.asleep:
             self.llm.wake_up(["weights"])
         self._call("begin_buckets")
 
     def load(self, bucket: Bucket) -> None:
-        """Send a bucket to vLLM's processes, which open it."""
         self._call("load_bucket", bucket)
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        """Let each of vLLM's processes join the group that weights are broadcast in."""
         self._call("join_weights_group", address, first_rank, size, timeout_s)
 
     def _finish(self) -> list[Proof]:
@@ -181,8 +175,6 @@ class VLLMEngine(InProcessEngine):
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
         self._refuse_in_flight("probe")
-        if len(token_ids) < 2:
-            return np.zeros(0, np.float32)
         whole = RequestOutputKind.FINAL_ONLY
         self._submit("probe", token_ids, None, max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
         while not (outputs := self._ask(self.llm.step)):
@@ -209,11 +201,9 @@ class BucketReceiver:
     into the tensors that its kernels read."""
 
     def join_weights_group(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
-        """Join the group in which weights are broadcast, in which ``first_rank`` is this engine's first process."""
         GROUP.join(address, first_rank + self.rank, size, self.device, timeout_s)
 
     def begin_buckets(self) -> None:
-        """Begin to reload."""
         self.received: list[Checksum | None] = []
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.get_model())
@@ -248,21 +238,18 @@ class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Do nothing: all requests have the same ids."""
+        """All requests have the same ids."""
 
     def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
         return logits.index_fill_(1, self.ids, -torch.inf)
 
 
 def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the CPU build needs: a bounded cache, and whole prompts, because a seeded sample of a
-    prompt that comes in pieces rewinds a generator, which torch's on the CPU does not allow."""
-    changed: dict[str, Any] = {"enable_chunked_prefill": False}
-    if "max_num_batched_tokens" in options:
-        changed["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], options["max_model_len"])
-    if "kv_cache_memory_bytes" not in options and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        changed["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    return changed
+    """Return the arguments with what the CPU build needs: a bounded cache, and whole prompts, because a seeded sample of
+    a prompt that comes in pieces rewinds a generator, which torch's on the CPU does not allow."""
+    tokens = max(options.get("max_num_batched_tokens", 0), options["max_model_len"])
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+    return {"kv_cache_memory_bytes": CPU_CACHE_BYTES, **options, **whole}
 
 
 def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:

@@ -55,11 +55,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some weights and where their bytes are: ``files`` has the path of a file in memory for each node
-    (:func:`node_key`), None where rank 0 broadcasts them.
-
-    ``tensors`` has the weights themselves where learner and engine are one process; then there is no checksum.
-    """
+    """Some weights and where their bytes are: a file in memory for each node (:func:`node_key`), None where rank 0
+    broadcasts them. ``tensors`` are the weights themselves within one process; then there is no checksum."""
 
     weights: tuple[Weight, ...]
     checksum: Checksum | None = None
@@ -95,10 +92,8 @@ def node_key() -> str:
 
 
 def checksum(data: Tensor) -> Checksum:
-    """Return sums of the bits of a tensor's numbers, on the device where they are.
-
-    Any change of one number shows, and so do numbers, rows or blocks in another order: each is weighted by its place.
-    """
+    """Return sums of the bits of a tensor's numbers, each weighted by its place: any change of one shows, and so do
+    numbers, rows or blocks in another order."""
     words = data.detach().contiguous().reshape(-1).view(BITS[data.element_size()])
     rows = len(words) // SUMMED
     table, rest = words[: rows * SUMMED].view(rows, SUMMED), words[rows * SUMMED :]
@@ -170,11 +165,8 @@ GROUP = BroadcastGroup()
 
 
 class Staging:
-    """Memory of one bucket, ``data``, which a rank fills again and again.
-
-    A rank that does not ``broadcast`` also has a file in memory, which is gone with the process however it ends. On a
-    CPU it is ``data`` itself; from a GPU :meth:`publish` copies to it.
-    """
+    """Memory of one bucket, ``data``, which a rank fills again and again. A rank that does not ``broadcast`` also has a
+    file in memory, gone with the process: on a CPU it is ``data`` itself; from a GPU :meth:`publish` copies to it."""
 
     def __init__(self, size: int, device: torch.device, *, broadcast: bool = False):
         self.files: dict[str, str] | None = None
@@ -196,11 +188,8 @@ class Staging:
 
 @torch.no_grad()
 def pack(weights: Sequence[Weight], values: Iterable[Tensor], limit: int, staging: Staging | None) -> Iterator[Bucket]:
-    """Yield buckets of at most ``limit`` bytes; what one held is overwritten by the next.
-
-    ``values`` gathers a weight whole when it is taken, in the order of ``weights``: all ranks of a sharded model take
-    part, and those with ``staging`` keep it. Raises InputError where a weight is larger than a bucket.
-    """
+    """Yield buckets of at most ``limit`` bytes, each in the place of the one before. ``values`` gathers a weight whole
+    when it is taken: all ranks of a sharded model take part, and those with ``staging`` keep it. Raises InputError."""
     staged_size(weights, limit)
     left, wholes = list(reversed(weights)), iter(values)
     while left:
@@ -225,10 +214,8 @@ def staged_size(weights: Sequence[Weight], limit: int) -> int:
     """Return the bytes of staging memory that the weights need. Raises InputError where one is larger than a bucket."""
     largest = max(weights, key=lambda weight: weight.room)
     if largest.room > limit:
-        raise InputError(
-            f"{KEY}={limit // 2**20}: the weight {largest.names[0]} has {largest.room / 2**20:.0f} MiB, and a bucket "
-            f"holds whole weights; set at least {-(-largest.room // 2**20)}"
-        )
+        rule = f"the weight {largest.names[0]} has {largest.room / 2**20:.0f} MiB, and a bucket holds whole weights"
+        raise InputError(f"{KEY}={limit // 2**20}: {rule}; set at least {-(-largest.room // 2**20)}")
     return min(limit, sum(weight.room for weight in weights))
 
 
