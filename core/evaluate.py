@@ -331,11 +331,13 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
 def generate_command(args: argparse.Namespace) -> None:
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
     chosen, questions = call.config.actor_rollout_ref.rollout.val_kwargs, call.config.data.val_files
-    there = [path if Path(path).expanduser().is_file() else f"{path} (not there yet)" for path in questions]
+    absent = [path for path in questions if not Path(path).expanduser().is_file()]
+    there = ", ".join(questions) + (f" (not there yet: {', '.join(absent)})" if absent else "")
     how = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
-    dry = "dry run: " if is_dry_run() else ""
-    print(f"{dry}{chosen.n} a question ({how}) to {', '.join(there)} by {call.path}, into {call.out}", flush=True)
-    if not dry:
+    what = f"{chosen.n} a question, {how}, at most {call.config.data.max_response_length} tokens"
+    would = "dry run: it would write " if is_dry_run() else ""
+    print(f"{would}{what}: answers to {there} by {call.path}, into {call.out}", flush=True)
+    if not is_dry_run():
         worked = generate(call)
         print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
 

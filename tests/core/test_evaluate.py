@@ -428,7 +428,7 @@ def test_a_dry_run_writes_nothing(files, tmp_path, monkeypatch, capsys):
     command = ["generate", "dapo", "preset=script", "data.val_files=/nowhere/aime.parquet", "--model", "org/name"]
     assert evaluate.main([*command, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "/nowhere/aime.parquet (not there yet)" in said and "32 a question" in said and "top_p 0.7" in said
+    assert "not there yet: /nowhere/aime.parquet" in said and "32 a question" in said and "top_p 0.7" in said
     assert evaluate.main(["score", str(out), "--name", "x"]) == 0
     assert "a.jsonl (not there yet)" in capsys.readouterr().out
     assert not any(tmp_path.iterdir())

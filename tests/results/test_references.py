@@ -286,7 +286,7 @@ def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its
         line = ["bash", "-c", row["command"]]
         done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        greedy, sampled = done.stdout.split("dry run: ")[1:]
+        greedy, sampled = done.stdout.split("dry run: it would write ")[1:]
         told = (("greedy", greedy, "greedy, at most "), ("sampled", sampled, "1, top_p 0.95, at most "))
         for name, answers, decoding in told:
             assert f" by {row['model']}, " in answers and decoding in answers
