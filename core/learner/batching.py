@@ -6,8 +6,7 @@ decided here once, before anything is split by memory: micro-batches and ranks o
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from core.algorithm.losses import loss_weights
 from core.algorithm.sequences import count_by_sequence
 from core.config import code_by_path, registry
 from core.data.draw_order import permutation
-from core.types import ScoredGroup, TrainBatch
+from core.types import ScoredGroup, TrainBatch, Trajectory
 from reward_scores.score import ScoreStatus
 
 if TYPE_CHECKING:
@@ -31,28 +30,20 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
 
     A sequence whose score is masked has an empty ``loss_mask``: no loss, and out of every denominator. An
     answer that could not be graded is out of its group's statistics too; one that was cut short is not.
-
     Without ``state_masking`` what tools wrote is trained on as if the policy had written it: Search-R1's ablation.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
-    if not trajectories:
-        raise ValueError("make_batch needs at least one group")
 
-    def flat(of_prompts: Iterable[Any], of_responses: Iterable[Any], dtype: type) -> Tensor:
-        """Return [N]: a value or an array for each prompt, and for each response."""
-        out, start = np.zeros(int(lengths.sum()), dtype), 0
-        for t, prompt, response in zip(trajectories, of_prompts, of_responses, strict=True):
-            middle = start + len(t.prompt_ids)
-            out[start:middle] = prompt
-            start = middle + len(t.response_ids)
-            out[middle:start] = response
-        return torch.from_numpy(out)
+    def flat(of_response: Callable[[Trajectory], Any], dtype: type) -> Tensor:
+        """Return [N]: the values of each response behind a zero for each token of its prompt."""
+        parts = (part for t in trajectories for part in (np.zeros(len(t.prompt_ids)), of_response(t)))
+        return torch.from_numpy(np.concatenate([*parts], dtype=dtype, casting="unsafe"))
 
     lengths = torch.tensor([len(t.prompt_ids) + len(t.response_ids) for t in trajectories])
-    nothing = [0] * len(trajectories)
-    sampled = flat(nothing, (t.response_mask for t in trajectories), np.bool_)
-    response_mask = sampled if state_masking else flat(nothing, [1] * len(trajectories), np.bool_)
+    ids = np.concatenate([part for t in trajectories for part in (t.prompt_ids, t.response_ids)], dtype=np.int32)
+    sampled = flat(lambda t: t.response_mask, np.bool_)
+    response_mask = sampled if state_masking else flat(lambda t: np.ones(len(t.response_ids)), np.bool_)
     live = torch.tensor([not score.masked for score in scores])
     errored = torch.tensor([s.masked and s.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH) for s in scores])
     sizes = torch.tensor([len(group) for group in groups])
@@ -61,13 +52,13 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
         baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)
     media = {number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media}
     return TrainBatch(lengths, {}, pad_id, media).adding(
-        input_ids=flat((t.prompt_ids for t in trajectories), (t.response_ids for t in trajectories), np.int32),
+        input_ids=torch.from_numpy(ids),
         response_mask=response_mask,
         loss_mask=response_mask & live.repeat_interleave(lengths),
         group=torch.arange(len(groups)).repeat_interleave(sizes),
         reward=torch.tensor([score.value for score in scores], dtype=torch.float32),
         in_group_stats=~errored,
-        rollout_log_probs=flat(nothing, (t.logprobs for t in trajectories), np.float32),
+        rollout_log_probs=flat(lambda t: t.logprobs, np.float32),
         sampled_mask=None if state_masking else sampled,
         baseline=baseline,
     )
@@ -81,8 +72,7 @@ def mini_batching(
 ) -> Callable[[TrainBatch], Iterator[TrainBatch]]:
     """Return a function that yields the mini-batches of a batch, as a section of the configuration cuts it.
 
-    Tokens that the policy loss treats apart are ``selected`` by it, among all of a mini-batch: by the old log-probs, or
-    the engine's where those stand for them.
+    A policy loss that treats tokens apart has ``selected`` them, by the old log-probs or the engine's in their place.
     """
     entry = registry.policy_loss(loss_mode)
     mode = entry.aggregation or part.loss_agg_mode
@@ -118,9 +108,8 @@ def mini_batches(
 ) -> Iterator[TrainBatch]:
     """Yield the mini-batches, each of which one optimizer step trains on, with their ``loss_weight``.
 
-    ``prompts`` groups make one of them (verl's ``ppo_mini_batch_size``), in the order of the batch or, with
-    ``shuffle_seed``, shuffled anew in every epoch. None splits a group; the last one is smaller where the number of
-    groups does not divide. ``scale_factor`` is the constant that seq-mean-token-sum-norm divides by.
+    ``prompts`` whole groups make one (verl's ``ppo_mini_batch_size``), the last one perhaps fewer, in the order of the
+    batch or, with ``shuffle_seed``, shuffled anew in every epoch. ``scale_factor`` is seq-mean-token-sum-norm's.
     """
     n_groups = int(batch.group.max()) + 1
     for epoch in range(epochs):
@@ -133,11 +122,9 @@ def mini_batches(
 
 
 def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
-    """Return [B] bool: the sequences that can move a weight.
+    """Return [B] bool: the sequences that can move a weight; leaving the others out keeps the objective.
 
-    ``loss_weight`` was computed before, over all sequences, so leaving the others out keeps the objective. A sequence
-    without weight never moves anything. One whose advantages are all zero does not either, if nothing but the
-    policy-gradient term trains (no KL loss, no entropy bonus, no critic).
+    One without weight moves nothing, nor does one whose advantages are all zero where no other term trains.
     """
     contributes = count_by_sequence(batch.require("loss_weight") != 0, batch.lengths) > 0
     if only_advantages_train:
@@ -159,43 +146,35 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
 
     The longest sequence that is left goes to the rank with the fewest tokens among those with room.
     """
-    room = -(-len(lengths_B) // ranks)
+    room, tokens = -(-len(lengths_B) // ranks), [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (tokens, rank)
     for index in torch.argsort(lengths_B, descending=True, stable=True).tolist():
-        tokens, rank = heapq.heappop(open_ranks)
+        rank = min((rank for rank in range(ranks) if len(shares[rank]) < room), key=tokens.__getitem__)
         shares[rank].append(index)
-        if len(shares[rank]) < room:
-            heapq.heappush(open_ranks, (tokens + int(lengths_B[index]), rank))
+        tokens[rank] += int(lengths_B[index])
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
 
 
 def micro_batches(
     batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, TrainBatch]]:
-    """Yield pieces with the indices of their sequences, the longest first.
+    """Yield pieces of at most so many sequences or tokens, with the indices of their sequences, the longest first.
 
-    ``max_sequences`` bounds the sequences of a piece, ``max_tokens`` its tokens, so that the budget is never exceeded:
-    each sequence goes into the first piece with room for it, which makes never more than 11/9 of the fewest pieces plus
-    one (first-fit decreasing, Johnson 1973). Raises ValueError for a sequence that alone is over the budget.
+    A sequence goes into the first piece with room for it (first-fit decreasing, Johnson 1973: at most 11/9 of the
+    fewest pieces plus one). Raises ValueError for a sequence that alone is over the budget of tokens.
     """
-    lengths = batch.lengths.tolist()
-    order = torch.argsort(batch.lengths, descending=True, stable=True).tolist()
-    most = max_sequences or len(order)
+    lengths = batch.lengths.tolist() if max_tokens is not None else [1] * len(batch)
+    size = max_sequences or len(batch) if max_tokens is None else max_tokens
     pieces: list[list[int]] = []
-    room: list[int] = []  # in tokens
-    if max_tokens is None:
-        pieces = [order[start : start + most] for start in range(0, len(order), most)]
-    elif order and lengths[order[0]] > max_tokens:
-        raise ValueError(
-            f"a sequence of {lengths[order[0]]} tokens is longer than the token budget of {max_tokens}: "
-            "raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu)"
-        )
-    for index in order if max_tokens is not None else ():
+    room: list[int] = []  # of each piece, in tokens or sequences
+    for index in torch.argsort(batch.lengths, descending=True, stable=True).tolist():
+        if lengths[index] > size:
+            rule = f"a sequence of {lengths[index]} tokens is longer than the token budget of {size}"
+            raise ValueError(f"{rule}: raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu)")
         place = next((number for number, left in enumerate(room) if left >= lengths[index]), len(room))
         if place == len(room):
             pieces.append([])
-            room.append(max_tokens)
+            room.append(size)
         pieces[place].append(index)
         room[place] -= lengths[index]
     for piece in pieces:

@@ -87,7 +87,7 @@ class Stepper:
     ) -> dict[str, float]:
         """Take one step for each batch of ``steps``, with the gradients that ``accumulate`` adds. Return the metrics.
 
-        ``losses`` are partial sums of ``accumulate``: each counts once a step, however many parts and ranks add to it.
+        ``losses`` are its partial sums: each counts once a step, however many parts and ranks add to it.
         """
         means, skipped, learning_rate = MetricSums(), 0, self.base_lr * lr_multiplier
         for number, batch in enumerate(steps):
@@ -120,9 +120,8 @@ class Actor(Policy):
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         """Take one AdamW step for each batch of ``steps``. Return ``actor/...`` and ``rollout_corr/...`` metrics.
 
-        Where ``old_log_probs`` is not set the batch is the only optimizer step of its rollout, the
-        ratio is one by definition and the pass's own log-probs, detached, stand for the old ones. With ``bypass``
-        there may be several steps; the mismatch is then that of the first, before any weight has moved.
+        Without ``old_log_probs`` the batch is the only step of its rollout, and the pass's own log-probs stand for
+        them: the ratio is one. With ``bypass`` there may be several; the mismatch is that of the first.
         """
         self.mismatch, self.traced = MetricSums(), TracedTokens()
         losses = ("pg_loss", "kl_loss") if self.config.use_kl_loss else ("pg_loss",)
@@ -146,10 +145,7 @@ class Actor(Policy):
                 self.measure(log_prob, entropy, idle)
 
     def measure(self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch) -> None:
-        """Add the difference between engine and learner, which means something only before a weight has moved.
-
-        What no engine wrote (demonstrations) has no log-probs to compare with.
-        """
+        """Add the difference to an engine that wrote the tokens, which means something before a weight has moved."""
         if self.stepper.number == 0 and "rollout_log_probs" in batch.stored:
             add_mismatch(self.mismatch, log_prob_N, batch, entropy_N)
 

@@ -37,10 +37,7 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
     """
     if not model.lora_rank:
         return module
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        raise InputError(f"model.lora_rank={model.lora_rank}: {error}; pip install '.[lora]'") from error
+    from peft import LoraConfig, inject_adapter_in_model
 
     from core.learner.models import located
 
@@ -56,10 +53,7 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        try:
-            inject_adapter_in_model(config, module, ADAPTER)
-        except ValueError as error:
-            raise InputError(f"model.target_modules={list(model.target_modules)}: {error}") from error
+        inject_adapter_in_model(config, module, ADAPTER)
     if head is not None and module.get_output_embeddings() is not head:
         raise InputError("model.target_modules: the output head cannot have an adapter; leave lm_head out")
     for name in own_heads:
@@ -160,7 +154,7 @@ def merge_saved(folder: Path, saved: Base | None, path: str | None = None) -> nn
     from transformers import AutoConfig
 
     from core.checkpoint.provenance import base_of
-    from core.learner.models import auto_class, resolve_path
+    from core.learner.models import auto_class, resolve_path, tied
 
     config = PeftConfig.from_pretrained(folder)
     if config.peft_type != "LORA" or getattr(config, "megatron_config", None):  # with it peft imports megatron_core
@@ -168,10 +162,8 @@ def merge_saved(folder: Path, saved: Base | None, path: str | None = None) -> nn
     path = resolve_path(path or config.base_model_name_or_path, "--base")
     found = base_of(path)
     if saved is not None and saved.sha256 != found.sha256:
-        raise InputError(
-            f"--base={path} (weights of SHA-256 {found.sha256[:12]}): {folder} holds adapters of another base, "
-            f"{saved.path} as it was then (SHA-256 {saved.sha256[:12]}): give that base"
-        )
+        rule = f"{folder} holds adapters of another base, {saved.path} of SHA-256 {saved.sha256[:12]}: give that one"
+        raise InputError(f"--base={path} (weights of SHA-256 {found.sha256[:12]}): {rule}")
     shape = AutoConfig.from_pretrained(folder)
-    base = auto_class(shape).from_pretrained(path, config=shape, dtype=torch.float32)
+    base = tied(auto_class(shape).from_pretrained(path, config=shape, dtype=torch.float32))
     return PeftModel.from_pretrained(base, folder).merge_and_unload()

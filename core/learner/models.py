@@ -75,11 +75,7 @@ def located(path: str) -> str:
 
 @contextmanager
 def readable(path: str, key: str = MODEL) -> Iterator[None]:
-    """Turn what transformers raises for a folder or hub id that it cannot read into one line.
-
-    Raises:
-        InputError: the id is unknown or out of reach, or a file is missing or damaged.
-    """
+    """Raise what transformers raises for a folder or hub id that it cannot read as an InputError of one line."""
     from safetensors import SafetensorError
 
     try:
@@ -154,11 +150,11 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
     model, data = config.actor_rollout_ref.model, config.data
     text = _model_config(model, resolve_path(model.path, weights=False)).get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    keys = f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}"
+    fix = "lower them, leave longer prompts out (data.filter_overlong_prompts=True), or take a model of more positions"
     problems = [
-        f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}: the "
-        f"longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
-        f"max_position_embeddings={positions}; lower them, leave longer prompts out "
-        "(data.filter_overlong_prompts=True), or take a model of more positions"
+        f"{keys}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
+        f"max_position_embeddings={positions}; {fix}"
         for key, (prompt, more) in longest.items()
         if prompt + more > positions
     ]
@@ -170,11 +166,7 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
 
 
 def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False) -> nn.Module:
-    """Load the language model, which may read media, with dropout off: a ratio between two passes must be the
-    policies' alone.
-
-    ``on_meta`` builds it without reading or allocating a weight.
-    """
+    """Load the language model, which may read media. ``on_meta`` builds it without reading or allocating a weight."""
     return _load(TEXT.auto_class, model, dtype, on_meta)
 
 
@@ -199,18 +191,18 @@ def load_classifier(model: Section, *, on_meta: bool = False) -> tuple[nn.Module
     path = resolve_path(model.path, REWARD_MODEL, weights=not on_meta)
     with readable(path, REWARD_MODEL):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    names = tuple(config.architectures or ())
-    ending = next((end for end in CLASSIFIERS if any(name.endswith(end) for name in names)), None)
-    if ending is None or config.num_labels != 1:
-        has = f"{', '.join(names) or 'no architecture'} with {config.num_labels} labels"
+    names = " ".join(config.architectures or ())
+    kind = next((kind for end, kind in CLASSIFIERS.items() if end in names), None)
+    if kind is None or config.num_labels != 1:
+        has = f"{names or 'no architecture'} with {config.num_labels} labels"
         rule = f"it has {has}; a reward model is a sequence or token classifier with one label"
         raise InputError(f"{REWARD_MODEL}={model.path}: {rule}")
-    auto = getattr(transformers, CLASSIFIERS[ending])
+    auto = getattr(transformers, kind)
     dtype = compute_dtype(model.fsdp_config.dtype) or torch.float32
     options = {"config": config, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
     with quiet(), torch.device("meta") if on_meta else nullcontext():
         module = auto.from_config(**options) if on_meta else auto.from_pretrained(path, **options)
-    return module.eval().requires_grad_(False), ending == "ForTokenClassification"
+    return module.eval().requires_grad_(False), "TokenClassification" in kind
 
 
 def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
@@ -218,6 +210,22 @@ def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
     import transformers
 
     return getattr(transformers, modality_of(config).auto_class if auto == TEXT.auto_class else auto)
+
+
+def tied(module: nn.Module) -> nn.Module:
+    """Tie the head to the embeddings where the model's configuration ties them, whatever the files hold.
+
+    transformers leaves apart what the files hold as two matrices; engines tie them, and so does who reads an export.
+    """
+    inputs, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if module.config.get_text_config().tie_word_embeddings and head is not None and head.weight is not inputs.weight:
+        log.warning(
+            "%s: tie_word_embeddings is true and the files hold a head of its own, which is not used: head and "
+            "embeddings are the embeddings' one matrix, in training, engines and checkpoints",
+            module.config.name_or_path,
+        )
+        head.weight = inputs.weight
+    return module
 
 
 def freeze_parts(module: nn.Module, config: Config) -> nn.Module:
@@ -240,7 +248,8 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
     _import_external(model)
     path = resolve_path(model.path, weights=not on_meta)
     config = _model_config(model, path)
-    for name, value in head.items():
+    # Dropout is off: a ratio between two passes must be the policies' alone
+    for name, value in {**head, **{name: 0.0 for name in DROPOUTS if hasattr(config, name)}}.items():
         setattr(config, name, value)
     options = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
     with quiet():
@@ -250,16 +259,11 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
             with suppress(OSError):  # not every model has one; it names all ids that end a response
                 module.generation_config = transformers.GenerationConfig.from_pretrained(path)
         else:
-            module = auto_class(config, auto).from_pretrained(path, config=config, **options)
+            module = tied(auto_class(config, auto).from_pretrained(path, config=config, **options))
     modality_of(config).load_processor(module, path)
-    for name in DROPOUTS:
-        if hasattr(module.config, name):
-            setattr(module.config, name, 0.0)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-        elif isinstance(getattr(part, "attention_dropout", None), float):  # a plain number of attention's own
-            part.attention_dropout = 0.0
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module.train()  # gradient checkpointing works in training mode only; with dropout off they agree

@@ -53,10 +53,7 @@ def places(lengths_B: Tensor) -> Tensor:
 
 
 def can_share(module: nn.Module) -> bool:
-    """Return whether a model's prompts are shared: not in float64, which is for proofs.
-
-    Models that normalise in float32 would differ by its rounding, more than a proof allows.
-    """
+    """Return whether a model's prompts are shared: not in float64, whose proofs a norm in float32 would spoil."""
     return module.dtype != torch.float64
 
 
@@ -92,9 +89,8 @@ class Segments:
 def shared_prompts(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor) -> Segments | None:
     """Return the prompt of each group once, then every answer up to its last token that predicts one of the mask.
 
-    The last token of a prompt is the first of its answers, since its state predicts. A prompt ends before the first
-    token of the mask. None where no prompt is shared, a sequence has nothing in the mask, or the sequences of a group
-    begin differently.
+    The last token of a prompt, before the first of the mask, is the first of its answers, since its state predicts.
+    None where no prompt is shared, a sequence has nothing in the mask, or sequences of a group begin differently.
     """
     count, device = len(lengths_B), ids_N.device
     number_B, start_B = torch.arange(count, device=device), lengths_B.cumsum(0) - lengths_B
@@ -143,8 +139,7 @@ class ForwardInputs:
     def at_tokens(self, values_M: Tensor) -> Tensor:
         """Return [N]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
 
-        All ranks that split the sequences then compute the same loss. DTensor treats its gradient as one, not as one
-        a rank, and gives each rank the part that belongs to its own values: nothing is counted twice.
+        All ranks then compute the same loss, whose gradient DTensor treats as one: nothing is counted twice.
         """
         if self.mesh is not None:
             from torch.distributed.tensor import DTensor, Shard

@@ -92,10 +92,9 @@ ALONE = Ranks()
 
 
 def _in_precision_of_passes(_: nn.Module, __: Any, states: Tensor) -> Tensor:
-    """Return the embeddings of a pass in autocast's precision, so that the sums between layers have it too.
+    """Return the embeddings of a pass in autocast's precision, and with them the sums between layers.
 
-    Engines and sharded learners compute so. Autocast alone leaves these sums in the weights' float32, which a
-    third of the work then goes through, and differs more from the engine's log-probs.
+    Engines and sharded learners compute so. Autocast alone leaves these sums in float32: slower, further from engines.
     """
     kind = states.device.type
     return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
@@ -228,8 +227,7 @@ class BasePolicy(Policy):
 class TracedTokens:
     """What an update computed of the rows that ``TrainBatch.trace_row`` numbers, for ``trainer.trace``.
 
-    The update's own pass is the only one that has the ratio, the entropy and what clipping did. A later epoch's numbers
-    replace those of an earlier one.
+    Its own pass alone has the ratio, the entropy and what clipping did. A later epoch replaces an earlier one.
     """
 
     def __init__(self) -> None:

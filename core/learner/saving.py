@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint.provenance import ModelFingerprint, base_of
+from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
 from core.checkpoint.store import DamagedCheckpoint
 from core.errors import InputError
@@ -74,13 +74,13 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
 
     own = getattr(model, "generation_config", None)
     with quiet(), full_disk_as_oserror(folder):
-        try:
-            if own is not None:
+        if own is not None:
+            try:
                 own.validate(strict=True)
-        except ValueError as error:  # of published models too, which load and must not end a run when it saves
-            log.info("generation_config of the model is not valid, and its ids alone are saved: %s", error)
-            ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-            model.generation_config = GenerationConfig(**ids)
+            except ValueError as error:  # of published models too, which load and must not end a run when it saves
+                log.info("generation_config of the model is not valid, and its ids alone are saved: %s", error)
+                ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+                model.generation_config = GenerationConfig(**ids)
         try:
             model.save_pretrained(folder, state_dict=state_dict)
         finally:
@@ -94,10 +94,8 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
 def load_weights(model: Any, folder: Path) -> None:
     """Put the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
 
-    Goes through ``from_pretrained``, the one reader that handles sharded files, tied weights and the renamings that
-    transformers applies on saving; needs memory for a second copy meanwhile.
-
-    Raises InputError for a parameter that is missing, left over, or of another shape.
+    ``from_pretrained`` reads them, which handles sharded files, tied weights and the renamings of transformers, into a
+    second copy. Raises InputError for a parameter that is missing, left over, or of another shape.
     """
     if (folder / ADAPTERS).exists():  # transformers would load the base that they name, from wherever they name it
         raise InputError(f"{folder} holds weights of another model: adapters, and this run has none")
@@ -186,10 +184,8 @@ def load_optimizer(
 ) -> None:
     """Load the optimizer of ``actor/`` or ``critic/``, which one process or any number of ranks wrote.
 
-    ``place`` returns this rank's part of a whole tensor that belongs to a parameter; None: all of it.
-
-    Raises:
-        DamagedCheckpoint: it has no optimizer, or one of another model.
+    ``place`` returns this rank's part of a whole tensor that belongs to a parameter; None: all of it. Raises
+    DamagedCheckpoint where there is no optimizer, or one of another model.
     """
     from safetensors.torch import load_file
 
@@ -234,15 +230,13 @@ def fingerprints(
     is not known. The base of adapters has to be known once it is loaded, since their checkpoint does not hold it.
     """
     paths = {"actor": config.actor_rollout_ref.model.path, "critic": config.critic.model.path}
-    found = {}
+    bases: dict[str, Base | None] = dict.fromkeys(modules)
     for name, module in modules.items():
-        base = None
         try:
-            base = base_of(located(paths[name]))
+            bases[name] = base_of(located(paths[name]))
         except (OSError, ValueError) as error:
             if loaded and has_adapters(module):
                 raise
             if loaded:
                 log.warning("the weights that the %s starts from are not recorded: %s", name, error)
-        found[name] = ModelFingerprint.of(module, base)
-    return found
+    return {name: ModelFingerprint.of(module, bases[name]) for name, module in modules.items()}

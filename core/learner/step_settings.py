@@ -25,9 +25,7 @@ SHARE = 64  # of a GPU's memory, in float32, at most
 
 def head_logits(memory: float | None) -> int:
     """Return the number of logits for a GPU of ``memory`` bytes, or for a CPU (None)."""
-    if memory is None:
-        return CPU_LOGITS
-    return max(CPU_LOGITS, min(GPU_LOGITS, int(memory) // (4 * SHARE)))
+    return CPU_LOGITS if memory is None else max(CPU_LOGITS, min(GPU_LOGITS, int(memory) // (4 * SHARE)))
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,7 @@ class StepNeeds:
         With one mini-batch the ratio is one by definition: the update's own pass then gives the old log-probs.
         """
         off_policy = int(batch.group.max()) >= self.prompts_per_mini_batch  # for all mini-batches but the first
-        return self.recompute_old_log_probs == "always" or (
-            self.recompute_old_log_probs == "if_off_policy" and off_policy
-        )
+        return {"always": True, "if_off_policy": off_policy, "never": False}[self.recompute_old_log_probs]
 
 
 # --- the learning rate ---
@@ -75,7 +71,7 @@ class StepNeeds:
 
 def constant(index: int, warmup: int) -> float:
     """Rise linearly from 0 to 1 over ``warmup`` steps, then stay at 1."""
-    return min(1.0, index / max(warmup, 1)) if index < warmup else 1.0
+    return min(1.0, index / warmup) if warmup else 1.0
 
 
 def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5) -> float:
@@ -84,7 +80,7 @@ def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_c
     Half a wave ends at ``min_lr_ratio`` at index ``total``; beyond it the wave goes on, as published.
     """
     if index < warmup:
-        return index / max(warmup, 1)
+        return constant(index, warmup)
     progress = (index - warmup) / max(total - warmup, 1)
     wave = 0.5 * (1 + math.cos(2 * math.pi * num_cycles * progress))
     return max(0.0, min_lr_ratio + (1 - min_lr_ratio) * wave)

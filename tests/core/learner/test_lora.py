@@ -185,7 +185,7 @@ def test_target_modules_are_named_as_in_peft(folders, overrides, expected):
     "target, said", [("[lm_head]", "the output head cannot have an adapter"), ("[nothing]", "not found")]
 )
 def test_target_modules_that_cannot_be_are_refused(folders, target, said):
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(ValueError, match=said):
         adapted(folders["qwen2"], f"actor_rollout_ref.model.target_modules={target}")
 
 

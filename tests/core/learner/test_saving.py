@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from core.checkpoint.run_state import save_tensors
 from core.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from core.config import compose
 from core.errors import InputError
 from core.export import export, find_checkpoint, main
 from core.learner import saving
 from core.learner.learner import Actor
+from core.learner.models import load_policy
 from core.learner.saving import OPTIMIZER, export_hf, load_optimizer, load_weights, optimizer_tensors, save_files
 from tests.checkpoints import ROOT, flip_bit
 from tests.core.learner.test_learner import actor_config, one_step, random_batch
@@ -45,6 +47,21 @@ def save(root, model, step: int = 3) -> CheckpointStore:
         save_tensors(folder / "actor" / "optimizer.pt", {"x": torch.ones(2)})
         (folder / "driver.pt").write_text("{}")
     return store
+
+
+def test_two_matrices_that_the_configuration_ties_are_one_in_training_and_in_what_is_saved(tmp_path, caplog):
+    """transformers would train and save both, and an engine would compute with one."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "two")
+    config = json.loads((tmp_path / "two" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "two" / "config.json").write_text(json.dumps(config))
+    trained = load_policy(compose("ppo", [f"actor_rollout_ref.model.path={tmp_path / 'two'}"]).actor_rollout_ref.model)
+    assert trained.lm_head.weight is trained.model.embed_tokens.weight
+    assert torch.equal(trained.lm_head.weight, model.model.embed_tokens.weight)
+    assert "tie_word_embeddings" in caplog.text
+    export_hf(trained, None, tmp_path / "one")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert torch.equal(logits(loaded), logits(trained))
 
 
 @pytest.mark.parametrize("name", MODELS)
