@@ -1,8 +1,7 @@
 """Files: written whole or not at all, checked for what a download left out, and copied from and to URLs.
 
-A URL (``s3://bucket/train.parquet``) is reached by a driver of fsspec, which takes logins and addresses from the
-environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``). What is read is copied once a node, to ``RLREPRO_CACHE``
-(default ``~/.cache/rlrepro``), from which nothing is ever deleted. fsspec is imported for a URL alone.
+A URL is reached by a driver of fsspec, which takes logins and addresses from the environment. What is read is copied
+once a node, to ``RLREPRO_CACHE`` (default ``~/.cache/rlrepro``), from which nothing is ever deleted.
 """
 
 from __future__ import annotations
@@ -72,51 +71,37 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def inside(folder: Path, name: Any, listed: str | os.PathLike[str]) -> Path:
-    """Return the path of a file of this name in ``folder``, where it need not exist yet.
+    """Return the path of a file of this name in ``folder``, from a list that anybody may have written.
 
-    Raises InputError for a name that leads elsewhere, a link included: the list ``listed`` may come from anybody.
+    Raises InputError for a name that leads elsewhere, a link included.
     """
     plain = isinstance(name, str) and "\0" not in name and "\\" not in name and str(PurePosixPath(name)) == name != "."
     if plain and ".." not in name.split("/") and (folder / name).resolve().is_relative_to(folder.resolve()):
         return folder / name
     raise InputError(
-        f"{listed}: the file name {ascii(name)[:200]} leads out of its folder, or is no name of a file; somebody has "
-        "altered this, take it from where it was made"
+        f"{listed}: the file name {ascii(name)[:200]} leads out of its folder; it was altered, do not use it"
     )
 
 
-def damage(path: Path, *, weights: bool = True) -> str | None:
-    """Return what a download left incomplete of a file, or of a model's folder; None where nothing is found.
-
-    Of a folder the configurations and the tokenizer are read, with ``weights`` also the headers of the weights, which
-    tell their sizes; no tensor is read.
-    """
-    files = [path]
-    if path.is_dir():
-        names = ["*config.json", "tokenizer.json", *(["*.safetensors", "*.safetensors.index.json"] if weights else [])]
-        files = [file for name in names for file in sorted(path.glob(name))]
-    return next((f"{file.name} {what}" for file in files if file.is_file() and (what := _damage(file))), None)
-
-
-def _damage(file: Path) -> str | None:
+def damage(path: Path) -> str | None:
+    """Return what a download left incomplete of a file, or of a model's folder; None where nothing is found."""
     from safetensors import SafetensorError, safe_open
 
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
-        if stream.read(len(POINTER)) == POINTER:
-            return f"is a Git LFS pointer of {size:,} bytes to a file that was not fetched (git lfs pull)"
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, "numpy"):
-                return None
-        content = json.loads(file.read_bytes()) if file.suffix == ".json" else {}
-        names = content["weight_map"].values() if file.name.endswith(".index.json") else ()
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"is cut short or altered: it has {size:,} bytes ({error})"
-    absent = sorted(name for name in set(names) if not inside(file.parent, name, file).is_file())
-    if absent:
-        return f"names {len(set(names))} files, of which {len(absent)} are not there ({', '.join(absent[:3])})"
-    return None if size else "is empty (0 bytes)"
+    for file in [path] if path.is_file() else [*path.glob("*.json"), *path.glob("*.safetensors")]:
+        with open(file, "rb") as stream:
+            begin = stream.read(len(POINTER))
+        size = f"{file.stat().st_size:,} bytes"
+        if begin == POINTER:
+            return f"{file.name} is a Git LFS pointer of {size} to a file that was not fetched (git lfs pull)"
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "numpy"):  # compares the sizes in the header with that of the file
+                    pass
+        except (SafetensorError, OSError) as error:
+            return f"{file.name} is cut short or altered: it has {size} ({error})"
+        if not begin:
+            return f"{file.name} is empty ({size})"
+    return None
 
 
 def is_url(text: str | Path) -> bool:
@@ -159,10 +144,7 @@ def place(url: str, key: str) -> tuple[Any, str]:
 
 @contextmanager
 def explained(url: str, key: str, *, writing: bool = False) -> Iterator[None]:
-    """Turn what a driver raises into one line. Each driver has errors of its own, so all of them are caught.
-
-    Raises InputError; WriteFailed where the place was to be written, for another try may succeed.
-    """
+    """Raise what a driver raises (each has errors of its own) as InputError, or WriteFailed, of one line."""
     try:
         yield
     except InputError:
@@ -175,10 +157,9 @@ def explained(url: str, key: str, *, writing: bool = False) -> Iterator[None]:
 
 
 def local_path(path: str | Path, key: str = "URL", *, without: Sequence[str] = ()) -> str:
-    """Return a path as it is, and for a URL that of its copy on this node, made first if need be.
+    """Return a path as it is, and for a URL that of its copy on this node: for a process always the same one.
 
-    Every call in a process returns the same copy, whatever changes at the URL meanwhile. Of a folder, files whose names
-    match ``without`` are left out. Raises InputError, which names ``key``.
+    Of a folder, files whose names match ``without`` are left out. Raises InputError, which names ``key``.
     """
     return _copied(str(path).rstrip("/"), key, tuple(without)) if is_url(path) else str(path)
 
@@ -221,9 +202,7 @@ def download(fs: Any, source: str, target: Path, key: str, url: str) -> None:
         fs.get_file(source, str(target))
         size = fs.size(source)
     if size not in (None, target.stat().st_size):
-        raise InputError(
-            f"{key}={url}: {source} has {size} bytes there, and {target.stat().st_size} arrived; try again"
-        )
+        raise InputError(f"{key}={url}: {target.stat().st_size} of {size} bytes of {source} arrived; try again")
     fsync(target)
 
 

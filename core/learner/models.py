@@ -53,7 +53,7 @@ def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
     local = Path(local_path(path, key, without=() if weights else WEIGHT_FILES)).expanduser()
     if not (local / "config.json").exists():
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
-    if what := damage(local, weights=weights or not is_url(path)):
+    if what := damage(local):
         raise InputError(f"{key}={path}: {what}; {DOWNLOAD_AGAIN}")
     return str(local)
 

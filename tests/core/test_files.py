@@ -93,29 +93,13 @@ def test_cut_weights_are_found_with_their_size(model, size):
     ("name", "content", "what"),
     [
         ("model.safetensors", b"<!DOCTYPE html><html>404</html>", "is cut short or altered"),
-        ("tokenizer.json", b'{"model": {"vocab": {"a": 0,', "is cut short or altered: it has 28 bytes"),
-        ("tokenizer_config.json", b"", "is cut short or altered"),
+        ("tokenizer_config.json", b"", "is empty (0 bytes)"),
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a Git LFS pointer"),
     ],
 )
 def test_other_remains_of_a_download(model, name, content, what):
     (model / name).write_bytes(content)
     assert damage(model).startswith(f"{name} {what}")
-
-
-def test_the_parts_of_a_large_model(model):
-    (model / "model.safetensors").unlink()
-    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    index = model / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1]}}))
-    save_file({"a": np.zeros(9, np.float32)}, model / names[0])
-    assert f"of which 1 are not there ({names[1]})" in damage(model)
-    assert damage(model, weights=False) is None
-    save_file({"b": np.zeros(9, np.float32)}, model / names[1])
-    assert damage(model) is None
-    index.write_text(json.dumps({"weight_map": {"a": "../other/model.safetensors"}}))
-    with pytest.raises(InputError, match="leads out of its folder"):
-        resolve_path(str(model))
 
 
 @pytest.mark.parametrize("size", [0, 10, -1])
@@ -197,7 +181,7 @@ def test_an_interrupted_or_short_copy_is_made_again(model, copies, monkeypatch):
         get_file(self, path, into, **options)
         Path(into).write_bytes(b"")
 
-    for broken, what in ((breaks, "cannot be read .ConnectionError: reset"), (short, "bytes there, and 0 arrived")):
+    for broken, what in ((breaks, "cannot be read .ConnectionError: reset"), (short, "0 of .* arrived")):
         with monkeypatch.context() as patch:
             patch.setattr(memory, "get_file", broken)
             with pytest.raises(InputError, match=f"model.path={url}: .*{what}"):
