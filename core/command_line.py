@@ -15,6 +15,7 @@ import io
 import logging
 import os
 import shutil
+import socket
 import sys
 import textwrap
 import traceback
@@ -22,11 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, verl_names
 from core.config.defaults import resolve
 from core.config.section import Limit, show
 from core.errors import FULL, InputError, OutOfMemory, UnhealthyRun, WorkersLost, WriteFailed, printable, write_failed
+from core.files import is_url
 
 log = logging.getLogger("core")
 
@@ -268,12 +272,23 @@ def work(trainer: str, config: Config) -> None:
     handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
+    _offline_where_no_hub_is(config)
     try:
         run = train(load_trainer(trainer), config).run
     except KeyboardInterrupt:  # before the first step, or after the last: in between a signal is a request
         print("SIGINT: stopped before the first step; the same command begins again", file=sys.stderr)
         raise SystemExit(130) from None
     print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
+
+
+def _offline_where_no_hub_is(config: Config) -> None:
+    """Tell Hugging Face's libraries, which then are not imported yet, that the hub is away: they try for a minute."""
+    models = [path for path in paths.models(config).values() if path and not (paths.is_local(path) or is_url(path))]
+    if models and not getproxies():
+        try:
+            socket.getaddrinfo(urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname, 443)
+        except OSError:
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def train(trainer: Callable[[Config], Any], config: Config) -> Any:
