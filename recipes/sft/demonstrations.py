@@ -109,6 +109,11 @@ class Writer:
         stretches, done = [], ""
         for number in turns:
             before, after = self._before(messages[:number]), self.chats.render(messages[: number + 1])
+            asked = self.chats.render(messages[:number])
+            if after.startswith(asked) and not after.startswith(before):
+                opening = before.removeprefix(asked)
+                rule = f"the chat template begins an answer with {opening!r}, and writes a given answer without it"
+                raise DemonstrationError(rule, "put it into the answers, or set another chat template")
             if not (before.startswith(done) and after.startswith(before)):
                 rule = "the chat template writes earlier turns anew once others follow, so no policy wrote these tokens"
                 raise DemonstrationError(rule, "make a row for each assistant turn, or set another chat template")

@@ -92,6 +92,15 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused():
         writer(chat_template=forgets).chat(chats(1, seed=3)[0] + chats(1)[0])
 
 
+def test_a_template_that_opens_an_answer_otherwise_than_it_writes_one_is_refused_for_that():
+    thinks = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: <think></think>{% endif %}"
+    )
+    with pytest.raises(DemonstrationError, match="begins an answer with 'assistant: <think></think>'"):
+        writer(chat_template=thinks).chat(chats(1)[0])
+
+
 def test_ids_of_a_policy_are_kept_with_their_mask_and_those_of_another_tokenizer_are_refused():
     ids = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "response_mask": [True, False, True]}
     text = tokenizer().decode([5, 6])
