@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import difflib
 import itertools
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import closing
@@ -24,7 +25,7 @@ from core.config.schema import Config
 from core.data.prompts import PromptStream, load_val_prompts
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
-from core.errors import memory_phase
+from core.errors import InputError, memory_phase
 from core.learner.batching import make_batch
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
 from core.learner.step_settings import StepNeeds, multiplier
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
 OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
+HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")
 
 
 class RayPPOTrainer:
@@ -65,6 +67,14 @@ class RayPPOTrainer:
     ``RayPPOTrainer(config).init_workers()`` checks the data, loads the models and finds the checkpoint to go on from;
     ``.fit()`` trains.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a method whose name is a hook's but for a letter or two: nothing would call it."""
+        super().__init_subclass__(**options)
+        for name in vars(cls):
+            near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.85)
+            if near and not any(hasattr(base, name) for base in cls.__bases__):
+                raise InputError(f"{cls.__qualname__}.{name}: nothing calls it; the hook is {near[0]}")
 
     def __init__(self, config: Config):
         self.config = config

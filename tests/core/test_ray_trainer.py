@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from tests.core.scripted_run import configured, prepare, scripted
 
@@ -103,3 +104,9 @@ def test_each_step_trains_at_the_rate_of_its_own_place_in_the_schedule(folder):
     rates = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 3)) for step in range(3)]
     assert [line["actor/lr"] for line in lines] == pytest.approx([1e-3 * rate for rate in rates])
     assert [line["critic/lr"] for line in lines] == pytest.approx([2e-3 * rate for rate in rates])
+
+
+def test_a_misspelt_hook_is_refused_where_the_class_is_made():
+    with pytest.raises(InputError, match="keep_groups: nothing calls it; the hook is keep_group"):
+        type("Mine", (RayPPOTrainer,), {"keep_groups": lambda self, group: True})
+    type("Own", (RayPPOTrainer,), {"group_of": lambda self: None, "keep_group": lambda self, group: True})
