@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm import rollout_correction as rc
-from core.config import bounds as correction_bounds
+from core.config import training_keys as correction_bounds
 from tests.golden_adapters import Adapter, advantage_comparisons, policy_comparisons
 from tests.golden_io import Case, Comparison
 from tests.golden_mismatch import Values, compared, log_probs_of, rows_of

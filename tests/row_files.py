@@ -22,7 +22,6 @@ DEFAULTS = dict(
     filter_overlong_prompts_workers=1,
     truncation="error",
     shuffle=True,
-    validation_shuffle=False,
     seed=None,
     train_max_samples=-1,
     val_max_samples=-1,

@@ -29,8 +29,7 @@ from core.algorithm.sequences import (
     spread_over_tokens,
     sum_by_sequence,
 )
-from core.config.bounds import Bounds, Criterion, criteria, weight_bounds
-from core.config.training_keys import RolloutCorrectionConfig
+from core.config.training_keys import Bounds, Criterion, RolloutCorrectionConfig, criteria, weight_bounds
 from core.types import TrainBatch
 
 MISMATCH_READS = ("response_mask", "sampled_mask", "old_log_probs", "rollout_log_probs")  # by add_mismatch
@@ -173,7 +172,7 @@ def normalising_factor(weights_N: Tensor, mask_N: Tensor, lengths_B: Tensor, lev
 
 
 def divergence(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, name: str) -> Tensor:
-    """Return a statistic of ``core.config.bounds.STATISTICS``, [N]; a sequence's is in all of its tokens.
+    """Return a statistic of ``core.config.training_keys.STATISTICS``, [N]; a sequence's is in all of its tokens.
 
     ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
     +-20; per token, or summed, averaged or maximised over the sequence.

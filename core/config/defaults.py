@@ -71,7 +71,6 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
         **{dynamic: lambda c, micro=micro: _dynamic(c, micro) for dynamic, micro in PASSES.items()},
         **{micro: lambda c, dynamic=dynamic: _micro(c, dynamic) for dynamic, micro in PASSES.items()},
         f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") and has_accelerator() else "hf",
-        f"{ROLLOUT}.nnodes": lambda c: 1,
         actor_dtype: lambda c: _precision(c, engine_dtype),
         engine_dtype: lambda c: _precision(c, actor_dtype),
         f"{ROLLOUT}.agent_loop": _agent_loop,

@@ -39,17 +39,20 @@ from core.config.section import (
 from core.config.training_keys import (
     ACTOR,
     EPISODES,
-    MODEL,
     OVER_RAY,
     ActorConfig,
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
+    LogProbPasses,
     ModelConfig,
     RefConfig,
 )
 
-OWN_POOL = "actor_rollout_ref.hybrid_engine=False"
+OWN_POOL, IN_PROCESS = (
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.name=hf & trainer.backend=local",
+)
 CRITIC = "critic.enable"
 GRADERS = ".reward_manager!=naive"
 CLASSIFIER = "reward_model.enable & reward_model.judge.url=None"
@@ -72,11 +75,7 @@ class MultiTurnConfig(Section):
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "the part that is kept")
     format: Literal["hermes"] = key("hermes", "how a tool call is written")
-    deterministic_tools: bool = execution(
-        False,
-        "decoding waits for tools, to repeat to the bit",
-        "actor_rollout_ref.rollout.name=hf & trainer.backend=local",
-    )
+    deterministic_tools: bool = execution(False, "decoding waits for tools, to repeat to the bit", IN_PROCESS)
 
 
 class ValKwargs(Section):
@@ -89,14 +88,10 @@ class ValKwargs(Section):
     top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", ".do_sample")
 
 
-class RolloutConfig(Section):
+class RolloutConfig(LogProbPasses):
     name: EngineName | None = execution(None, "engine that generates; null: vllm where it and a GPU are there, else hf")
-    nnodes: Count | None = execution(
-        None, "nodes of engines' own pool; null: 1", "actor_rollout_ref.hybrid_engine=False"
-    )
-    n_gpus_per_node: Count | None = execution(
-        None, "GPUs a node of that pool", OWN_POOL, follows="trainer.n_gpus_per_node"
-    )
+    nnodes: Count = execution(1, "nodes of engines' own pool", OWN_POOL)
+    n_gpus_per_node: Count | None = execution(None, "GPUs a node there", OWN_POOL, follows="trainer.n_gpus_per_node")
     n: Count = key(1, "trajectories a prompt")
     do_sample: bool = key(True, "sample answers; training needs it", "generates")
     temperature: NonNegative = key(1.0, "sampling temperature for training")
@@ -104,10 +99,7 @@ class RolloutConfig(Section):
     top_k: OffOrCount = key(-1, "top-k for training; -1 disables", "generates")
     ignore_eos: bool = key(False, "go on to max_response_length beyond an answer's end, to measure speed", "generates")
     val_kwargs: ValKwargs = key(ValKwargs())
-    dtype: DType | None = key(
-        None,
-        "number format of the engine; null: the learner's or float32 in one process with the hf engine, else bfloat16",
-    )
+    dtype: DType | None = key(None, "number format; null: float32 or the learner's in one process, else bfloat16")
     tensor_model_parallel_size: Count = execution(2, "GPUs that share each layer of one engine", OVER_RAY)
     gpu_memory_utilization: PositiveShare = execution(0.5, "share of a GPU's memory for weights and KV cache")
     enforce_eager: bool = execution(False, "run without CUDA graphs")
@@ -121,20 +113,6 @@ class RolloutConfig(Section):
     engine_kwargs: Open = execution(FrozenDict(), "arguments of an engine: engine_kwargs.vllm.*, .hf.*", code=ARGUMENTS)
     agent_loop: AgentLoop | None = key(None, "plays episodes; null: tool agent with multi_turn.enable, else one turn")
     multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
-    log_prob_micro_batch_size_per_gpu: Count | None = execution(
-        None,
-        "trajectories of a pass for old log-probs; null: the actor's",
-        "generates & .log_prob_use_dynamic_bsz=False",
-    )
-    log_prob_use_dynamic_bsz: bool | None = execution(
-        None, "fill passes of old log-probs by tokens; null: the actor's", "generates"
-    )
-    log_prob_max_token_len_per_gpu: Count | None = execution(
-        None,
-        "tokens of a pass for old log-probs",
-        "generates & .log_prob_use_dynamic_bsz",
-        follows=f"{ACTOR}.ppo_max_token_len_per_gpu",
-    )
 
 
 class ActorRolloutRefConfig(Section):
@@ -179,9 +157,6 @@ class RewardModelModelConfig(Section):
     input_tokenizer: str | None = key(
         "policy",
         "The policy's, whose text is put into the reward model's chat template; null: it reads the policy's token ids",
-    )
-    external_lib: str | None = key(
-        None, "modules to import before the model loads", code=CODE, follows=f"{MODEL}.external_lib"
     )
     trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
     fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig()

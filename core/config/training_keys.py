@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from core.config import bounds, registry
+from core.config import registry
 from core.config.section import (
     ARGUMENTS,
-    CODE,
     CONSENT,
     AboveOne,
     Betas,
@@ -36,9 +36,11 @@ from core.config.section import (
 )
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+FSDP = f"{ACTOR}.fsdp_config"
 # When a key has an effect, as rules.unmet reads it: a name that begins with a dot is of the key's own section
 OVER_RAY = "trainer.backend=ray"
 EPISODES = "actor_rollout_ref.rollout.agent_loop!=None"
+BY_NUMBER, DIVIDED = ".use_dynamic_bsz=False", ".loss_agg_mode=seq-mean-token-sum-norm"
 
 AdvEstimator = Annotated[str, names(*registry.ESTIMATORS)]
 LossMode = Annotated[str, names(*registry.POLICY_LOSSES)]
@@ -62,7 +64,6 @@ class DataConfig(Section):
     val_max_samples: OffOrCount = key(-1, "examples of each validation file; -1: all", "needs_engine")
     shuffle: bool = key(True, "training examples in a random order, another one in each epoch")
     seed: Size | None = key(None, "decides the order of the training examples; null: trainer.seed")
-    validation_shuffle: bool = key(False, "validation questions in a random order", "needs_engine")
     filter_overlong_prompts: bool = key(False, "leave out examples whose prompt is longer than max_prompt_length")
     truncation: Literal["error", "left", "right", "middle"] = key(
         "error", "what is done to a prompt that is longer; left and right name the end that is cut off"
@@ -81,16 +82,12 @@ class OptimConfig(Section):
     lr_warmup_steps_ratio: Share = key(0.0, "warm-up as a share of the run's RL steps", ".lr_warmup_steps=-1")
     lr_scheduler_type: Literal["constant", "cosine"] = key("constant", "learning rate after the warm-up")
     min_lr_ratio: Share | None = key(0.0, "where a cosine ends, as a share of lr; null: 0", ".lr_scheduler_type=cosine")
-    num_cycles: Positive = key(0.5, "waves of a cosine; 0.5 falls from lr to its end once", ".lr_scheduler_type=cosine")
 
 
-class ModelConfig(Section):
-    path: str = files("~/models/deepseek-llm-7b-chat", "model to start from: hub id (org/name), folder (/, ./) or URL")
-    tokenizer_path: str | None = key(None, "hub id or folder of the tokenizer; null: path")
-    custom_chat_template: str | None = key(None, "chat template, as Jinja text; null: the tokenizer's own")
-    external_lib: str | None = key(None, "modules to import before the model loads, separated by commas", code=CODE)
-    trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
-    override_config: Open = key(FrozenDict(), "fields of the model's own configuration", code=ARGUMENTS)
+class AdaptedModel(Section):
+    """A model that trains, as a whole or by adapters."""
+
+    override_config: Open | None = key(FrozenDict(), "fields of the model's own configuration", code=ARGUMENTS)
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
     lora_rank: Size = key(0, "rank of the adapters that train in place of the weights; 0: all weights train")
     lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", ".lora_rank")
@@ -98,13 +95,15 @@ class ModelConfig(Section):
     exclude_modules: Names | None = key(None, "layers without adapters, written likewise; null: none", ".lora_rank")
 
 
+class ModelConfig(AdaptedModel):
+    path: str = files("~/models/deepseek-llm-7b-chat", "model to start from: hub id (org/name), folder (/, ./) or URL")
+    tokenizer_path: str | None = key(None, "hub id or folder of the tokenizer; null: path")
+    custom_chat_template: str | None = key(None, "chat template, as Jinja text; null: the tokenizer's own")
+    trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
+
+
 class FSDPConfig(Section):
-    dtype: DType | None = key(
-        None,
-        "number format of the passes, whose weights and reductions are float32; the policy's is bfloat16 by default, "
-        "and in one process with the hf engine the engine's or float32, so that both agree",
-        follows=f"{ACTOR}.fsdp_config.dtype",
-    )
+    dtype: DType | None = key(None, "number format of the passes; weights are float32", follows=f"{FSDP}.dtype")
     param_offload: bool = execution(False, "keep weights in host memory until a phase needs them", OVER_RAY)
     optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory until updates", OVER_RAY)
     offload_policy: bool = execution(False, "keep all of it in host memory; the CPU takes the steps", OVER_RAY)
@@ -122,8 +121,11 @@ class PolicyLossConfig(Section):
     ppo_kl_coef: NonNegative = key(0.1, "KL-Cov: coefficient of the KL penalty to the old policy")
 
 
-class Sharing:
+class Sharing(Section):
     """How the ranks of a learner share what they compute."""
+
+    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
+    tensor_model_parallel_size: Count = execution(1, "ranks that share each layer; FSDP2 shards over others", OVER_RAY)
 
     @property
     def together(self) -> int:
@@ -131,53 +133,55 @@ class Sharing:
         return self.ulysses_sequence_parallel_size * self.tensor_model_parallel_size
 
 
-class ActorConfig(Sharing, Section):
+class LearnerConfig(Sharing):
+    """What actor and critic have in common."""
+
     strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", OVER_RAY)
     ppo_mini_batch_size: Count = key(256, "prompts an optimizer step")
-    ppo_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a rank's pass; null: filled by tokens", ".use_dynamic_bsz=False"
-    )
+    ppo_micro_batch_size_per_gpu: Count | None = execution(None, "trajectories of a rank's pass", BY_NUMBER)
     use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: where no micro-batch size is given")
     ppo_max_token_len_per_gpu: Count = execution(16384, "tokens in one pass, if filled by tokens", ".use_dynamic_bsz")
     ppo_epochs: Count = key(1, "times that a step's trajectories are trained on")
     shuffle: bool = key(False, "trajectories in a random order in each epoch of updates")
-    data_loader_seed: Size = key(42, "seed of shuffle", ".shuffle")
-    clip_ratio: ClipLow = key(0.2, "distance from 1 at which the ratio to old probabilities is clipped", "generates")
-    clip_ratio_low: NonNegative | None = key(
-        None, "distance of the lower bound from 1", "generates", follows=f"{ACTOR}.clip_ratio"
-    )
-    clip_ratio_high: NonNegative | None = key(
-        None, "distance of the upper bound from 1", "generates", follows=f"{ACTOR}.clip_ratio"
-    )
-    clip_ratio_c: AboveOne = key(3.0, "bound of the ratio where the advantage is negative (dual clip)", "generates")
     loss_agg_mode: LossAggMode = key("token-mean", "how the losses of tokens become one number")
-    loss_scale_factor: Positive | None = key(
-        None, "divisor; null: data.max_response_length", ".loss_agg_mode=seq-mean-token-sum-norm"
-    )
+    loss_scale_factor: Positive | None = key(None, "divisor; null: data.max_response_length", DIVIDED)
+    grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
+    optim: OptimConfig = OptimConfig()
+
+
+class ActorConfig(LearnerConfig):
+    clip_ratio: ClipLow = key(0.2, "distance from 1 at which the ratio to old probabilities is clipped", "generates")
+    clip_ratio_low: NonNegative | None = key(None, "lower bound's distance", "generates", follows=f"{ACTOR}.clip_ratio")
+    clip_ratio_high: NonNegative | None = key(None, "upper bound's", "generates", follows=f"{ACTOR}.clip_ratio")
+    clip_ratio_c: AboveOne = key(3.0, "bound of the ratio where the advantage is negative (dual clip)", "generates")
     entropy_coeff: float = key(0.0, "coefficient of the entropy, which the loss rewards")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: NonNegative = key(0.001, "coefficient of the KL in the loss", ".use_kl_loss")
     kl_loss_type: KLKind = key("low_var_kl", "estimator of the KL in the loss", ".use_kl_loss")
-    grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
     state_masking: bool = key(True, "tokens that tools wrote carry no loss; False is Search-R1's ablation", EPISODES)
-    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
-    tensor_model_parallel_size: Count = execution(1, "ranks that share each layer; FSDP2 shards over others", OVER_RAY)
     tau_pos: Positive = key(1.0, "SAPO: temperature for positive advantages", "generates")
     tau_neg: Positive = key(1.05, "SAPO: temperature for negative advantages", "generates")
     freeze_vision_tower: bool = key(False, "the part of the model that reads pictures does not train")
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
-class RefConfig(Sharing, Section):
+class LogProbPasses(Section):
+    """The passes for log-probs without an update; what is null is the actor's."""
+
     log_prob_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a log-prob pass; null: the actor's", ".log_prob_use_dynamic_bsz=False"
+        None, "trajectories of a log-prob pass", "generates & .log_prob_use_dynamic_bsz=False"
     )
-    log_prob_use_dynamic_bsz: bool | None = execution(None, "fill log-prob passes by tokens; null: the actor's")
+    log_prob_use_dynamic_bsz: bool | None = execution(None, "fill log-prob passes by tokens", "generates")
     log_prob_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a log-prob pass", ".log_prob_use_dynamic_bsz", follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
+        None,
+        "tokens of a log-prob pass",
+        "generates & .log_prob_use_dynamic_bsz",
+        follows=f"{ACTOR}.ppo_max_token_len_per_gpu",
     )
+
+
+class RefConfig(LogProbPasses, Sharing):
     ulysses_sequence_parallel_size: Count | None = execution(
         None, "ranks that share each sequence", OVER_RAY, follows=f"{ACTOR}.ulysses_sequence_parallel_size"
     )
@@ -187,50 +191,98 @@ class RefConfig(Sharing, Section):
     fsdp_config: FSDPConfig = key(FSDPConfig(), used_if=f"{MODEL}.lora_rank=0 & {OVER_RAY}")
 
 
-class CriticModelConfig(Section):
+class CriticModelConfig(AdaptedModel):
     path: str | None = files(None, "org/name on the hub or a folder", follows=f"{MODEL}.path")
-    external_lib: str | None = key(
-        None, "modules to import before the model loads", code=CODE, follows=f"{MODEL}.external_lib"
-    )
     trust_remote_code: bool | None = execution(
         None, "run code that comes with the model", code=CONSENT, follows=f"{MODEL}.trust_remote_code"
     )
     override_config: Open | None = key(
         None, "fields of the model's configuration", code=ARGUMENTS, follows=f"{MODEL}.override_config"
     )
-    enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
-    lora_rank: Size = key(0, "rank of the adapters; 0: all weights train")
-    lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", ".lora_rank")
-    target_modules: Names = key(("all-linear",), "layers with adapters, as of the policy", ".lora_rank")
-    exclude_modules: Names | None = key(None, "layers without adapters; null: no layer is left out", ".lora_rank")
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
-class CriticConfig(Sharing, Section):
+class CriticConfig(LearnerConfig):
     enable: bool | None = key(None, "train a critic; null: where the estimator reads values")
-    strategy: Literal["fsdp", "fsdp2"] = execution("fsdp", "both mean PyTorch's FSDP2", OVER_RAY)
     ppo_mini_batch_size: Count | None = key(None, "prompts an update", follows=f"{ACTOR}.ppo_mini_batch_size")
-    ppo_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a rank's pass; null: filled by tokens", ".use_dynamic_bsz=False"
-    )
-    use_dynamic_bsz: bool | None = execution(None, "fill passes by tokens; null: where no micro-batch size is given")
     ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass, if filled by tokens", ".use_dynamic_bsz")
     ppo_epochs: Count | None = key(None, "times that trajectories are trained on", follows=f"{ACTOR}.ppo_epochs")
     shuffle: bool | None = key(None, "trajectories in a random order", follows=f"{ACTOR}.shuffle")
-    data_loader_seed: Size = key(42, "seed of shuffle", ".shuffle")
     cliprange_value: Positive = key(0.5, "how far a value may move from the old one before its loss is clipped")
     loss_agg_mode: LossAggMode | None = key(None, "how losses become one number", follows=f"{ACTOR}.loss_agg_mode")
-    loss_scale_factor: Positive | None = key(
-        None, "divisor", ".loss_agg_mode=seq-mean-token-sum-norm", follows=f"{ACTOR}.loss_scale_factor"
-    )
-    grad_clip: Positive = key(1.0, "largest norm of the gradient of an update")
-    ulysses_sequence_parallel_size: Count = execution(1, "ranks that share each sequence", OVER_RAY)
-    tensor_model_parallel_size: Count = execution(1, "ranks that share each layer; FSDP2 shards over others", OVER_RAY)
+    loss_scale_factor: Positive | None = key(None, "divisor", DIVIDED, follows=f"{ACTOR}.loss_scale_factor")
     model: CriticModelConfig = CriticModelConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)
 
 
 # --- the objective ---
+
+
+STATISTICS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+# v0.6.1's names, which bound the ratio itself: the statistic of its logarithm, negated
+RATIOS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+class Bounds(NamedTuple):
+    """Bounds of a weight: one above ``upper`` is truncated; where there is a ``lower``, one outside both is dropped."""
+
+    lower: float | None
+    upper: float
+
+
+class Criterion(NamedTuple):
+    """A condition on tokens: kept where the statistic, named as in verl, lies within ``[lower, upper]``."""
+
+    name: str
+    lower: float
+    upper: float
+
+
+def weight_bounds(spec: float | str) -> Bounds:
+    """Read the bounds of a weight: ``2.0``, or ``lower_upper`` as in ``0.5_2.0``. Raises ValueError."""
+    lower, separator, upper = str(spec).strip().rpartition("_")
+    bounds = Bounds(float(lower) if separator else None, float(upper))
+    if not bounds.upper > 0 or (bounds.lower is not None and not 0 < bounds.lower <= bounds.upper):
+        raise ValueError(f"bounds of a ratio are above 0, the lower one first, as in 0.5_2.0, got {spec}")
+    return bounds
+
+
+def criteria(options: str, spec: float | str | None, lower: float | None = None) -> tuple[Criterion, ...]:
+    """Return the criteria of ``rollout_rs`` and its thresholds, repeated options once.
+
+    One threshold serves all options, or each has its own, separated by commas. ``token``, ``sequence`` and
+    ``geometric`` bound the ratio learner / rollout from above and, by ``lower`` or else the reciprocal, from below.
+    ``..._k1`` takes ``lower_upper`` or the upper bound of the inverse ratio rollout / learner (that of verl's main
+    branch: k1 is the logarithm of that one), all others an upper bound of the divergence.
+
+    Raises ValueError: the bounds are impossible or cannot be read.
+    """
+    names = list(dict.fromkeys(part.strip() for part in options.split(",") if part.strip()))
+    if strange := [name for name in names if name not in (*STATISTICS, *RATIOS)]:
+        raise ValueError(f"{strange[0]} is none of {', '.join((*RATIOS, *STATISTICS))}")
+    specs = [part.strip() for part in str("" if spec is None else spec).split(",") if part.strip()]
+    if not names or len(specs) not in (1, len(names)):
+        raise ValueError(f"has {len(names)} options and {len(specs)} thresholds: give one, or one each")
+    specs = specs * len(names) if len(specs) == 1 else specs
+    return tuple(_criterion(name, one, lower) for name, one in zip(names, specs, strict=True))
+
+
+def _criterion(name: str, spec: str, lower: float | None) -> Criterion:
+    low, upper = weight_bounds(spec)
+    if name not in RATIOS and not name.endswith("k1"):
+        if low is not None:
+            raise ValueError(f"{name} has an upper bound only, got {spec}")
+        return Criterion(name, -math.inf, upper)
+    if low is None:
+        low = 1 / upper if lower is None or name not in RATIOS else lower
+    if low > upper:
+        raise ValueError(f"the lower bound {low:g} of {name} is above the upper one, {upper:g}")
+    if name in RATIOS:  # log(1 / ratio) is the statistic
+        return Criterion(RATIOS[name], -math.log(upper), -math.log(low) if low > 0 else math.inf)
+    return Criterion(name, math.log(low), math.log(upper))
 
 
 def _can_be_read(attempt: Callable[[], object]) -> bool:
@@ -241,11 +293,9 @@ def _can_be_read(attempt: Callable[[], object]) -> bool:
 
 
 _BOUND = "a number of at least 1, or lower_upper around 1 with a point in both, as in 0.5_2.0 (0.5_2 is read as 0.52)"
-WeightBounds = Annotated[
-    NumberOrText, Limit(_BOUND, lambda v: _can_be_read(lambda: bounds.weight_bounds(v).upper >= 1))
-]
-_OPTIONS = f"of {', '.join((*bounds.RATIOS, *bounds.STATISTICS))}, separated by commas"
-Rejection = Annotated[str, Limit(_OPTIONS, lambda v: _can_be_read(lambda: bounds.criteria(v, 1.0)))]
+WeightBounds = Annotated[NumberOrText, Limit(_BOUND, lambda v: _can_be_read(lambda: weight_bounds(v).upper >= 1))]
+_OPTIONS = f"of {', '.join((*RATIOS, *STATISTICS))}, separated by commas"
+Rejection = Annotated[str, Limit(_OPTIONS, lambda v: _can_be_read(lambda: criteria(v, 1.0)))]
 
 
 class RolloutCorrectionConfig(Section):
@@ -279,7 +329,7 @@ class RolloutCorrectionConfig(Section):
     def thresholds_fit(self) -> bool:
         """Whether the thresholds of rejection fit the statistics that it names."""
         given = (self.rollout_rs or "", self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
-        return self.rollout_rs is None or _can_be_read(lambda: bounds.criteria(*given))
+        return self.rollout_rs is None or _can_be_read(lambda: criteria(*given))
 
 
 class KLCtrlConfig(Section):

@@ -23,7 +23,7 @@ from core.vision.pictures import TEXT, MediaError, Modality, Pictures
 
 log = logging.getLogger(__name__)
 Text = str | Sequence[Message]  # a prompt as the data has it
-SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order
+SUBSET = -2  # keeps this permutation apart from those of the order
 CHAT_FIX = "mend the roles, or set another chat template"
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
@@ -304,9 +304,9 @@ def load_val_prompts(
     """Return the validation prompts, file by file; none without ``data.val_files``.
 
     ``data.val_max_samples`` keeps that many examples of **each** file, so that a small benchmark beside a large one
-    does not vanish. The choice, and the order under ``data.validation_shuffle``, follow from ``data.seed`` alone (0
-    where it is null): runs with different ``trainer.seed`` answer the same questions. The i-th example of the files
-    has ordinal ``-1 - i``, whatever is left out, so its sampling seeds are its own in every validation.
+    does not vanish. The choice follows from ``data.seed`` alone (0 where it is null): runs with different
+    ``trainer.seed`` answer the same questions. The i-th example of the files has ordinal ``-1 - i``, whatever is left
+    out, so its sampling seeds are its own in every validation.
     """
     seed, most = int(config.seed or 0), config.val_max_samples or -1
     if not config.val_files:
@@ -320,10 +320,7 @@ def load_val_prompts(
     files.load(_paths(config.val_files, "data.val_files"), choose)
     starts = np.cumsum([0, *map(len, files.files)])
     ordinals = (-1 - starts[files.measured["file"]] - files.measured["number"]).tolist()
-    prompts = [files.prompt(index, ordinal) for index, ordinal in enumerate(ordinals)]
-    if config.validation_shuffle:
-        return [prompts[index] for index in permutation(len(prompts), seed, VALIDATION)]
-    return prompts
+    return [files.prompt(index, ordinal) for index, ordinal in enumerate(ordinals)]
 
 
 def _paths(files: Any, key: str) -> tuple[str, ...]:

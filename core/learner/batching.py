@@ -24,6 +24,8 @@ from reward_scores.score import ScoreStatus
 if TYPE_CHECKING:
     from core.config.training_keys import ActorConfig, CriticConfig
 
+SHUFFLE_SEED = 42  # of a step's trajectories, as verl's data_loader_seed
+
 
 def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool = True) -> TrainBatch:
     """Return the ``P`` groups as one batch of ``B`` sequences, in the order of the groups, without padding.
@@ -86,7 +88,7 @@ def mini_batching(
             epochs=part.ppo_epochs,
             agg_mode=mode,
             scale_factor=part.loss_scale_factor or response_length,
-            shuffle_seed=part.data_loader_seed if part.shuffle else None,
+            shuffle_seed=SHUFFLE_SEED if part.shuffle else None,
         ):
             checks.weights_sum_to_one(mini_batch, mode)
             if select is not None:

@@ -6,7 +6,6 @@ the trainer stays light to import.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -109,7 +108,6 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """Load the tokenizer, with a pad token in any case and the configured chat template. Raises InputError."""
     import transformers
 
-    _import_external(model)
     key = "actor_rollout_ref.model.tokenizer_path" if model.tokenizer_path else MODEL
     path = resolve_path(model.tokenizer_path or model.path, key, weights=False)
     with readable(path, key):
@@ -187,7 +185,6 @@ def load_classifier(model: Section, *, on_meta: bool = False) -> tuple[nn.Module
     """
     import transformers
 
-    _import_external(model, "reward_model.model")
     path = resolve_path(model.path, REWARD_MODEL, weights=not on_meta)
     with readable(path, REWARD_MODEL):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
@@ -245,7 +242,6 @@ def compute_dtype(name: str) -> torch.dtype | None:
 def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any) -> nn.Module:
     import transformers
 
-    _import_external(model)
     path = resolve_path(model.path, weights=not on_meta)
     config = _model_config(model, path)
     # Dropout is off: a ratio between two passes must be the policies' alone
@@ -281,11 +277,3 @@ def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> A
             raise InputError(f"{key}: {type(config).__name__} has no such field")
         setattr(config, name, value)
     return config
-
-
-def _import_external(model: ModelConfig, key: str = "actor_rollout_ref.model") -> None:
-    for name in filter(None, (model.external_lib or "").split(",")):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise InputError(f"{key}.external_lib={name}: {error}") from error

@@ -100,5 +100,5 @@ def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
     warmup = warmup_steps(config, total_steps)
     index = step + 1 if step < warmup else step
     if config.lr_scheduler_type == "cosine":
-        return cosine(index, warmup, total_steps, config.min_lr_ratio or 0.0, config.num_cycles)
+        return cosine(index, warmup, total_steps, config.min_lr_ratio or 0.0)
     return constant(index, warmup)

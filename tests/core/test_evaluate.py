@@ -125,17 +125,21 @@ def test_a_checkpoints_settings_name_no_code(tmp_path):
     model = "actor_rollout_ref.model"
     code = {
         f"{model}.trust_remote_code": True,
-        f"{model}.external_lib": "evil",
+        f"{model}.override_config": {"quantization_config": "evil"},
         "ray_kwargs.ray_init": {"namespace": "b"},
     }
     with CheckpointStore(tmp_path / "run").writing(1, dataclasses.replace(RUN, config=code)) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "tokenizer_config.json").write_text("{}")
     run, out = str(tmp_path / "run"), tmp_path / "a.jsonl"
-    with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append {model}.external_lib=evil"):
+    with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append .*quantization_config=evil"):
         evaluate.request("grpo", [], out, None, run)
-    typed = [f"{model}.trust_remote_code=True", f"{model}.external_lib=evil", "ray_kwargs.ray_init.namespace=b"]
-    assert evaluate.request("grpo", typed, out, None, run).config.actor_rollout_ref.model.external_lib == "evil"
+    typed = [
+        f"{model}.trust_remote_code=True",
+        f"+{model}.override_config.quantization_config=evil",
+        "ray_kwargs.ray_init.namespace=b",
+    ]
+    assert evaluate.request("grpo", typed, out, None, run).config.actor_rollout_ref.model.override_config
     for left_out in range(3):
         with pytest.raises(InputError, match="names? code"):
             evaluate.request("grpo", [key for n, key in enumerate(typed) if n != left_out], out, None, run)

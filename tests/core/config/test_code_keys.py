@@ -18,7 +18,7 @@ def test_the_keys_that_can_name_code():
     plugins = {"algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.logger"}
     plugins |= {"actor_rollout_ref.rollout.agent_loop"}
     assert {key for key, kind in kinds.items() if kind == "plugin"} == plugins
-    ends = ("external_lib", "tool_config_path", "interaction_config_path")
+    ends = ("tool_config_path", "interaction_config_path")
     assert all(kinds[key] == "code" for key in KEYS if key.endswith(ends))
     assert kinds["custom_reward_function.path"] == kinds["custom_reward_function.name"] == "code"
     assert all(kinds[key] == "consent" for key in KEYS if key.rpartition(".")[2].startswith(("trust_", "allow_")))
@@ -30,9 +30,7 @@ def test_the_keys_that_can_name_code():
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 CODE = {
     f"{MODEL}.trust_remote_code": True,
-    f"{MODEL}.external_lib": "evil",
     f"{MODEL}.override_config": {"auto_map": {"AutoModel": "evil.Model"}},
-    "critic.model.external_lib": "evil",
     "critic.model.trust_remote_code": True,
     "reward_model.model.trust_remote_code": True,
     "reward_model.sandbox.allow_unisolated": True,

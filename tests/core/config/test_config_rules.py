@@ -98,7 +98,7 @@ def test_a_key_without_effect_is_listed_with_the_reason():
     ("key", "overrides", "reason"),
     [
         ("trainer.nnodes", (), "needs trainer.backend=ray"),
-        ("critic.optim.num_cycles", (), "needs critic.optim.lr_scheduler_type=cosine"),  # of its own section
+        ("critic.optim.min_lr_ratio", (), "needs critic.optim.lr_scheduler_type=cosine"),  # of its own section
         (f"{REF}.log_prob_max_token_len_per_gpu", (), f"needs algorithm.use_kl_in_reward or {ACTOR}.use_kl_loss"),
         (f"{REF}.log_prob_max_token_len_per_gpu", (f"{ACTOR}.use_kl_loss=True",), ""),  # one of two will do
         (

@@ -14,7 +14,6 @@ def config(**fields):
         "lr_warmup_steps_ratio": 0.0,
         "lr_scheduler_type": "constant",
         "min_lr_ratio": None,
-        "num_cycles": 0.5,
     }
     return SimpleNamespace(**{**defaults, **fields})
 
