@@ -20,7 +20,7 @@ from core.config import paths, registry
 from core.config.section import FULL_PRECISION
 from core.errors import InputError
 from core.files import DOWNLOAD_AGAIN, damage, is_url, local_path
-from core.vision.pictures import TEXT, Modality, modality_of
+from core.vision.pictures import TEXT, Modality, PictureFormat, modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -136,7 +136,7 @@ def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
         known = ", ".join(registry.PICTURE_MODELS) or "none"
         rule = f"its model_type {config.model_type} reads pictures in its own way; known are {known}"
         raise InputError(f"{MODEL}={model.path}: {rule}")
-    return modality.configured(config, path, tokenizer)
+    return Modality(True, PictureFormat.of(config, path, tokenizer)) if modality.reads_media else modality
 
 
 def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:

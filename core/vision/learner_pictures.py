@@ -31,19 +31,6 @@ class PictureInputs:
     place: Tensor
     pictures: tuple[Picture, ...]
 
-    @classmethod
-    def of(cls, module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures | None]) -> PictureInputs:
-        """Return the inputs of sequences that are padded on the right."""
-        pictures = tuple(picture for media in media_B if media for picture in media.pictures)
-        counts = ids_BT.new_tensor([media.tokens if media else 0 for media in media_B])
-        place_BT = ids_BT == pictures[0].format.token_id
-        place_BT &= place_BT.cumsum(1) <= counts[:, None]
-        if not torch.equal(place_BT.sum(1), counts):
-            raise ValueError("a sequence has fewer placeholders than its pictures have tokens")
-        grid = torch.tensor([picture.grid for picture in pictures], device=ids_BT.device)
-        position, _ = module.base_model.get_rope_index(ids_BT, place_BT.int(), image_grid_thw=grid)
-        return cls(position, place_BT, pictures)
-
     def packed(self, mask_BT: Tensor) -> PictureInputs:
         """Return the same for the sequences one after another, without what the mask leaves out."""
         return PictureInputs(self.position[:, mask_BT][:, None], self.place[mask_BT][None], self.pictures)
@@ -65,7 +52,16 @@ def freeze_vision_tower(module: nn.Module) -> None:
 
 def picture_inputs(module: nn.Module, ids_BT: Tensor, media_B: Sequence[Pictures | None]) -> PictureInputs | None:
     """Return what a pass over these sequences, padded on the right, takes for pictures; None without any."""
-    return PictureInputs.of(module, ids_BT, media_B) if any(media_B) else None
+    if not (pictures := tuple(picture for media in media_B if media for picture in media.pictures)):
+        return None
+    counts = ids_BT.new_tensor([media.tokens if media else 0 for media in media_B])
+    place_BT = ids_BT == pictures[0].format.token_id
+    place_BT &= place_BT.cumsum(1) <= counts[:, None]
+    if not torch.equal(place_BT.sum(1), counts):
+        raise ValueError("a sequence has fewer placeholders than its pictures have tokens")
+    grid = torch.tensor([picture.grid for picture in pictures], device=ids_BT.device)
+    position, _ = module.base_model.get_rope_index(ids_BT, place_BT.int(), image_grid_thw=grid)
+    return PictureInputs(position, place_BT, pictures)
 
 
 def run_body(

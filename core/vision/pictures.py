@@ -132,9 +132,7 @@ class Pictures:
         token, left = self.format.token_id, iter(self.pictures)
         if (count := list(ids).count(token)) != len(self):
             rule = "the chat template does not keep the places of pictures, or the text holds placeholders"
-            raise MediaError(
-                rule, f"set another template, write {MARKER}", f"{count} placeholders, {len(self)} pictures"
-            )
+            raise MediaError(rule, f"write {MARKER} alone", f"{count} placeholders, {len(self)} pictures")
         return [each for one in ids for each in ([token] * next(left).tokens if one == token else [one])]
 
     def collapse(self, ids: Sequence[int]) -> list[int]:
@@ -210,19 +208,14 @@ def patches(picture: Picture) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Modality:
-    """A model of text alone, or with ``reads_media`` of text and pictures. ``format`` is needed for prompts alone."""
+    """A model of text alone, or of text and pictures. ``format`` is needed for prompts alone."""
 
     reads_media: bool = False
     format: PictureFormat | None = None
 
     @property
-    def auto_class(self) -> str:
-        """The class of transformers that loads the model."""
+    def auto_class(self) -> str:  # of transformers, which loads the model
         return "AutoModelForImageTextToText" if self.reads_media else "AutoModelForCausalLM"
-
-    def configured(self, config: Any, path: str, tokenizer: Any) -> Modality:
-        """Return the modality ready for prompts. Raises InputError as :meth:`PictureFormat.of` does."""
-        return Modality(True, PictureFormat.of(config, path, tokenizer)) if self.reads_media else self
 
     def read_media(self, stored: Sequence[bytes], *, decode: bool = False) -> Pictures | None:
         """Return the pictures of a prompt from their files; ``decode`` tries all of each file. Raises MediaError."""

@@ -223,11 +223,11 @@ def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[Pictures]], lab
     """Return the mean next-token loss of the answers, nats a token; ``seen`` are ids and pictures of each sequence."""
     import torch.nn.functional as F
 
-    from core.vision.learner_pictures import PictureInputs, run_with_pictures
+    from core.vision.learner_pictures import picture_inputs, run_with_pictures
 
     ids_BT, pictures_B = seen
     written_BT = labels_BT[:, 1:] != warm_start.IGNORED
-    body = run_with_pictures(model, ids_BT, PictureInputs.of(model, ids_BT, pictures_B), use_cache=False)
+    body = run_with_pictures(model, ids_BT, picture_inputs(model, ids_BT, pictures_B), use_cache=False)
     return F.cross_entropy(model.lm_head(body.last_hidden_state[:, :-1][written_BT]), labels_BT[:, 1:][written_BT])
 
 

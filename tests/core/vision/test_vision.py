@@ -16,7 +16,7 @@ from core.learner.batching import make_batch
 from core.learner.models import load_policy
 from core.learner.passes import MicroBatchSize, Policy
 from core.types import Prompt, ScoredGroup, TrainBatch
-from core.vision.learner_pictures import PictureInputs, run_with_pictures
+from core.vision.learner_pictures import picture_inputs, run_with_pictures
 from core.vision.pictures import patches
 from reward_scores.score import Score
 from tests.padded import batch_of_padded
@@ -114,7 +114,7 @@ def test_the_body_gives_what_transformers_gives(case):
     inputs = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == 101).int()}
     with torch.no_grad():
         expected = model.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
-        media = PictureInputs.of(model, ids, [asked.media])
+        media = picture_inputs(model, ids, [asked.media])
         found = run_with_pictures(model, ids, media, use_cache=False).last_hidden_state
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -130,7 +130,7 @@ def test_a_picture_goes_through_the_tower_once_a_pass(monkeypatch):
         "get_image_features",
         lambda self, pixels, grid, **more: (counts.append(len(pixels)), inner(self, pixels, grid, **more))[1],
     )
-    run_with_pictures(model, ids, PictureInputs.of(model, ids, [asked.media] * 3), use_cache=False)
+    run_with_pictures(model, ids, picture_inputs(model, ids, [asked.media] * 3), use_cache=False)
     assert counts == [one.tokens * 4]
 
 
