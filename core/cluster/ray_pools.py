@@ -25,6 +25,7 @@ from core.checkpoint.store import LOCK
 from core.cluster.processes import FOLDER, EngineProcess, Facts, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import REWARD_MODEL, RayEngine, score_over_ray
 from core.cluster.ray_watch import Watch
+from core.cluster.split_layers import check_layers
 from core.config import registry
 from core.config.paths import address_problem, cluster_address, run_folder
 from core.config.section import thaw
@@ -53,10 +54,7 @@ LEARNER, ENGINE, SCORER = map(actor_class, (LearnerProcess, EngineProcess, Rewar
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Block for the processes that are started while entered what a terminal or a scheduler sends to all of a group.
-
-    The step that is finished still needs them. A mask is inherited, a handler is not.
-    """
+    """Block in children what a terminal or scheduler sends to a whole group: a stop finishes its step with them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
     try:
         yield
@@ -67,9 +65,8 @@ def kept_from_children() -> Iterator[None]:
 def connect(config: Config, device: torch.device) -> None:
     """Connect to the cluster that ``ray_kwargs.ray_init.address`` or RAY_ADDRESS names, or start a local Ray.
 
-    ``ray_kwargs.ray_init`` goes to ``ray.init`` unchanged. On a cluster, processes find this code under the same path
-    and start in the same folder as this one, unless ``runtime_env`` has a ``working_dir``. Raises InputError,
-    also where a run on several nodes names no cluster.
+    On a cluster, processes find this code under the same path and start in the same folder as this one, unless
+    ``runtime_env`` has a ``working_dir``. Raises InputError, also where a run on several nodes names no cluster.
     """
     if problem := address_problem(config):
         raise InputError(str(problem))
@@ -92,9 +89,7 @@ def connect(config: Config, device: torch.device) -> None:
         with kept_from_children():
             ray.init(**{"logging_level": logging.WARNING, **options})
     except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
-        hint = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
-        hint = hint if isinstance(error, ConnectionError) else ""
-        raise InputError(f"ray_kwargs.ray_init={options}: {error}{hint}") from error
+        raise InputError(f"ray_kwargs.ray_init={options}: {error}") from error
 
 
 @dataclass
@@ -185,7 +180,7 @@ class RayProcesses:
         self.owns_ray = not ray.is_initialized()
         try:
             if learners:
-                _check_layers(config)
+                check_layers(config)
             if self.owns_ray:
                 connect(config, device)
             if trainer.device is None and ray.cluster_resources().get("GPU"):  # this machine need not have one
@@ -287,12 +282,3 @@ class RayProcesses:
         self.watch.actors, self.learners, self.engine, self.pools = {}, [], None, {}
         if self.owns_ray:
             ray.shutdown()
-
-
-def _check_layers(config: Config) -> None:
-    """Check, on models without weights, that ranks can share layers where the configuration asks for it."""
-    parts = (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic)
-    if any(part.tensor_model_parallel_size > 1 for part in parts):
-        from core.cluster.split_layers import check_layers
-
-        check_layers(config, critic=config.critic.enable)

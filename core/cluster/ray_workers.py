@@ -1,8 +1,9 @@
 """The phases of a step on a cluster: those of :class:`core.cluster.workers.LocalWorkers` over Ray actors.
 
 Batches are split over the learner ranks here, about equal in tokens. They travel without padding and with the fields
-that a phase reads, once a sequence-parallel group, and one rank of the group replies. Every call of an actor goes
-through :class:`core.cluster.ray_watch.Watch`: it has a deadline, and an actor that dies ends it at once.
+that a phase reads, once a sequence-parallel group, and one rank of the group replies. Of weights the driver passes on
+where a bucket is, never its bytes: a rank of each node leaves it in memory for the node's engines, or rank 0
+broadcasts it to engines with GPUs of their own.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.ray_pools import RayProcesses, rank_name
-from core.cluster.ray_weights import WeightSync
 from core.data.vocabulary import known_ids
+from core.engines.weight_buckets import Checksum, Proof, merged
+from core.errors import WorkersLost
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
 from core.learner.packing import scattered
+from core.learner.passes import WeightSyncError, compare_probe
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -35,7 +38,10 @@ class RayWorkers(RayProcesses):
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
         super().__init__(config, tokenizer, device, known=known_ids(tokenizer), **learner)
-        self.weight_sync = WeightSync(self)
+        part = config.actor_rollout_ref
+        self.bucket_bytes = part.rollout.update_weights_bucket_megabytes * 2**20
+        self.broadcasts = not part.hybrid_engine
+        self.joined = False  # whether rank 0 and the engines are in a group
         actor, length = config.actor_rollout_ref.actor, config.data.max_response_length
         self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
         self.critic_mini_batches = mini_batching(config.critic, length)
@@ -56,7 +62,7 @@ class RayWorkers(RayProcesses):
         return self._update("update_actor", mini_batches, reads, only_advantages_train(part), lr_multiplier, part)
 
     def traced(self, rows: Collection[int]) -> Traced:
-        parts = self._each("trace", "traced", [(tuple(rows),)] * self.ranks)
+        parts = self._all("trace", "traced", tuple(rows))
         return {row: values for part in parts for row, values in part.items()}
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
@@ -64,11 +70,57 @@ class RayWorkers(RayProcesses):
         return self._update("update_critic", mini_batches, CRITIC_READS, False, lr_multiplier, self.config.critic)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        return self.weight_sync.run(version, bf16=not self.full_precision)
+        """Bring the weights to every engine; prove it by checksums, and by a probe within the bound of the precision.
+
+        Raises WorkersLost where a proof fails: a restart may mend it, and a run must not go on with other weights.
+        """
+        try:
+            self._transfer(version)
+            ids, expected = self._all("probe", "probe")[0]
+            probes = self.engine.probes(ids)
+            checked = [compare_probe(expected, probe, bf16=not self.full_precision) for probe in probes]
+        except WeightSyncError as error:
+            raise WorkersLost(str(error)) from error
+        return {"rollout_corr/probe_diff": max(checked)}
+
+    def _transfer(self, version: int) -> None:
+        """Gather, hand over and load one bucket after the other, and compare what was received."""
+        if self.broadcasts and not self.joined:
+            self._join_engines()
+        # Who keeps buckets: rank 0 to broadcast them, or one rank of each node for its engines
+        keepers = range(self.ranks)[:1] if self.broadcasts else range(self.ranks)[:: self.per_node]
+        dtype = compute_dtype(self.config.actor_rollout_ref.rollout.dtype) or torch.float32
+        options = [(dtype, self.bucket_bytes, rank in keepers, self.broadcasts) for rank in range(self.ranks)]
+        self.engine.begin_update(self._processes("begin_sync", options)[0])
+        sent: list[Checksum] = []
+        while None not in (buckets := self._processes("next_bucket")):
+            bucket = merged(buckets)
+            sender = {rank_name(0): self.learners[0].broadcast.remote()} if self.broadcasts else {}
+            self.engine.load(bucket, sender)
+            sent.append(bucket.checksum)
+        proofs = self.engine.end_update(version)
+        self._processes("end_sync")
+        compare_received(sent, proofs)
+
+    def _processes(self, method: str, options: Sequence[tuple] | None = None) -> list[Any]:
+        """Call a method of every rank's process in a weight sync."""
+        calls = {rank_name(rank): one for rank, one in enumerate(options or [()] * self.ranks)}
+        return self.watch.call("update_weights", method, calls)
+
+    def _join_engines(self) -> None:
+        """Make a group of rank 0 and every device of the engines."""
+        size = 1 + len(self.engine.engines) * self.engine_gpus
+        limits = size, self.watch.timeout_s
+        calls = {rank_name(0): self.learners[0].join_engines.remote(*limits)}
+        for number, name in enumerate(self.engine.engines):
+            arguments = (self.address, 1 + number * self.engine_gpus, *limits)
+            calls[name] = self.watch.actors[name].call.remote("join", *arguments)
+        self.watch.wait("update_weights", calls)
+        self.joined = True
 
     def logprob_noise(self, token_ids: Sequence[int]) -> float:
         self._free_gpus()
-        return self._each("old_log_prob", "logprob_noise", [(tuple(token_ids),)] * self.ranks)[0]
+        return self._all("old_log_prob", "logprob_noise", tuple(token_ids))[0]
 
     @property
     def full_precision(self) -> bool:
@@ -81,18 +133,18 @@ class RayWorkers(RayProcesses):
         return self.device.type == "cpu" or not self.config.actor_rollout_ref.hybrid_engine
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
-        return self._each("fingerprints", "fingerprints", [()])[0]
+        return self._all("fingerprints", "fingerprints")[0]
 
     def save(self, folder: Path) -> Mapping[str, str]:
-        hashes = self._each("save_checkpoint", "save", [(str(folder.absolute()),)] * self.ranks)
+        hashes = self._all("save_checkpoint", "save", str(folder.absolute()))
         return {name: digest for of_rank in hashes for name, digest in of_rank.items()}
 
     def load(self, folder: Path) -> None:
-        self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)
+        self._all("load_checkpoint", "load", str(folder.absolute()))
 
-    def _each(self, phase: str, method: str, arguments: Sequence[tuple]) -> list[Any]:
-        """Call the learner's method on rank 0, 1, ... with the rank's arguments."""
-        return self.watch.call(phase, "call", {rank_name(rank): (method, *a) for rank, a in enumerate(arguments)})
+    def _all(self, phase: str, method: str, *arguments: Any) -> list[Any]:
+        """Call the learner's method on every rank."""
+        return self.watch.call(phase, "call", {rank_name(r): (method, *arguments) for r in range(self.ranks)})
 
     def _free_gpus(self) -> None:
         """Put engines on the learners' GPUs to sleep until the next sync."""
@@ -146,4 +198,14 @@ class RayWorkers(RayProcesses):
             for mine, indices in zip(by_group, zip(*shares, strict=True), strict=True):
                 mine.append(mini_batch.only(reads).rows(torch.cat(indices)))
         sent = [ray.put(mine) for mine in by_group]
-        return self._each(phase, phase, [(sent[rank // together], lr_multiplier) for rank in range(self.ranks)])[0]
+        calls = {rank_name(r): (phase, sent[r // together], lr_multiplier) for r in range(self.ranks)}
+        return self.watch.call(phase, "call", calls)[0]
+
+
+def compare_received(sent: Sequence[Checksum], proofs: Sequence[Proof]) -> None:
+    """Compare the buckets of one engine with those of the learner. Raises WeightSyncError where bytes differ."""
+    for device, proof in enumerate(proofs):
+        wrong = [number for number, pair in enumerate(zip(sent, proof.received, strict=True), 1) if pair[0] != pair[1]]
+        if wrong:
+            what = f"buckets {wrong} of {len(sent)} arrived at device {device} of an engine with other bytes"
+            raise WeightSyncError(f"in the weight sync {what} than the learner sent")

@@ -28,14 +28,14 @@ COLUMNS, OWN_HEADS, EMBEDDING = "colwise", "replicated_with_grad_allreduce", "em
 STYLES = {COLUMNS, "rowwise", OWN_HEADS}  # those of Qwen2, Qwen3 and Llama; the plans of fused matrices are untried
 
 
-def check_layers(config: Config, *, critic: bool) -> None:
+def check_layers(config: Config) -> None:
     """Check on models without weights that ranks can share their layers as configured; the reference is the policy.
 
     Raises InputError for a model without a plan that is trained here, and for sizes that the ranks do not divide.
     """
     roles = config.actor_rollout_ref
     parts = [("actor_rollout_ref.actor", roles.actor), ("actor_rollout_ref.ref", roles.ref)]
-    for key, part in parts + [("critic", config.critic)] * critic:
+    for key, part in parts + [("critic", config.critic)] * config.critic.enable:
         if (ranks := part.tensor_model_parallel_size) == 1:
             continue
         name = f"{key}.tensor_model_parallel_size={ranks}"
@@ -45,12 +45,14 @@ def check_layers(config: Config, *, critic: bool) -> None:
             module = load_policy(roles.model, on_meta=True)
         plan, text = plan_of(module, name), module.config.get_text_config()
         heads = text.num_attention_heads
-        sizes = {"key-value heads": getattr(text, "num_key_value_heads", None) or heads}
-        sizes |= {"attention heads": heads, "intermediate_size": getattr(text, "intermediate_size", None) or ranks}
-        for what, size in sizes.items() if COLUMNS in plan.values() else ():
-            if size % ranks:
-                rule = f"must divide the {size} {what} of {type(module).__name__}"
-                raise InputError(f"{name}: {rule}; take a number that divides {', '.join(map(str, sizes.values()))}")
+        sizes = [
+            getattr(text, "num_key_value_heads", None) or heads,
+            heads,
+            getattr(text, "intermediate_size", None) or ranks,
+        ]
+        if COLUMNS in plan.values() and any(size % ranks for size in sizes):
+            kinds = f"key-value heads, attention heads and intermediate_size of {type(module).__name__}"
+            raise InputError(f"{name}: must divide the {kinds}; take a number that divides {sizes}")
         if heads % part.together:
             rule = f"times {key}.ulysses_sequence_parallel_size must divide the {heads} attention heads"
             raise InputError(f"{name}: {rule} of {type(module).__name__}; change one of them")

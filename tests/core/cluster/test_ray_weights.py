@@ -64,8 +64,8 @@ def narrow(workers, share=6):
     """Let a sync take several buckets: bytes of a ``share``-th of the model, and room for its largest weight."""
     weights = call(workers.learners[0], lambda self: self.learner.weights(torch.float32))
     sizes = [weight.room for weight in weights]
-    workers.weight_sync.limit = max(max(sizes), sum(sizes) // share)
-    return weights, workers.weight_sync.limit
+    workers.bucket_bytes = max(max(sizes), sum(sizes) // share)
+    return weights, workers.bucket_bytes
 
 
 def train(workers):
@@ -183,14 +183,14 @@ def test_an_engine_with_other_weights_than_its_replica_is_noticed(apart):
 
 
 def test_a_bucket_that_is_too_small_names_the_key(beside):
-    limit, beside.weight_sync.limit = beside.weight_sync.limit, 1000
+    limit, beside.bucket_bytes = beside.bucket_bytes, 1000
     try:
         with pytest.raises(
             InputError, match=r"update_weights_bucket_megabytes=0: the weight \S+ has .* set at least 1"
         ):
             beside.sync_weights(6)
     finally:
-        beside.weight_sync.limit = limit
+        beside.bucket_bytes = limit
 
 
 @pytest.mark.processes

@@ -110,7 +110,7 @@ def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkey
     for found, expected in zip(sample_all(ranks.engine, requests), sample_all(alone.engine, requests), strict=True):
         assert ids(found) == ids(expected) and found.policy_version == 4
     ranks.update_actor(mixed_batch(), 1.0)
-    monkeypatch.setattr(ranks.weight_sync, "_transfer", lambda version: None)
+    monkeypatch.setattr(ranks, "_transfer", lambda version: None)
     with pytest.raises(WorkersLost, match="stale"):
         ranks.sync_weights(5)
 
