@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if is_dry_run():
         there = "is there" if Path(args.index).expanduser().exists() else "is not there yet"
-        print(f"retrieval_server: the arguments are good; checked at start: {args.index} ({there}), corpus, encoder")
+        print(f"retrieval_server: the arguments are good; not checked here: {args.index} ({there}), corpus, encoder")
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
