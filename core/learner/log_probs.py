@@ -74,15 +74,12 @@ class _ChunkedHead(torch.autograd.Function):
         kept = log_probs if any(ctx.needs_input_grad) and len(hidden) <= rows else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
         ctx.temperature, ctx.rows, ctx.elements = temperature, rows, elements
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(() if entropy_grad else (entropy,)))
         return log_prob, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_prob, grad_entropy):
-        if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 7
         hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         dtype = normaliser.dtype
@@ -96,9 +93,13 @@ class _ChunkedHead(torch.autograd.Function):
                     log_probs = logits.sub_(normaliser[part, None])
                 else:
                     log_probs = kept.clone()
-                of_log_prob = None if grad_log_prob is None else grad_log_prob[part]
-                of_entropy = None if grad_entropy is None else (grad_entropy[part], entropy[part])
-                grad = _grad_logits(log_probs, labels[part], of_log_prob, of_entropy).div_(ctx.temperature)
+                # In the tempered logits z: d log p_label / dz_j = [j = label] - p_j, dH / dz_j = -p_j (log p_j + H)
+                of_label = grad_log_prob[part, None] / ctx.temperature
+                probs, scale = (log_probs.exp_() if entropy is None else log_probs.exp()), -of_label
+                if entropy is not None:
+                    of_entropy = grad_entropy[part, None] / ctx.temperature
+                    scale = log_probs.add_(entropy[part, None]).mul_(-of_entropy).sub_(of_label)
+                grad = probs.mul_(scale).scatter_add_(1, labels[part, None], of_label)
                 if for_bias:
                     grad_bias += grad.sum(0)
                 grad = grad.to(hidden.dtype)
@@ -120,26 +121,6 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     if bias is not None:
         logits += bias
     return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _grad_logits(
-    log_probs: Tensor, labels: Tensor, grad_log_prob: Tensor | None, for_entropy: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """Return the gradient in the tempered logits z; overwrites ``log_probs``.
-
-    ``d log p_label / dz_j = [j = label] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``.
-    """
-    if for_entropy is None:
-        return _minus_probs(log_probs.exp_(), labels, grad_log_prob)
-    grad_entropy, entropy = for_entropy
-    probs = log_probs.exp()
-    grad = log_probs.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[:, None])
-    return grad if grad_log_prob is None else grad.add_(_minus_probs(probs, labels, grad_log_prob))
-
-
-def _minus_probs(probs: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
-    result = probs.mul_(-grad[:, None])
-    return result.scatter_add_(1, labels[:, None], grad[:, None])
 
 
 def _accumulate(total_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor, elements: int) -> None:

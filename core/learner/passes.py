@@ -65,10 +65,7 @@ def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
 
 
 class Ranks:
-    """Collectives of a learner's ranks: all must call them, in the same order.
-
-    This is a learner alone, for which they do nothing; :mod:`core.cluster.fsdp` has several ranks.
-    """
+    """Collectives of a learner's ranks, which all must call: here of one, in :mod:`core.cluster.fsdp` of several."""
 
     is_rank_zero = True  # the one rank that counts what all of them have
 
@@ -112,7 +109,6 @@ def token_log_probs(
     """Return [M] each: log-prob and entropy of each token that ``inputs`` predict, by a causal language model.
 
     ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
-    ``every_part`` is :func:`run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
     out = run_body(module, inputs.input_ids, inputs.media, every_part=every_part, use_cache=False, **inputs.inputs)
     # The last norm's weights are float32
@@ -135,12 +131,11 @@ class LearnerModel:
         *,
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks = ALONE,
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # None: where the parameters are
         mesh: DeviceMesh | None = None,
     ):
-        self.module, self.compute_dtype = module, compute_dtype
+        self.module, self.compute_dtype, self.computes_on = module, compute_dtype, device
         self.ranks, self.mesh = ranks, mesh
-        self.computes_on = device  # None: where the parameters are
         if compute_dtype is not None:
             module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
         self.split = 1 if mesh is None else mesh.size()  # ranks that split each pass between them
@@ -154,9 +149,7 @@ class LearnerModel:
         return self.computes_on or next(self.module.parameters()).device
 
     def precision(self) -> contextlib.AbstractContextManager:
-        if self.compute_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype is not None)
 
     def micro_batches_of_rank(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
         """Return the rank's micro-batches with the indices of their sequences, as many on every rank.
@@ -186,10 +179,7 @@ class Policy(LearnerModel):
         self.ranks.reshard(module)
 
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
-        """Return log-prob of each policy token and entropy of its distribution, [N] each and 0 elsewhere.
-
-        ``options`` are those of :func:`token_log_probs_and_entropy`.
-        """
+        """Return log-prob of each policy token and entropy of its distribution, [N] each and 0 elsewhere."""
         media = None
         if batch.media:
             media_B = [batch.media.get(group) for group in batch.group.tolist()]
