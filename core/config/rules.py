@@ -1,7 +1,7 @@
 """Rules between keys, and whether a key has an effect: what they read, and who calls them.
 
 A rule is a generator over a :class:`View`: it yields key, rule and fix. Those of ``PROBLEMS`` refuse a run, those of
-``WARNINGS`` are of what can run and is probably not meant. Core's are in ``rules_training`` and ``rules_rollout``, a
+``WARNINGS`` are of what can run and is probably not meant. Core's are in ``rules_training``, a
 recipe's in its ``config_rules.py``. Bounds on a single key are its type's.
 """
 
@@ -12,11 +12,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from core.config import convert, defaults, recipes, registry, rules_rollout, rules_training
-from core.config.paths import is_local
+from core.config import convert, defaults, recipes, registry, rules_training
 from core.config.schema import Config
 from core.config.section import Problem, Section, mark
-from core.files import is_url
 
 SHORT = {
     **{name: f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")},
@@ -24,7 +22,6 @@ SHORT = {
     **{"reward": "reward_model", "judge": "reward_model.judge", "custom": "custom_reward_function"},
     **{"correction": "algorithm.rollout_correction", "ray": "ray_kwargs"},
 }
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class RefusedValue(Exception):
@@ -109,17 +106,9 @@ class View:
         """Tokens of the longest sequence there can be."""
         return self.data.max_prompt_length + self.data.max_response_length
 
-    def is_url(self, path: str | None) -> bool:
-        """Return whether a path is a URL. None is none."""
-        return path is not None and is_url(path)
-
-    def no_model(self, path: str | None) -> bool:
-        """Return whether the text is neither a hub id nor the path of a folder nor a URL."""
-        return path is not None and not (is_local(path) or is_url(path) or HUB_ID.fullmatch(path))
-
 
 def _broken(which: str, view: View) -> Iterator[Problem]:
-    modules = filter(None, (rules_training, rules_rollout, recipes.module_of(view.recipe, "config_rules")))
+    modules = filter(None, (rules_training, recipes.module_of(view.recipe, "config_rules")))
     for rule in (rule for module in modules for rule in getattr(module, which, ())):
         try:
             for key, text, fix in rule(view):

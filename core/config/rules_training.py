@@ -1,11 +1,15 @@
-"""Rules on data, models, updates, the objective and the run (see :mod:`core.config.rules`)."""
+"""The rules between keys (see :mod:`core.config.rules`): those that protect an objective, or a long run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from core.config import registry
+from core.config.paths import is_local
+from core.config.section import FULL_PRECISION
+from core.files import is_url
 
 if TYPE_CHECKING:
     from core.config.rules import View
@@ -14,6 +18,9 @@ Broken = Iterator[tuple[str, str, str]]  # key, rule, fix
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS, CORRECTION = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction"
 ULYSSES, LAYERS = "ulysses_sequence_parallel_size", "tensor_model_parallel_size"
+HYBRID, VAL = "actor_rollout_ref.hybrid_engine", f"{ROLLOUT}.val_kwargs"
+HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 A_MODEL = "must be a hub id (org/name), a folder that starts with /, . or ~, or a URL (s3://...)"
 
 
@@ -29,9 +36,15 @@ def episodes_fit(c: View) -> Broken:
 
 
 def a_model_is_a_hub_id_or_a_path(c: View) -> Broken:
-    for name in ("path", "tokenizer_path"):
-        if c.no_model(getattr(c.model, name)):
-            yield f"actor_rollout_ref.model.{name}", A_MODEL, "write ./ in front of a relative folder"
+    paths = {
+        "actor_rollout_ref.model.path": c.model.path,
+        "actor_rollout_ref.model.tokenizer_path": c.model.tokenizer_path,
+    }
+    if c.critic.model.path != c.model.path:
+        paths["critic.model.path"] = c.critic.model.path
+    for key, path in paths.items():
+        if path is not None and not (is_local(path) or is_url(path) or HUB_ID.fullmatch(path)):
+            yield key, A_MODEL, "write ./ in front of a relative folder"
 
 
 def schedules_have_an_end(c: View) -> Broken:
@@ -55,8 +68,6 @@ def the_critic(c: View) -> Broken:
     if c.critic.enable and steps is not None and c.trainer.critic_warmup >= steps:
         rule = f"leaves no step of trainer.total_training_steps={steps} to the policy"
         yield "trainer.critic_warmup", rule, "shorten it"
-    if c.critic.model.path != c.model.path and c.no_model(c.critic.model.path):
-        yield "critic.model.path", A_MODEL, "write ./ in front of a relative folder, or leave it out for the policy's"
 
 
 # --- sizes that have to divide or hold each other ---
@@ -134,13 +145,6 @@ def passes_hold_a_sequence(c: View) -> Broken:
 # --- the objective ---
 
 
-def covariance_bounds_leave_room(c: View) -> Broken:
-    loss = c.actor.policy_loss
-    if loss.clip_cov_lb >= loss.clip_cov_ub:
-        rule = f"leaves no covariance below clip_cov_ub={loss.clip_cov_ub}: clip_cov would drop no token"
-        yield f"{ACTOR}.policy_loss.clip_cov_lb", rule, "verl's are clip_cov_lb=1.0 and clip_cov_ub=5.0"
-
-
 def answers_are_compared(c: View) -> Broken:
     if c.generates and c.rollout.n == 1 and c.estimator.groups:
         others = " or ".join(sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups))
@@ -148,28 +152,16 @@ def answers_are_compared(c: View) -> Broken:
         yield f"{ROLLOUT}.n", rule, f"set {ROLLOUT}.n=5, say, or use {others}"
 
 
-def the_kl_controller(c: View) -> Broken:
-    adaptive = "with algorithm.kl_ctrl.type=adaptive"
-    for name in ("horizon", "target_kl"):
-        if c.kl.type == "adaptive" and getattr(c.kl, name) <= 0:
-            yield f"algorithm.kl_ctrl.{name}", f"must be above 0 {adaptive}", "leave it out for verl's default"
-    if c.kl.type == "adaptive" and c.kl.kl_coef == 0 and c.algorithm.use_kl_in_reward:
-        yield "algorithm.kl_ctrl.kl_coef", f"is multiplied {adaptive}, so it stays 0", "set 0.001, say"
-
-
-def no_pass_for_old_log_probs(c: View) -> Broken:
-    without_pass = "skips the learner's log-probs before the update, which"
+def rollout_correction_fits(c: View) -> Broken:
+    """Check thresholds, and that nothing reads the log-probs that bypass_mode skips."""
     readers = {
-        "rollout_rs compares with the engine's": c.correction.rollout_rs is not None,
-        "rollout_token_veto_threshold bounds": c.correction.rollout_token_veto_threshold is not None,
-        "the KL penalty in the reward is made of": c.algorithm.use_kl_in_reward,
+        "rollout_rs": c.correction.rollout_rs is not None,
+        "rollout_token_veto_threshold": c.correction.rollout_token_veto_threshold is not None,
+        "algorithm.use_kl_in_reward": c.algorithm.use_kl_in_reward,
     }
-    for what, is_on in readers.items():
-        if c.correction.bypass_mode and is_on:
-            yield f"{CORRECTION}.bypass_mode", f"{without_pass} {what}", f"set {CORRECTION}.bypass_mode=False"
-
-
-def what_fits_together(c: View) -> Broken:
+    for what in (name for name, on in readers.items() if on and c.correction.bypass_mode):
+        rule = f"skips the learner's log-probs before the update, which {what} reads"
+        yield f"{CORRECTION}.bypass_mode", rule, f"set {CORRECTION}.bypass_mode=False"
     if not c.correction.thresholds_fit:
         rule = "its thresholds do not fit it: as many as options, above 0, lower_upper for k1 only"
         fix = f"set {CORRECTION}.rollout_rs_threshold: 2.0 for token, 1.001 for geometric, say"
@@ -186,6 +178,136 @@ def staleness_and_resuming(c: View) -> Broken:
     if c.trainer.resume_mode == "resume_path" and not c.trainer.resume_from_path:
         rule = "is needed with trainer.resume_mode=resume_path"
         yield "trainer.resume_from_path", rule, "name a checkpoint: <run>/global_step_N"
+
+
+# --- what is sampled ---
+
+
+def local_is_one_process(c: View) -> Broken:
+    local = c.trainer.backend == "local" and c.gives("trainer.backend")
+    if local and c.gives("trainer.n_gpus_per_node") and c.trainer.n_gpus_per_node > 1:
+        rule = "asks for several ranks, and trainer.backend=local is one process"
+        yield "trainer.n_gpus_per_node", rule, "set trainer.backend=ray, or leave it out"
+
+
+def training_samples_the_policy(c: View) -> Broken:
+    another = "samples from another distribution than the one that trains, and no rollout correction weighs for it"
+    differ, greedy = "training needs answers that differ", "greedy validation is val_kwargs.do_sample=False"
+    for name, off in (("top_p", 1), ("top_k", -1)):
+        fix = f"set {off} (val_kwargs.{name} is free)"
+        if getattr(c.rollout, name) != off and not c.corrects:
+            weighed = "algorithm.rollout_correction.rollout_is=token weighs for it, at the cost of a biased mean weight"
+            yield f"{ROLLOUT}.{name}", another, f"{fix}; {weighed}"
+        elif getattr(c.rollout, name) != off and c.correction.bypass_mode:
+            rule = "and bypass_mode compare log-probs over the tokens that were kept with those over all: no ratio is 1"
+            yield f"{ROLLOUT}.{name}", rule, f"{fix}, or algorithm.rollout_correction.bypass_mode=False"
+    if c.rollout.temperature == 0 and c.rollout.do_sample:
+        yield f"{ROLLOUT}.temperature", differ, f"set 1.0; {greedy}"
+    if not c.rollout.do_sample and not c.trainer.val_only:
+        yield f"{ROLLOUT}.do_sample", differ, f"leave it out; {greedy}"
+
+
+def validation_sampling(c: View) -> Broken:
+    if c.val.do_sample and c.val.temperature == 0:
+        yield f"{VAL}.temperature", f"contradicts {VAL}.do_sample=True", "set a temperature, or do_sample=False"
+
+
+# --- engines ---
+
+
+def the_engine_holds_sequences(c: View) -> Broken:
+    tokens, length = c.rollout.max_num_batched_tokens, c.rollout.max_model_len
+    serves = "max_model_len" in c.engine.reads
+    if serves and length is not None and length < c.longest:
+        rule = f"must hold max_prompt_length + max_response_length = {c.longest} tokens"
+        yield f"{ROLLOUT}.max_model_len", rule, "raise it, or leave it out"
+    if serves and not c.rollout.enable_chunked_prefill and tokens < c.longest:
+        rule = f"must hold a sequence of {c.longest} tokens where prefill is not chunked"
+        yield f"{ROLLOUT}.max_num_batched_tokens", rule, f"raise it, or {ROLLOUT}.enable_chunked_prefill=True"
+    if serves and tokens < c.rollout.max_num_seqs:
+        rule = f"must be at least {ROLLOUT}.max_num_seqs={c.rollout.max_num_seqs}: each takes one of them a step"
+        yield f"{ROLLOUT}.max_num_batched_tokens", rule, "change one of them"
+
+
+def options_of_engines(c: View) -> Broken:
+    hf = c.rollout.engine_kwargs.get("hf") or {}
+    if not c.policy.hybrid_engine and c.trainer.backend == "local":
+        rule = "needs a cluster: trainer.backend=local runs learner and engine in one process"
+        yield HYBRID, rule, "set trainer.backend=ray, or leave it out"
+    if c.rollout.name == "hf" and set(hf if isinstance(hf, Mapping) else [str(hf)]) - set(HF_OPTIONS):
+        rule = f"hf has {', '.join(HF_OPTIONS)} and no other option"
+        yield f"{ROLLOUT}.engine_kwargs", rule, "leave out what it lacks"
+    for section, part, samples in ((ROLLOUT, c.rollout, True), (VAL, c.val, c.val.do_sample)):
+        if not c.engine.top_p_within_top_k and samples and part.top_k > 0 and part.top_p < 1:
+            rule = f"with {section}.top_p={part.top_p} means something else in {c.rollout.name}"
+            yield f"{section}.top_k", rule, f"set one of them, or {ROLLOUT}.name=vllm"
+
+
+def engine_layers_divide_gpus(c: View) -> Broken:
+    gpus = c.trainer.n_gpus_per_node if c.policy.hybrid_engine else c.rollout.n_gpus_per_node
+    serves = LAYERS in c.engine.reads and c.needs_engine and c.cluster
+    if serves and gpus % c.rollout.tensor_model_parallel_size:
+        rule = f"must divide the {gpus} GPUs of a node that engines compute on"
+        yield f"{ROLLOUT}.{LAYERS}", rule, "change one of them; a model that fits one GPU needs 1"
+
+
+# --- episodes ---
+
+
+def who_plays_episodes(c: View) -> Broken:
+    if c.plays_episodes and c.rollout.agent_loop is None:
+        rule = f"the trainer of recipe {c.recipe} plays episodes"
+        yield f"{ROLLOUT}.agent_loop", rule, "leave it out, or name a loop: tool_agent, path/file.py:Class"
+
+
+def the_tool_agent(c: View) -> Broken:
+    options, loop = c.rollout.multi_turn, c.rollout.agent_loop
+    if options.enable and loop != registry.TOOL_AGENT:
+        rule = "and multi_turn.enable=True, which is the tool agent, both say how an episode goes"
+        yield f"{ROLLOUT}.agent_loop", rule, "leave one out"
+    if loop == registry.TOOL_AGENT and not (options.tool_config_path or options.interaction_config_path):
+        rule = "or interaction_config_path is needed by the tool agent"
+        yield f"{ROLLOUT}.multi_turn.tool_config_path", rule, "name a YAML file with tools (core/rollout/tools.py)"
+
+
+# --- who grades ---
+
+
+def who_grades(c: View) -> Broken:
+    if c.reward.reward_manager == "batch" and not c.custom.path:
+        rule = "calls a function of yours with lists, and there is none"
+        yield "reward_model.reward_manager", rule, "set custom_reward_function.path, or use prime"
+    if c.reward.memory_limit_mb is not None and c.reward.memory_limit_mb < 256:
+        rule = "is too little for a grader that has only started; at least 256"
+        yield "reward_model.memory_limit_mb", rule, "raise it, or null for no limit"
+
+
+def the_reward_model(c: View) -> Broken:
+    reward, on = c.reward, c.reward.enable
+    if reward.weight and not on:
+        fix = "set reward_model.enable=True and reward_model.model.path (or reward_model.judge.url), or leave it out"
+        yield "reward_model.weight", "there is no model whose number could be added", fix
+    if on and reward.model.input_tokenizer not in (None, "policy", c.model.path, c.model.tokenizer_path):
+        rule = "is the tokenizer of what the policy wrote; the reward model's own comes with reward_model.model.path"
+        yield "reward_model.model.input_tokenizer", rule, "leave it out, or null where both read the same token ids"
+    if on and reward.use_dynamic_bsz is False and not reward.micro_batch_size_per_gpu:
+        fix = "give a number of answers a pass, or leave use_dynamic_bsz out"
+        yield "reward_model.micro_batch_size_per_gpu", "is needed with reward_model.use_dynamic_bsz=False", fix
+    if on and reward.use_dynamic_bsz and reward.forward_max_token_len_per_gpu < reward.max_length:
+        rule = f"must hold an answer of reward_model.max_length={reward.max_length} tokens"
+        yield "reward_model.forward_max_token_len_per_gpu", rule, "raise it, or lower reward_model.max_length"
+
+
+def the_judge(c: View) -> Broken:
+    judge, on, section = c.judge, c.reward.judged, "reward_model.judge"
+    if judge.url is not None and not c.reward.enable:
+        fix = "set reward_model.enable=True, or leave the URL out"
+        yield f"{section}.url", "would judge nothing with reward_model.enable=False", fix
+    if judge.url is not None and not judge.model:
+        yield f"{section}.model", f"is needed with {section}.url", "name the model as the server lists it (GET /models)"
+    if on and c.reward.on_error == "zero":
+        fix = "set reward_model.on_error=mask, which takes it out of its group and the loss, or raise"
+        yield "reward_model.on_error", "would score an answer 0 because a server was away", fix
 
 
 # --- what can run, and is probably not meant ---
@@ -207,10 +329,28 @@ def bounds_and_baselines_of_losses(c: View) -> Broken:
         yield LOSS, rule, f"a smaller {ACTOR}.ppo_mini_batch_size, or ppo_epochs above 1"
 
 
+def greedy_answers_are_alike(c: View) -> Broken:
+    if c.val.n > 1 and not c.val.do_sample:
+        rule = "greedy answers to a question are all the same"
+        yield f"{VAL}.n", rule, f"with {VAL}.do_sample=True they are sampled, as verl's asynchronous rollout does"
+
+
+def what_engines_change(c: View) -> Broken:
+    learner = c.actor.fsdp_config.dtype
+    if c.needs_engine and not c.engine.seeded:
+        rule = "no answer depends on a seed, so that this run, repeated or resumed, samples others and is another run"
+        yield f"{ROLLOUT}.name", rule, "hf and vllm draw from seeds"
+    if c.needs_engine and (c.rollout.dtype in FULL_PRECISION) != (learner in FULL_PRECISION):
+        rule = f"the engine's precision is not the learner's (fsdp_config.dtype={learner}): log-probs differ"
+        yield f"{ROLLOUT}.dtype", rule, "set both"
+
+
 PROBLEMS = (
-    *(episodes_fit, a_model_is_a_hub_id_or_a_path, schedules_have_an_end, the_critic),
+    *(episodes_fit, a_model_is_a_hub_id_or_a_path, schedules_have_an_end, the_critic, local_is_one_process),
     *(batches_are_whole, parts_divide_ranks, passes_hold_a_sequence),
-    *(covariance_bounds_leave_room, answers_are_compared, the_kl_controller, no_pass_for_old_log_probs),
-    *(what_fits_together, staleness_and_resuming),
+    *(answers_are_compared, rollout_correction_fits, staleness_and_resuming),
+    *(training_samples_the_policy, validation_sampling, the_engine_holds_sequences, options_of_engines),
+    *(engine_layers_divide_gpus, who_plays_episodes, the_tool_agent),
+    *(who_grades, the_reward_model, the_judge),
 )
-WARNINGS = (the_kl_is_penalised_twice, bounds_and_baselines_of_losses)
+WARNINGS = (the_kl_is_penalised_twice, bounds_and_baselines_of_losses, greedy_answers_are_alike, what_engines_change)

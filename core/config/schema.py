@@ -6,7 +6,7 @@ Keys and defaults are those of verl v0.6.1 in the subset that does something her
 
 Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
 sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory settings: they cannot change the
-result. Rules between keys are in ``rules_training.py`` and ``rules_rollout.py``.
+result. Rules between keys are in ``rules_training.py``.
 """
 
 from __future__ import annotations

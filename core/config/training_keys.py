@@ -335,8 +335,8 @@ class RolloutCorrectionConfig(Section):
 class KLCtrlConfig(Section):
     type: Literal["fixed", "adaptive"] = key("fixed", "a coefficient that stays, or moves towards target_kl")
     kl_coef: NonNegative = key(0.001, "coefficient of the KL in the reward")
-    horizon: float = key(10000, "sequences over which the adaptive coefficient moves", ".type=adaptive")
-    target_kl: float = key(0.1, "the KL that the adaptive coefficient aims at", ".type=adaptive")
+    horizon: Positive = key(10000, "sequences over which the adaptive coefficient moves", ".type=adaptive")
+    target_kl: Positive = key(0.1, "the KL that the adaptive coefficient aims at", ".type=adaptive")
 
 
 class AlgorithmConfig(Section):

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from core.config import Config, compose, convert, diff, examine, recipes, recorded, registry, to_yaml
 from core.config.code_by_path import load_object
 from core.config.defaults import resolve
-from core.config.rules_rollout import HF_OPTIONS
+from core.config.rules_training import HF_OPTIONS
 from core.config.section import BOOKKEEPING, EXECUTION, FILES, IDENTITY, thaw
 from core.engines.hf import HFEngine
 from core.errors import InputError

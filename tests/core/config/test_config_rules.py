@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import examine, rules_rollout, rules_training
+from core.config import examine, rules_training
 from core.config.rules import View, unmet
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -40,7 +40,7 @@ def examined(recipe, overrides):
 def fire(kind, rule, composed, recipe):
     """Return the keys that a rule of core names."""
     view = View(composed.config, composed.given, recipe)
-    found = [one for book in (rules_training, rules_rollout) for one in getattr(book, kind) if one.__name__ == rule]
+    found = [one for one in getattr(rules_training, kind) if one.__name__ == rule]
     return [key for one in found for key, *_ in one(view)]
 
 
@@ -72,7 +72,7 @@ def test_no_rule_fires_without_its_cause():
 
 @pytest.mark.parametrize(("kind", "part"), [("PROBLEMS", "problems"), ("WARNINGS", "warnings")])
 def test_every_rule_is_tried(kind, part):
-    known = {rule.__name__ for book in (rules_training, rules_rollout) for rule in getattr(book, kind)}
+    known = {rule.__name__ for rule in getattr(rules_training, kind)}
     assert known - {rule for rule, *_ in cases(part)} == set()
 
 
