@@ -24,8 +24,7 @@ import torch
 from core.algorithm.losses import KLController
 from core.checkpoint import run_state
 from core.checkpoint.provenance import Change, ModelFingerprint, Provenance, check_resume
-from core.checkpoint.remote_copy import RemoteCopy
-from core.checkpoint.store import Checkpoint, CheckpointStore, resolve_resume
+from core.checkpoint.store import Checkpoint, CheckpointStore, RemoteCopy, resolve_resume
 from core.config import convert, defaults
 from core.config.paths import run_folder
 from core.errors import InputError, UnhealthyRun, WriteFailed, memory_phase

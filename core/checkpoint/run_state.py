@@ -1,7 +1,6 @@
 """Files of a checkpoint besides weights: optimizer states, RNG states, and the state of the driver.
 
-All go through ``torch.save`` and come back with ``weights_only=True``, equal to the bit. torch is imported on first use
-only.
+All go through ``torch.save`` and come back with ``weights_only=True``, equal to the bit.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ def _check_loadable(value: Any, where: str) -> None:
                 raise InputError(f"{where}: key {key!r} is a {type(key).__name__}; only int and str can be stored")
             _check_loadable(item, f"{where}[{key!r}]")
     elif not isinstance(value, torch.Tensor) and type(value) not in (bool, int, float, str, type(None)):
-        raise InputError(
-            f"{where} is a {type(value).__module__}.{type(value).__name__}: only tensors, numbers, strings, None and "
-            "dicts, lists and tuples of them can be stored"
-        )
+        kinds = "only tensors, numbers, strings, None and dicts, lists and tuples of them can be stored"
+        raise InputError(f"{where} is a {type(value).__module__}.{type(value).__name__}: {kinds}")
 
 
 def seed_generators(seed: int) -> None:

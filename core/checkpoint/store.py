@@ -3,6 +3,7 @@
 A folder is filled under a temporary name by its owners, every file is hashed and fsynced, a manifest of the hashes is
 added, and one atomic rename makes it ``<root>/global_step_N``: it was complete once, and the hashes tell whether it
 still is. The newest complete one wins; ``latest_checkpointed_iteration.txt`` is for scripts and is never read here.
+A run folder at a URL is a copy of the one here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -27,7 +29,20 @@ from typing import TYPE_CHECKING, Any
 from core.checkpoint.provenance import Provenance
 from core.config.section import FrozenDict
 from core.errors import InputError, WriteFailed, free_space
-from core.files import file_sha256, fsync, inside, is_url, local_path, write_atomic
+from core.files import (
+    PARTIAL,
+    check_writable,
+    download,
+    explained,
+    file_sha256,
+    fsync,
+    inside,
+    is_url,
+    local_path,
+    place,
+    upload,
+    write_atomic,
+)
 
 if TYPE_CHECKING:
     from core.config.schema import TrainerConfig
@@ -37,6 +52,9 @@ MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".writer.lock"
 NAME = re.compile(r"global_step_(0|[1-9]\d*)")
+KEY = "trainer.default_local_dir"
+CHECKPOINTS = ("global_step_", ".tmp-", "damaged-")  # beginnings of names in a run folder
+NOT_SENT = (PARTIAL, ".old", LOCK, TRACKER, ".db", ".db-wal", ".db-shm", ".db-journal")  # endings
 HASHERS = 8  # threads: hashing releases the interpreter lock
 
 log = logging.getLogger(__name__)
@@ -192,7 +210,7 @@ class CheckpointStore:
             what = "another process is writing checkpoints there" if taken else what
             self._lock = None
             fix = "wait for it to end, or set another folder"
-            raise InputError(f"trainer.default_local_dir={self.root}: {what}; {fix}") from error
+            raise InputError(f"{KEY}={self.root}: {what}; {fix}") from error
         self._clear()
 
     @contextmanager
@@ -282,3 +300,108 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
             "move the newer checkpoints away, or continue that run with trainer.resume_mode=auto"
         )
     return chosen
+
+
+class RemoteCopy:
+    """The copy at ``url`` of the run folder of ``store``, for a run that changes machines.
+
+    A complete checkpoint is sent with its manifest last, so that a folder there with a manifest is complete. A start
+    fetches what is newer there than here. Two runs at one URL are noticed when one finds a checkpoint that it did not
+    send; no lock of an object store is relied on.
+    """
+
+    def __init__(self, url: str, store: CheckpointStore):
+        self.url, self.store = url.rstrip("/"), store
+        self.newest = -1  # step that this process has seen or put there
+        self._sent: dict[str, tuple[int, int]] = {}  # file of the run -> its state when it was sent
+
+    @functools.cached_property
+    def place(self) -> tuple[Any, str]:
+        return place(self.url, KEY)
+
+    def files(self) -> list[str]:
+        """Return the names of all files there, relative to the URL. Raises InputError where it cannot be read."""
+        fs, path = self.place
+        with explained(self.url, KEY):
+            fs.invalidate_cache()
+            return [full.removeprefix(f"{path}/") for full in fs.find(path)]
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints there, ascending."""
+        manifests = [name.removesuffix(f"/{MANIFEST}") for name in self.files() if name.endswith(f"/{MANIFEST}")]
+        return sorted(int(match[1]) for match in map(NAME.fullmatch, manifests) if match)
+
+    def open(self, *, writes: bool) -> None:
+        """Check that the place can be written, and fetch the run's files and newest checkpoint where they are newer.
+
+        Raises InputError: no driver, no rights, out of reach; or all checkpoints there are damaged and none is here.
+        """
+        if writes:
+            check_writable(self.url, KEY)
+        there, here = self.steps(), self.store.complete_steps()
+        self.newest, own = max(there, default=-1), max(here, default=-1)
+        if self.newest > own or not (self.store.root / MANIFEST).exists():
+            self._fetch([name for name in self.files() if not name.startswith(CHECKPOINTS)], self.store.root)
+        newer = [step for step in reversed(there) if step > own]
+        if newer and not any(map(self._fetch_checkpoint, newer)) and not here:
+            raise InputError(f"{KEY}={self.url}: every checkpoint there is damaged; to start over choose another")
+
+    def _fetch(self, names: Collection[str], folder: Path, within: str = "") -> None:
+        fs, path = self.place
+        for name in names:
+            download(fs, f"{path}/{name}", inside(folder, name.removeprefix(within), self.url), KEY, self.url)
+
+    def _fetch_checkpoint(self, step: int) -> bool:
+        """Fetch one checkpoint; return whether it arrived as it was written."""
+        final = self.store.folder(step)
+        log.info("fetching %s/%s to %s", self.url, final.name, final)
+        partial = final.with_name(f".tmp-{final.name}-{os.getpid()}")
+        within = f"{final.name}/"
+        self._fetch([name for name in self.files() if name.startswith(within)], partial, within)
+        self.store.adopt(partial, step)
+        try:
+            verify(final)
+        except DamagedCheckpoint as error:
+            log.warning("%s/%s is not taken: %s", self.url, final.name, error)
+            shutil.rmtree(final)
+            return False
+        return True
+
+    def send(self, step: int) -> None:
+        """Send the run's files and the complete checkpoint of ``step``, then delete there what is beyond ``keep``.
+
+        Raises WriteFailed; InputError where another run writes there.
+        """
+        there = self.steps()
+        if there and there[-1] > max(self.newest, step):
+            rule = f"global_step_{there[-1]} there is of another run that goes on; give this one another URL"
+            raise InputError(f"{KEY}={self.url}: {rule}. Its step {step} is complete in {self.store.folder(step)}")
+        self.send_files()
+        fs, path = self.place
+        folder = self.store.folder(step)
+        with explained(self.url, KEY, writing=True):
+            if step in there:  # written anew: not complete until the new manifest is there
+                fs.rm_file(f"{path}/{folder.name}/{MANIFEST}")
+            for file in sorted(each for each in folder.rglob("*") if each.is_file() and each != folder / MANIFEST):
+                self.put(f"{folder.name}/{file.relative_to(folder)}", file)
+            self.put(f"{folder.name}/{MANIFEST}", folder / MANIFEST)
+            self.put(TRACKER, f"{step}\n".encode())  # scripts read it: only a complete step is named
+            self.newest = step
+            for old in sorted({*there, step})[: -self.store.keep] if self.store.keep else ():
+                fs.rm_file(f"{path}/global_step_{old}/{MANIFEST}")
+                fs.rm(f"{path}/global_step_{old}", recursive=True)
+
+    def send_files(self) -> None:
+        """Send what changed of the run's files: metrics, configuration, validations. Raises WriteFailed."""
+        for file in sorted(each for each in self.store.root.rglob("*") if each.is_file()):
+            name = str(file.relative_to(self.store.root))
+            if name.startswith(CHECKPOINTS) or any(part.endswith(NOT_SENT) for part in name.split("/")):
+                continue
+            state = file.stat().st_size, file.stat().st_mtime_ns
+            if self._sent.get(name) != state:
+                self.put(name, file)
+                self._sent[name] = state
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """Write a file there. Raises WriteFailed."""
+        upload(self.url, KEY, name, content)

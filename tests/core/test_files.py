@@ -17,8 +17,7 @@ from safetensors.numpy import save_file
 
 from core import files
 from core.checkpoint.provenance import base_of
-from core.checkpoint.remote_copy import RemoteCopy
-from core.checkpoint.store import CheckpointStore
+from core.checkpoint.store import CheckpointStore, RemoteCopy
 from core.config import compose, paths
 from core.data.parquet import ExampleFile, sha256_of
 from core.errors import InputError, WriteFailed

@@ -48,7 +48,7 @@ def before(owner: Any, name: str, moment: Callable[..., None]) -> None:
 
 def patch_checkpoints() -> None:
     from core.checkpoint import store
-    from core.checkpoint.remote_copy import RemoteCopy
+    from core.checkpoint.store import RemoteCopy
 
     def tracker(path: Any, text: str) -> None:
         if path.name == store.TRACKER:

@@ -9,8 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from core.checkpoint.remote_copy import RemoteCopy
-from core.checkpoint.store import TRACKER, CheckpointStore, checkpoint_at
+from core.checkpoint.store import TRACKER, CheckpointStore, RemoteCopy, checkpoint_at
 from core.config import compose, paths
 from core.errors import InputError, WriteFailed
 from tests.core.scripted_run import configured, prepare, scripted

