@@ -31,18 +31,16 @@ from core.vision.learner_pictures import picture_inputs, run_body
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-
 ATTENTION = "rows_in_places"  # the name under which transformers finds attend
 
 
 class HFEngine(InProcessEngine):
-    """Satisfies :class:`core.engines.RolloutEngine` for causal language models of transformers that attend to all
-    former tokens.
+    """Satisfies :class:`core.engines.RolloutEngine` for causal language models that attend to all former tokens.
 
     ``model`` becomes the engine's own; ``dtype`` of the weights is the model's by default. At most ``max_batch_rows``
     samples decode at once, their keys and values fill at most ``cache_gib`` GiB, and a prefill sends about
-    ``max_prefill_tokens`` through the model at once; what does not fit waits in the order of arrival. Place ``i`` of
-    the cache is ``rows[i]``'s. Raises InputError for a model that it cannot run.
+    ``max_prefill_tokens`` through the model at once; the rest waits in the order of arrival. Place ``i`` of the cache
+    is ``rows[i]``'s. Raises InputError for a model that it cannot run.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class HFEngine(InProcessEngine):
 
     def _begin(self, request: SampleRequest) -> Row:
         row = super()._begin(request)
-        if _most_columns(request) > self.cache_tokens:
+        if _columns(request) > self.cache_tokens:
             rule = f"prompt and max_tokens are beyond the {self.cache_tokens} tokens of the cache"
             raise ValueError(f"{rule}: raise actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib")
         return row
@@ -76,9 +74,9 @@ class HFEngine(InProcessEngine):
 
     def _room(self) -> int:
         """Return how many of those that wait, in their order, may join now without ever exceeding the limits."""
-        columns = max((_most_columns(row.request) for row in self.rows), default=0)
+        columns = max((_columns(row.request) for row in self.rows), default=0)
         for joining, row in enumerate(self._waiting):
-            count, columns = len(self.rows) + joining + 1, max(columns, _most_columns(row.request))
+            count, columns = len(self.rows) + joining + 1, max(columns, _columns(row.request))
             if count > self.max_rows or _with_spare(count) * columns > self.cache_tokens:
                 return joining
         return len(self._waiting)
@@ -98,7 +96,7 @@ class HFEngine(InProcessEngine):
         sharing = [row for row in joining if first.get(_prompt(row)) is not row]
         to = list(range(len(self.rows), len(self.rows) + len(sharing)))
         self.rows += sharing
-        columns = max(_most_columns(row.request) for row in self.rows)
+        columns = max(_columns(row.request) for row in self.rows)
         if len(self.rows) > self.cache.places or columns > self.cache.columns:
             self.cache.reserve(_with_spare(len(self.rows)), columns)
         each = max(1, self.max_prefill_tokens // max(1, *map(_stored, self.rows)))  # prompts in a pass
@@ -208,7 +206,7 @@ def _stored(row: Row) -> int:
     return len(row.request.prompt_ids) - 1
 
 
-def _most_columns(request: SampleRequest) -> int:
+def _columns(request: SampleRequest) -> int:
     return len(request.prompt_ids) - 1 + request.sampling.max_tokens
 
 
@@ -287,7 +285,7 @@ class RowCache(Cache):
             tensor[to, :, :columns] = tensor[origin, :, :columns]
 
     def prefill(self, begin: int) -> RowCache:
-        """Let the next pass, over whole prompts, fill the places from ``begin`` on."""
+        """Let the next pass, over prompts, fill the places from ``begin`` on."""
         self.begin, self.position_N, self.seen = begin, None, 0
         return self
 
@@ -322,8 +320,8 @@ class RowCache(Cache):
 
 
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
-    """Attend as transformers' ``sdpa``, but with one new token a row read each head of keys once: the query heads that
-    share it go as several tokens, and it is not repeated.
+    """Attend as transformers' ``sdpa``; with one new token a row the query heads that share a head of keys go as
+    several tokens, and it is read once.
 
     Shapes:
         query       [N, heads, 1, dim]

@@ -71,11 +71,9 @@ def positions(model: nn.Module) -> int:
 class Engine:
     """The parts of :class:`core.engines.RolloutEngine` that do not depend on what computes.
 
-    ``model`` is transformers' model, or its skeleton on the meta device; ``max_length`` bounds prompt and response
-    together where the engine has less room than the model has positions.
-
-    A subclass has ``_copy`` (the weights of a bucket), ``_finish`` (makes new weights those of all requests and returns
-    a proof for each device), ``_in_flight`` (counts requests), ``_cancel_all``, ``_free``, and ``_sleep`` if it sleeps.
+    ``model`` is transformers' model, or its skeleton on the meta device; ``max_length`` bounds prompt and response. A
+    subclass has ``_copy`` (the weights of a bucket), ``_finish`` (makes new weights those of all requests and returns a
+    proof for each device), ``_in_flight`` (counts requests), ``_cancel_all``, ``_free``, and ``_sleep`` if it sleeps.
     """
 
     sleeps = False  # whether ``sleep`` frees the device's memory until the next update
@@ -106,7 +104,6 @@ class Engine:
         return Row(request, StopRule(request.sampling, self.eos, self.tokenizer), self.policy_version)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
-        """Replace all weights. Each must come, under one of its names where it has several (tied embeddings)."""
         bucket = held_weights(named_tensors)
         self.begin_update(bucket.weights)
         self.load(bucket)
@@ -149,11 +146,9 @@ class Engine:
 
 
 class InProcessEngine(Engine):
-    """An engine that computes a step of all running rows at a time. Rows are in ``_waiting``, then in ``_running``.
-
-    A subclass has ``_running`` (the rows that are computed), ``_admit`` (from the front of ``_waiting`` what has room),
-    ``_advance`` (takes a step and returns the rows that ended with it, which have left) and ``_drop`` (running rows).
-    """
+    """An engine that computes a step of all running rows at a time. A subclass has ``_running`` (those), ``_admit``
+    (moves what has room from the front of ``_waiting``), ``_advance`` (takes a step and returns the rows that ended
+    with it, which have left) and ``_drop`` (running rows)."""
 
     # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next step, and
     # a replay stays exact. True: some of those answers came, and their receivers may request more.

@@ -37,42 +37,31 @@ KEY = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
 CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
 # All that a model's generation_config could set beside what a request sets; ends are decided here
 NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_p": 0.0}
-NEVER = -1e9  # JSON has no infinity
 
 
 class SGLangEngine(Engine):
     """Satisfies :class:`core.engines.RolloutEngine`, but for what ``core.config.registry.ENGINES`` has as facts.
 
-    A seed decides nothing: the mode in which it would refuses a CPU, so a run that is repeated has other answers.
-    ``top_p`` counts probabilities of the whole vocabulary also where ``top_k`` cuts it. Requests with one prompt that
-    arrive together may each compute it. Weights that are not finite show in the probe alone. No pictures are sent.
-
-    ``skeleton`` is the model without weights (on the meta device). At most ``max_rows`` requests are with the server
-    at once. Every response is streamed and examined here token by token, so nothing ends one of the server's accord.
+    A seed decides nothing, so a run that is repeated has other answers. ``top_p`` counts probabilities of the whole
+    vocabulary also where ``top_k`` cuts it. Requests with one prompt that arrive together may each compute it. Weights
+    that are not finite show in the probe alone. No pictures are sent. At most ``max_rows`` requests are with the server
+    at once. Every response is streamed and examined here token by token.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        skeleton: nn.Module,
-        server: SGLangServer,
-        *,
-        device: torch.device,
-        max_length: int,
-        max_rows: int,
+        self, tokenizer: Any, skeleton: nn.Module, server: SGLangServer, device: Any, max_length: int, max_rows: int
     ):
         super().__init__(tokenizer, skeleton, device, max_length)
         self.server = server
-        # Added to the logits before the log-probs are taken
-        self.never = {str(one): NEVER for one in self.unknown.tolist()}
+        # Added to the logits before the log-probs are taken; JSON has no infinity
+        self.never = {str(one): -1e9 for one in self.unknown.tolist()}
         self._names = map(str, count())
         self._room = asyncio.Semaphore(max_rows)  # of the client's thread
         self._sent: dict[str, tuple[Future, asyncio.AbstractEventLoop]] = {}
         self._new: dict[str, Tensor] = {}  # weights of an update
 
     async def sample(self, request: SampleRequest) -> Trajectory:
-        """Sample a trajectory. Raises ValueError for a request that this model cannot hold, RuntimeError once the
-        engine is closed, FloatingPointError where the weights give no finite logits, WorkersLost without a server."""
+        """Sample a trajectory. Raises as the in-process engines do, and WorkersLost without a server."""
         row, name = self._begin(request), next(self._names)
         if request.media:
             raise ValueError("SampleRequest.media: rollout.name=sglang sends none; use rollout.name=hf or vllm")
@@ -154,11 +143,8 @@ class SGLangEngine(Engine):
 
 
 class SGLangServer:
-    """A server that answers at ``url``. No request is repeated: a server that is gone has lost the weights of the run.
-
-    Coroutines run on the thread of ``loop``. Requests raise RuntimeError with the server's words where it refuses one,
-    and WorkersLost where it is gone or gives no answer within ``timeout_s``.
-    """
+    """A server that answers at ``url``; coroutines run on the thread of ``loop``. Requests are not repeated; they raise
+    RuntimeError with the server's words where it refuses one, and WorkersLost where it is gone or silent."""
 
     def __init__(self, url: str, timeout_s: float):
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
@@ -229,8 +215,7 @@ def problems(config: Config) -> list[str]:
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SGLangEngine:
-    """Make an engine on the server at ``rollout.engine_kwargs.sglang.url``, which has the weights of its own folder
-    until an update. Raises InputError for a server that cannot be had."""
+    """Make an engine on the server at ``rollout.engine_kwargs.sglang.url``. Raises InputError."""
     if missing := problems(config):
         raise InputError(missing)
     rollout, data = config.actor_rollout_ref.rollout, config.data

@@ -197,8 +197,7 @@ class VLLMEngine(InProcessEngine):
 
 
 class BucketReceiver:
-    """What vLLM's workers can do beside their own methods: load buckets as vLLM loads a checkpoint, layer by layer,
-    into the tensors that its kernels read."""
+    """Lets vLLM's workers load buckets as a checkpoint, layer by layer, into the tensors that its kernels read."""
 
     def join_weights_group(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
         GROUP.join(address, first_rank + self.rank, size, self.device, timeout_s)
@@ -209,8 +208,7 @@ class BucketReceiver:
             initialize_layerwise_reload(self.get_model())
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load a bucket. A tied weight goes under each of its names: a head that vLLM packed for itself would stay
-        stale without its own."""
+        """Load a bucket, a tied weight under each of its names: vLLM may have packed a head for itself."""
         values, received = bucket.open(self.device)  # vLLM keeps them until a layer is complete
         self.received.append(received)
         pairs = zip(bucket.weights, values, strict=True)
@@ -225,10 +223,8 @@ class BucketReceiver:
 
 
 class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
-    """Never samples an id that the tokenizer does not know; log-probs are of the ids that are left.
-
-    It has the interfaces of both of vLLM's model runners: the second one, on GPUs, needs a class of its own.
-    """
+    """Never samples an id that the tokenizer does not know; log-probs are of those left. Both of vLLM's model runners
+    take it: the second one, on GPUs, needs a class of its own."""
 
     def __init__(self, vllm_config: Any, where: Any, is_pin_memory: bool = False):
         device = getattr(where, "device", where)  # the second runner gives the state of its requests
@@ -277,11 +273,9 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _process_kept() -> Iterator[None]:
-    """Restore what vLLM's CPU worker changes: variables meant for its children, and torch.set_num_threads.
-
-    While it starts llvmlite's library is hidden from it: it reads ``vars()`` of every attribute of every module
-    (``vllm/triton_utils/dispatcher.py`` of 0.32), and for a handle of a library any name is a function.
-    """
+    """Restore what vLLM's CPU worker changes: variables meant for its children, and torch.set_num_threads. Meanwhile
+    llvmlite's library is hidden from it: vLLM 0.32 reads ``vars()`` of every attribute of every module, and for a
+    handle of a library any name is a function."""
     variables = {name: os.environ.get(name) for name in KEPT_VARIABLES}
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     hidden = sys.modules.pop(HIDDEN, None)
@@ -299,7 +293,7 @@ def _process_kept() -> Iterator[None]:
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> VLLMEngine:
-    """Make the engine; ``rollout.engine_kwargs.vllm.*`` are vLLM's engine arguments. Raises InputError."""
+    """Make the engine of a configuration. Raises InputError."""
     if device.type != DEVICE:
         rule = f"the installed vLLM computes on {DEVICE}, the run is on {device.type}"
         raise InputError(f"actor_rollout_ref.rollout.name=vllm: {rule}: set trainer.device={DEVICE}, or use hf")

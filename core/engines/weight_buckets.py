@@ -1,8 +1,7 @@
 """Weights on their way from the learner to the engines, in buckets of bounded size.
 
-A learner rank fills its staging memory with a bucket's bytes and engines copy them from there: on the learner's nodes
-from a file in memory, which every process of the node can open; on GPUs of their own by a broadcast of rank 0 (NCCL,
-gloo between CPUs). A checksum of the bytes travels with each bucket; receivers compute their own.
+A learner rank fills its staging memory with a bucket's bytes; engines on its node copy them from there, a file in
+memory, and those on GPUs of their own get a broadcast of rank 0. A checksum travels along; receivers compute their own.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def held_weights(named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
 
 
 def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
-    """Check that the weights are all that ``model`` has, which may be on the meta device. Raises ValueError."""
+    """Check that the weights are all that ``model`` has. Raises ValueError."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
     given = {name: weight for weight in weights for name in weight.names}
     other = [name for name, weight in given.items() if weight.shape != shapes.get(name)]
