@@ -31,13 +31,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 FOLDER = "trace"
 UPDATED = ("log_prob", "ratio", "entropy", "clip", "loss", "loss_weight")  # what an update keeps of numbered rows
-# Fields of the batch that are recorded where they are set, with the precision they are kept in. Differences of two
-# log-probs are read at 1e-6, which half precision does not have.
-FIELDS = {
-    **{"response_mask": np.bool_, "loss_mask": np.bool_, "rollout_log_probs": np.float32, "old_log_probs": np.float32},
-    **{"ref_log_prob": np.float32, "values": np.float32, "returns": np.float32, "advantages": np.float32},
-    **{"rollout_is_weights": np.float32},
-}
+# Fields of the batch that are recorded where they are set. Half precision would lose what two log-probs differ by.
+NUMBERS = "rollout_log_probs old_log_probs ref_log_prob values returns advantages rollout_is_weights".split()
+FIELDS = {"response_mask": np.bool_, "loss_mask": np.bool_, **dict.fromkeys(NUMBERS, np.float32)}
 
 
 @dataclass(frozen=True)
@@ -211,6 +207,6 @@ def _of_update(rows: Sequence[int], batch: TrainBatch, traced: Mapping[int, Any]
 
 def _clip_bounds(config: Config) -> list[float]:
     actor = config.actor_rollout_ref.actor
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    bounds = actor.clip_ratio_low, actor.clip_ratio_high
+    low, high = (actor.clip_ratio if bound is None else bound for bound in bounds)
     return [1 - low, 1 + high]

@@ -32,7 +32,6 @@ from core.files import DOWNLOAD_AGAIN, damage, file_sha256, is_url, local_path
 from core.vision.pictures import MediaError, stored_bytes
 
 log = logging.getLogger(__name__)
-Finding = tuple[str, str, str]  # (rule, fix, the value that breaks the rule)
 MEDIA = ("images", "videos", "audios")  # columns of media in verl's schema
 MAKE_ONE = "python -m data_preprocess.gsm8k writes one, and pandas.read_csv(...).to_parquet(...) converts a table"
 BATCH = 1024  # examples of a large file that are Python objects at a time
@@ -107,11 +106,8 @@ class Example:
         return self.content_hash if self.name is None else _hash(self.name)
 
 
-_canonical = json.JSONEncoder(sort_keys=True, default=str).encode
-
-
 def _hash(value: Any) -> str:
-    return hashlib.blake2b(_canonical(value).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 class ExampleFile:
@@ -219,8 +215,8 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
     return table
 
 
-def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Iterator[Finding]:
-    """Yield what breaks the schema: at most one finding a column."""
+def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what breaks the schema, at most one finding a column: the rule, the fix, the value that breaks it."""
     source, reward, extra = raw[source_key], raw["reward_model"], raw.get("extra_info")
     if not isinstance(source, str) or not source:
         rule = f"{source_key} must be a non-empty string"
