@@ -32,7 +32,8 @@ FORMAT = 1
 FOLDER = "trace"
 UPDATED = ("log_prob", "ratio", "entropy", "clip", "loss", "loss_weight")  # what an update keeps of numbered rows
 # Fields of the batch that are recorded where they are set. Half precision would lose what two log-probs differ by.
-NUMBERS = "rollout_log_probs old_log_probs ref_log_prob values returns advantages rollout_is_weights".split()
+LOG_PROBS, ESTIMATES = ("rollout_log_probs", "old_log_probs", "ref_log_prob"), ("values", "returns", "advantages")
+NUMBERS = (*LOG_PROBS, *ESTIMATES, "rollout_is_weights")
 FIELDS = {"response_mask": np.bool_, "loss_mask": np.bool_, **dict.fromkeys(NUMBERS, np.float32)}
 
 
