@@ -12,11 +12,7 @@ SHOWN = "\n\t\u00a0\u2002\u2003\u2009\u200c\u200d\u202f\u3000"
 
 
 def printable(text: str, but: str = SHOWN) -> str:
-    """Return the text as a terminal may show it: its control characters, those in ``but`` excepted, are escapes.
-
-    A model's text may hold sequences that clear the screen, write to the clipboard (OSC 52) or change the order of
-    what stands beside them.
-    """
+    """Return the text with escapes for control characters (those in ``but`` excepted), which a terminal would obey."""
     return text if text.isprintable() else "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
 
 
@@ -118,15 +114,9 @@ def out_of_memory(error: BaseException, phase: str, where: str = "in this proces
     allocation = re.search(r"CUDA.*out of memory|can't allocate memory", str(error))
     if isinstance(error, OutOfMemory) or not (named or allocation):
         return None
-    asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
-    held = re.search(r"total capacity of ([\d.]+ \w+).*this process has ([\d.]+ \w+) memory in use", str(error), re.S)
-    amounts = [f"{held[2]} of {held[1]} in use"] if held else []
-    if asked:
-        number, unit = asked[1].split()
-        amounts.append(f"{int(number) / 2**30:.1f} GiB asked for" if unit == "bytes" else f"{asked[1]} asked for")
-    amount = ", ".join(amounts) or "no amounts are known"
+    told = one_line(" ".join(str(error).split())[:300]) or type(error).__name__  # with the amounts, if there are any
     keys = MEMORY_KEYS.get(phase, "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the learner's state")
-    text = f"out of memory in phase {phase} {where} ({amount}): lower {keys}; TROUBLESHOOTING.md has more"
+    text = f"out of memory in phase {phase} {where}: lower {keys}; TROUBLESHOOTING.md has more ({told})"
     return OutOfMemory(text, phase)
 
 

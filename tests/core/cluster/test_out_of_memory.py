@@ -1,4 +1,4 @@
-"""A run that runs out of memory ends with one line: phase, process, amounts, knobs; in process and over Ray."""
+"""A run that runs out of memory ends with one line: phase, process, knobs, amounts; in process and over Ray."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ def test_the_run_ends_with_a_line_that_names_phase_and_knob(files, tmp_path, mon
         work(TRAINER, config)
     assert ended.value.code == 1
     line = last_line(capsys)
-    where = f"out of memory in phase {phase} in this process (76.20 GiB of 79.10 GiB in use, 18.00 GiB asked for): "
-    assert line.startswith(where), line
+    assert line.startswith(f"out of memory in phase {phase} in this process: lower ") and ON_A_GPU[:100] in line
     assert MEMORY_KEYS.get(phase, "gpu_memory_utilization") in line and "TROUBLESHOOTING.md" in line
     if phase != "load":
         assert json.loads((tmp_path / "run/manifest.json").read_text())["status"] == "failed"
@@ -91,11 +90,10 @@ def test_a_real_failure_of_an_allocator_is_known_with_its_amount(library):
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         library.empty(2**58, dtype=library.uint8)
     found = out_of_memory(caught.value, "update_actor", "on learner rank 3")
-    amount = r"268435456\.0 GiB|256\. PiB"
-    assert re.fullmatch(
-        rf"out of memory in phase update_actor on learner rank 3 \(({amount}) asked for\): lower .*", str(found)
-    ), found
-    assert "no amounts are known" in str(out_of_memory(MemoryError(), "gen"))
+    assert re.match(
+        r"out of memory in phase update_actor on learner rank 3: lower .*(28823\d+ bytes|256\. PiB)", str(found)
+    )
+    assert "MemoryError" in str(out_of_memory(MemoryError(), "gen"))
     assert out_of_memory(ValueError("memory"), "gen") is None and out_of_memory(found, "gen") is None
 
 
@@ -115,9 +113,6 @@ def plant(process) -> None:
         raise torch.OutOfMemoryError(ON_A_GPU)
 
     process.learner.update_actor = fail_there
-
-
-AMOUNTS = r"\(76.20 GiB of 79.10 GiB in use, 18.00 GiB asked for\)"
 
 
 class FullRank(RayPPOTrainer):
@@ -141,4 +136,4 @@ def test_a_run_over_ray_ends_with_the_line_and_is_not_restarted(cluster, files, 
         work(f"{__name__}:FullRank", config)
     assert ended.value.code == 1 and FullRank.starts == 1
     line = last_line(capsys)
-    assert re.match(f"out of memory in phase update_actor on learner rank 1 {AMOUNTS}: lower actor_rollout_ref", line)
+    assert re.match("out of memory in phase update_actor on learner rank 1: lower actor_rollout_ref", line)
