@@ -233,7 +233,7 @@ def options_of_engines(c: View) -> Broken:
     hf = c.rollout.engine_kwargs.get("hf") or {}
     if not c.policy.hybrid_engine and c.trainer.backend == "local":
         rule = "needs a cluster: trainer.backend=local runs learner and engine in one process"
-        yield HYBRID, rule, "set trainer.backend=ray, or leave it out"
+        yield HYBRID, rule, "set trainer.backend=ray, or leave it out; trainer.max_staleness=1 trains one step off"
     if c.rollout.name == "hf" and set(hf if isinstance(hf, Mapping) else [str(hf)]) - set(HF_OPTIONS):
         rule = f"hf has {', '.join(HF_OPTIONS)} and no other option"
         yield f"{ROLLOUT}.engine_kwargs", rule, "leave out what it lacks"

@@ -1,15 +1,12 @@
 """What a key or a value that the schema lacks means here: another version's name, or the nearest key.
 
 ``verl_names.yaml`` has the keys of other versions of verl, a recipe's ``config/verl_keys.yaml`` those of a tree of its
-own; what depends on the rest of a command line is a function here, or in a recipe's ``verl_keys.py``. Three things are
-kept apart. What has another name here is read, and the line is printed as it was read. What asks for nothing, or for
-what is done anyway, is accepted and listed. Anything else is refused with one thing to do, which stays in the key's
-section and never makes a validation setting one of training.
+own; what depends on the rest of a command line is a function here, or in a recipe's ``verl_keys.py``. What has another
+name here is read, what asks for nothing or for what is done anyway is accepted and listed, anything else is refused.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,14 +14,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from core.config import convert, recipes
+from core.config import convert, recipes, registry
 from core.config.schema import Config
 from core.config.section import Problem, hints, show
 
 FILE = Path(__file__).with_name("verl_names.yaml")
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-SIMILAR = 0.7  # of names in one section: shufle and shuffle, not timeout_s and topk
-VALIDATION = {"val", "valid", "validation", "eval", "test"}  # parts of names
+CORRECTION = "algorithm.rollout_correction"
 
 
 @dataclass(frozen=True)
@@ -66,30 +62,38 @@ def unknown_key(key: str, value: Any, line: CommandLine) -> Problem:
             fix = f"use the recipe that has it: python -m recipes.{recipe}.main_{recipe}"
             return Problem(key, value, f"belongs to {module.PAPER}, and this recipe has no such key", fix)
     near = nearest(key, convert.all_keys(line.schema))
-    nothing = "no key of its section is close to it; the command with --help WORD lists the keys with a word"
+    nothing = "no such key here; if only a fork reads it, leave it out (--help WORD lists the keys with a word)"
     return Problem(key, value, "unknown key", f"the nearest known key is {near}" if near else nothing)
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """Return the known key that was probably meant, or None: no advice is better than a wrong one.
 
-    It is the one key that ends like this one, whose first sections were left out, or the most similar of those that
-    differ in one name alone: ``data.train_bach_size``, ``actor_rollout_ref.rolout.n``.
+    It is the one key (of several the actor's) that ends like this one, whose first sections were left out, or one that
+    differs by a misspelling of one name.
     """
     known = list(known)
     ends = [other for other in known if other.endswith(f".{key}")]
+    ends = [other for other in ends if other.startswith(ACTOR)] if len(ends) > 1 else ends
     if key in known or len(ends) == 1:
         return key if key in known else ends[0]
-    parts, similarity = key.split("."), {}
+    parts, found = key.split("."), {}
     for other in known:
-        differing = [pair for pair in zip(parts, other.split("."), strict=False) if pair[0] != pair[1]]
-        if other.count(".") == key.count(".") and len(differing) == 1:
-            name, near = differing[0]
-            # What is typed for validation is never training's
-            if VALIDATION.isdisjoint(name.split("_")) == VALIDATION.isdisjoint(near.split("_")):
-                similarity[other] = difflib.SequenceMatcher(None, name, near).ratio()
-    best = max(similarity, key=similarity.get, default=None)
-    return best if best is not None and similarity[best] > SIMILAR else None
+        if other.count(".") == key.count("."):
+            differing = [pair for pair in zip(parts, other.split("."), strict=True) if pair[0] != pair[1]]
+            if len(differing) == 1 and (name := misspelt(*differing[0])):
+                found[other] = name
+    return min(found, key=found.get, default=None)
+
+
+def misspelt(typed: str, name: str) -> int:
+    """Return the letters to change, at most two and a third of them, to get a name; 0 where it is no misspelling."""
+    row = list(range(len(name) + 1))
+    for i, letter in enumerate(typed, 1):
+        above, row = row, [i]
+        for j, other in enumerate(name, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != other)))
+    return row[-1] if row[-1] <= min(2, len(name) // 3) else 0
 
 
 # --- reading ---
@@ -98,7 +102,9 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Return what an override means whose key the schema lacks, or None."""
     names = table(line.recipe)
-    forms = list(_forms(key, line.schema))
+    parts = key.split(".")
+    starts = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    forms = [key, *(f"*{key.removeprefix(start)}" for start in starts if start in convert.sections(line.schema))]
     if any(_same(value, one) for form in forms for one in names["asks_nothing"].get(form, ())):
         return Interpretation(unused="ignored: already the behaviour")
     own = recipes.module_of(line.recipe, "verl_keys")
@@ -114,36 +120,39 @@ def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
         return Interpretation(unused=reason)
     if key in names["gone"]:
         return Interpretation(rule="is gone", fix=names["gone"][key])
-    misspelt = convert.known(key, line.schema) or nearest(key, convert.all_keys(line.schema))
+    known = convert.known(key, line.schema) or nearest(key, convert.all_keys(line.schema))
     for pattern, rule, fix in sorted(names["refused"], key=lambda entry: entry[0] != key):
-        if key == pattern or not misspelt and fnmatchcase(key, pattern):
+        if key == pattern or not known and fnmatchcase(key, pattern):
             return Interpretation(rule=rule, fix=fix.replace("{key}", key))
     return None
 
 
 def read_value(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Return what a value means that the schema refuses for a key of its own, or None."""
-    names = table(line.recipe)
-    if key == "trainer.logger" and (reading := loggers(key, value, line)):
-        return reading
+    names, given = table(line.recipe), value if isinstance(value, list | tuple) else [value]
+    if key == "trainer.logger" and any(str(one) in names["files"] for one in given):
+        return Interpretation(settings={key: list(dict.fromkeys("jsonl" if x in names["files"] else x for x in given))})
     for there, here in names["values"].get(key, {}).items():
         if _same(value, there):
             return Interpretation(settings={key: here})
+    near = [name for one in given for name in CHOICES.get(key, ()) if misspelt(str(one), name)]
+    if near and value not in CHOICES[key]:
+        return Interpretation(fix=f"the nearest name is {near[0]}")
     hint = next((text for name, text in names["hints"].items() if fnmatchcase(key, name)), None)
     return Interpretation(fix=hint) if hint else None
 
 
-# Keys that only lines of verl up to 0.3 have
-OLDER_KEYS = """actor_rollout_ref.actor.checkpoint.contents actor_rollout_ref.actor.fsdp_config.grad_offload
-critic.checkpoint.contents critic.model.fsdp_config.grad_offload actor_rollout_ref.rollout.n_agent
-actor_rollout_ref.rollout.n_val actor_rollout_ref.rollout.val_temperature data.val_batch_size trainer.default_hdfs_dir
-trainer.remove_previous_ckpt_in_save trainer.val_generations_to_log_to_wandb
-actor_rollout_ref.actor.ppo_micro_batch_size critic.ppo_micro_batch_size"""
+CHOICES = {
+    "algorithm.adv_estimator": registry.ESTIMATORS,
+    f"{ACTOR}.policy_loss.loss_mode": registry.POLICY_LOSSES,
+    f"{ROLLOUT}.name": registry.ENGINES,
+    "trainer.logger": registry.LOGGERS,
+}
 
 
 def older_defaults(line: CommandLine) -> list[str]:
     """Return a warning for each default of verl up to 0.3 that differs here and that a line of it relied on."""
-    marks = sorted({*OLDER_KEYS.split()} & line.given.keys())
+    marks = [key for key in table()["older"] if key in line.given]
     entropy, reward, coefficient = f"{ACTOR}.entropy_coeff", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
     marks += [coefficient] if coefficient in line.given and reward not in line.given else []  # it was on by default
     if not marks or line.recipe == "sft":
@@ -165,31 +174,25 @@ def described(recipe: str) -> Iterator[tuple[str, str]]:
     yield from ((key, f"{rule}; {fix.replace('{key}', key)}") for key, rule, fix in names["refused"])
 
 
-# --- the tables ---
-
-
 @functools.cache
 def table(recipe: str = "") -> dict[str, Any]:
-    """Return the tables that a recipe's command lines are read with: its own, which counts first, and the common ones.
+    """Return the tables that a recipe's command lines are read with: the common ones and over them its own.
 
-    same: key there -> key here. means: key there -> value there -> settings here. values: key here -> value there ->
-    value here. hints: key here -> what to do. no_effect: key -> how its purpose is met. asks_nothing: key -> values
-    that request nothing. gone: key of earlier versions of this repository -> what to do. refused: (key or pattern,
-    rule, fix).
+    What each table holds is said in ``verl_names.yaml``. ``no_effect`` and ``asks_nothing`` are turned to key ->
+    reason and key -> values, ``refused`` to (key or pattern, rule, fix), of which the first that fits counts.
     """
-    mappings = ("same", "means", "values", "hints", "gone")
-    joined: dict[str, Any] = {name: {} for name in (*mappings, "no_effect", "asks_nothing")}
-    joined["refused"] = []
     own = recipes.folder(recipe) / "verl_keys.yaml"
+    mappings = ("same", "means", "values", "hints", "gone", "files", "older")
+    joined: dict[str, Any] = {name: {} for name in (*mappings, "no_effect", "asks_nothing")} | {"refused": []}
     for one in map(convert.read_table, (FILE, own) if own.exists() else (FILE,)):
         for name in mappings:
-            joined[name].update(one.get(name, {}))
-        joined["no_effect"].update({key: why for why, keys in one.get("no_effect", {}).items() for key in _flat(keys)})
+            joined[name] |= one.get(name, {})
+        joined["no_effect"] |= {key: why for why, keys in one.get("no_effect", {}).items() for key in _flat(keys)}
         for value, keys in one.get("asks_nothing", ()):
             for key in _flat(keys):
                 joined["asks_nothing"].setdefault(key, []).append(value)
         entries = [(key, each["rule"], each["fix"]) for each in one.get("refused", ()) for key in each["keys"]]
-        joined["refused"] = entries + joined["refused"]  # the first that fits counts
+        joined["refused"] = entries + joined["refused"]
     return joined
 
 
@@ -200,15 +203,6 @@ def _flat(keys: Iterable[Any]) -> Iterator[str]:
 
 def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _forms(key: str, schema: type[Config]) -> Iterator[str]:
-    """Yield the forms in which a table may name a key: in full, or with ``*`` for a section of the schema."""
-    yield key
-    parts = key.split(".")
-    for depth in range(1, len(parts)):
-        if ".".join(parts[:depth]) in convert.sections(schema):
-            yield ".".join(["*", *parts[depth:]])
 
 
 def _target(key: str, same: Mapping[str, str], schema: type[Config]) -> str | None:
@@ -233,15 +227,16 @@ def whole_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def over_all_ranks(target: str, ulysses: str | None) -> Conversion:
+def over_all_ranks(target: str) -> Conversion:
     """Return the conversion of a micro-batch that counts trajectories over all ranks: verl divides by the ranks."""
 
     def per_rank(key: str, value: Any, line: CommandLine) -> Interpretation | None:
-        sizes = [line.value("trainer.nnodes"), line.value("trainer.n_gpus_per_node"), value]
-        shared = line.value(ulysses) if ulysses else 1
-        if not all(map(whole_number, [*sizes, shared])):
+        part = "critic" if key.startswith("critic") else ACTOR
+        shared = f"{part}.ulysses_sequence_parallel_size"
+        sizes = [line.value(name) for name in ("trainer.nnodes", "trainer.n_gpus_per_node", shared)]
+        if not all(map(whole_number, [*sizes, value])):
             return None
-        ranks = max(sizes[0] * sizes[1] // shared, 1)
+        ranks = max(sizes[0] * sizes[1] // sizes[2], 1)
         return Interpretation(settings={target: max(value // ranks, 1)})
 
     return per_rank
@@ -250,9 +245,9 @@ def over_all_ranks(target: str, ulysses: str | None) -> Conversion:
 def sampled_validation(key: str, value: Any, line: CommandLine) -> Interpretation:
     """Read a setting of validation that samples, as forks of verl have it."""
     name = "n" if key.endswith("n_val") else "temperature"
-    samples = isinstance(value, int | float) and value > (1 if name == "n" else 0)
-    settings = {f"{ROLLOUT}.val_kwargs.{name}": value, f"{ROLLOUT}.val_kwargs.do_sample": True}
-    return Interpretation(settings=settings if samples else dict([*settings.items()][:1]))
+    samples = isinstance(value, int | float) and value > (name == "n")
+    sampling = {f"{ROLLOUT}.val_kwargs.do_sample": True} if samples else {}
+    return Interpretation(settings={f"{ROLLOUT}.val_kwargs.{name}": value, **sampling})
 
 
 def response_limit(key: str, value: Any, line: CommandLine) -> Interpretation:
@@ -264,23 +259,25 @@ def response_limit(key: str, value: Any, line: CommandLine) -> Interpretation:
     return Interpretation(rule=rule, fix="leave it out")
 
 
-def loggers(key: str, value: Any, line: CommandLine) -> Interpretation | None:
-    """Read services that are not here as the file that they can be fed from."""
-    given = [name for name in (value if isinstance(value, list | tuple) else [value]) if isinstance(name, str)]
-    others = ("file", "swanlab", "vemlp_wandb", "clearml", "trackio", "rl_logging_board")
-    known = list(dict.fromkeys("jsonl" if name in others else name for name in given))
-    return Interpretation(settings={key: known}) if {*given} & {*others} else None
+def importance_weights(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+    """Read the switch of verl 0.6.0's importance weights, whose level and mode are keys beside it."""
+    if key != "algorithm.rollout_is" or value is False:
+        return Interpretation(unused="read with algorithm.rollout_is=True")
+    level, mode = (
+        line.given.get(f"algorithm.rollout_is_{n}", d) for n, d in (("level", "token"), ("mode", "truncate"))
+    )
+    weights = {f"{CORRECTION}.rollout_is": level}
+    if mode == "mask":
+        upper = line.given.get("algorithm.rollout_is_threshold") or line.value(f"{CORRECTION}.rollout_is_threshold")
+        weights |= {f"{CORRECTION}.rollout_rs": level, f"{CORRECTION}.rollout_rs_threshold": upper}
+    return Interpretation(settings=weights)
 
 
-MICRO = {  # key over all ranks -> the key that has the ranks which share a sequence
-    f"{ACTOR}.ppo_micro_batch_size": f"{ACTOR}.ulysses_sequence_parallel_size",
-    f"{ROLLOUT}.log_prob_micro_batch_size": f"{ACTOR}.ulysses_sequence_parallel_size",
-    f"{REF}.log_prob_micro_batch_size": f"{ACTOR}.ulysses_sequence_parallel_size",
-    "critic.ppo_micro_batch_size": "critic.ulysses_sequence_parallel_size",
-    "reward_model.micro_batch_size": None,
-}
+MICRO = [f"{ACTOR}.ppo_micro_batch_size", "critic.ppo_micro_batch_size"]
+MICRO += [f"{part}.log_prob_micro_batch_size" for part in (ROLLOUT, REF)]
 CONVERSIONS: dict[str, Conversion] = {
-    **{key: over_all_ranks(f"{key}_per_gpu", ulysses) for key, ulysses in MICRO.items()},
+    **{key: over_all_ranks(f"{key}_per_gpu") for key in (*MICRO, "reward_model.micro_batch_size")},
     **dict.fromkeys((f"{ROLLOUT}.n_val", f"{ROLLOUT}.val_temperature"), sampled_validation),
     **{f"{section}.reward_kwargs.max_resp_len": response_limit for section in ("reward", "reward_model")},
+    **dict.fromkeys([f"algorithm.rollout_is{end}" for end in ("", "_level", "_mode")], importance_weights),
 }

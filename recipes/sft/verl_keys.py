@@ -47,7 +47,7 @@ def engines_optimizer(key: str, value: Any, line: CommandLine) -> Interpretation
 
 CONVERSIONS = {
     "data.max_length": length,
-    "data.micro_batch_size": over_all_ranks("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", None),
+    "data.micro_batch_size": over_all_ranks("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
     "data.prompt_dict_keys": field_of_a_column,
     "data.response_dict_keys": field_of_a_column,
     "optim": engines_optimizer,

@@ -28,7 +28,7 @@ def test_an_unknown_key_names_the_nearest_of_its_section():
         "train_batch_size=8": "data.train_batch_size",
         f"{ROLLOUT}.temprature=1": f"{ROLLOUT}.temperature",
         "actor_rollout_ref.rolout.n=4": f"{ROLLOUT}.n",
-        "data={train_batch: 8}": "data.train_batch_size",
+        "lr=1e-5": f"{ACTOR}.optim.lr",
         f"{ACTOR}.policy_loss.clip_cov_ration=0.0002": f"{ACTOR}.policy_loss.clip_cov_ratio",
     }.items():
         (line,) = lines(override)
@@ -38,7 +38,13 @@ def test_an_unknown_key_names_the_nearest_of_its_section():
 def test_no_key_of_another_section_is_named():
     for override in (
         *("zzz=1", "timeout=3", "seed=1", "actor.enable=True", f"{ACTOR}.enable=True", "trainer.gradient_noise=1"),
-        *("reward_model.sandbox.batch=3", "critic.lr=1e-5", "algorithm.clip_ratio=0.1", "trainer.train_batch_size=8"),
+        *(
+            "reward_model.sandbox.batch=3",
+            "critic.lr=1e-5",
+            "data.train_batch=8",
+            "algorithm.clip_ratio=0.1",
+            "trainer.train_batch_size=8",
+        ),
         *(
             f"{ROLLOUT}.val_n=3",
             f"{ROLLOUT}.valid_temperature=1",

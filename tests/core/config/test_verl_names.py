@@ -48,6 +48,11 @@ def lines(*overrides, recipe="ppo"):
         (["trainer.logger=[console,swanlab]"], {"trainer.logger": ("console", "jsonl")}),
         (["trainer.val_generations_to_log_to_wandb=3"], {"trainer.log_val_generations": 3}),
         (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
+        (["max_steps=7"], {"trainer.total_training_steps": 7}),
+        (
+            ["algorithm.rollout_is=True", "algorithm.rollout_is_level=sequence", "algorithm.rollout_is_mode=mask"],
+            {f"algorithm.rollout_correction.rollout_{kind}": "sequence" for kind in ("is", "rs")},
+        ),
         (["+ray_init.num_cpus=4"], {"ray_kwargs.ray_init": {"num_cpus": 4}}),
     ],
 )
@@ -69,6 +74,7 @@ def test_two_names_of_one_thing_may_not_differ():
     "override, reason",
     [
         ("data.return_raw_chat=True", "the chat"),
+        (f"{ACTOR}.optim.total_training_steps=9", "trainer.total_training_steps is"),
         (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=0", "FSDP2 wraps"),
         (f"{ACTOR}.use_prefix_grouper=False", "computed once"),
         ("trainer.default_hdfs_dir=null", "already the behaviour"),
@@ -96,6 +102,9 @@ def test_what_asks_for_nothing_is_accepted_and_listed(override, reason):
         (f"{ROLLOUT}.agent.anything=1", f"{ROLLOUT}.agent_loop=path/file.py:Class"),
         (f"{ACTOR}.policy_loss.dro_beta=0.5", "write the loss as a function"),
         (f"{ACTOR}.strategy=megatron", "use fsdp2"),
+        ("algorithm.adv_estimator=gppo", "the nearest name is grpo"),
+        ("trainer.logger=wanddb", "the nearest name is wandb"),
+        ("rollout.nnodes=1", "trainer.max_staleness=1"),
         ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
         ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
         ("reward.reward_kwargs.max_resp_len=513", "is another length than data.max_response_length=512"),
