@@ -66,7 +66,7 @@ class RolloutEngine(Protocol):
         together share one prefill. Cancelling the awaiting task aborts the request."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
-        """Replace all weights by those of this process: an update of one bucket."""
+        """Replace all weights by those of this process."""
 
     def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
         """Join the group of ``size`` processes in which rank 0 broadcasts weights, as ``first_rank`` and following."""
@@ -118,11 +118,8 @@ def sampling_params(config: Config, section: RolloutConfig | ValKwargs) -> Sampl
 def make_engine(
     config: Config, model: Callable[[], nn.Module] | None, tokenizer: Any, device: torch.device
 ) -> RolloutEngine:
-    """Make the engine that ``actor_rollout_ref.rollout.name`` names (:data:`core.config.registry.ENGINES`).
-
-    ``model`` gives the policy, which becomes the engine's own; vLLM and SGLang make their own and need an update before
-    they sample. Without ``model``, where nothing learns, the engine reads the weights of the model's path itself.
-    ``rollout.engine_kwargs.<name>.*`` are options beyond verl's. Raises InputError for an engine that cannot be had.
-    """
+    """Make the engine that ``actor_rollout_ref.rollout.name`` names. ``model`` gives the policy, which becomes the
+    engine's own; vLLM and SGLang need an update before they sample. Without ``model``, where nothing learns, the engine
+    reads the weights of the model's path itself. Raises InputError for an engine that cannot be had."""
     make = load_object(registry.ENGINES[config.actor_rollout_ref.rollout.name].function)
     return make(config, model, tokenizer, device)

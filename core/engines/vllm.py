@@ -241,8 +241,7 @@ class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
 
 
 def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with what the CPU build needs: a bounded cache, and whole prompts: a seeded sample of
-    a prompt that comes in pieces rewinds a generator, which torch's on the CPU does not allow."""
+    """Return the arguments as the CPU build needs them: a bounded cache, and whole prompts, for torch's generator."""
     tokens = max(options.get("max_num_batched_tokens", 0), options["max_model_len"])
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
     return {"kv_cache_memory_bytes": CPU_CACHE_BYTES, **options, **whole}
