@@ -34,7 +34,7 @@ FEATURES = {  # name -> pattern of a problem
     "another training engine": r"training engine that is not here|models train with FSDP2",
     "asynchronous trainers": r"asynchronous trainer",
     "agent loops of others": r"agent loop (that is not here|of verl's own interface)|a mode of another project",
-    "keys of a fork": r"unknown key; no key of its section|is a section of|is a scorer for validation",
+    "keys of a fork": r"unknown key; no such key here|is a section of|is a scorer for validation",
     "classes of data sets and samplers": r"(data set class|sampler) of verl's interface",
     "a reward model behind an engine": r"a reward model behind an engine",
     "another function or engine": r"(reward_manager|loss_mode|adv_estimator|rollout\.name)=.*must be one of",
