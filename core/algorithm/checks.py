@@ -1,14 +1,8 @@
 """Checks of a step: relations between values that the step has anyway, whatever the settings are. Always on.
 
 Each compares and changes nothing. A relation that does not hold is an error in the code, or in a hook of the user's, so
-it ends the run before it trains on the values. There are four kinds:
-
-- what trains is what the engine sampled, and the weights of a mean sum to one (:class:`SampledTurns`,
-  :func:`batch_is_sampled`, :func:`weights_sum_to_one`);
-- an advantage is within what its group allows (:func:`advantages_fit`);
-- nothing is infinite or NaN (:func:`finite`);
-- entropy agrees with -log p of the samples (:func:`entropy_gap_z`), and the engine's log-probs with the learner's
-  (``rollout_mismatch.py``). These two are metrics, which ``trainer.health`` bounds.
+it ends the run before it trains on the values. How far entropy and -log p of the samples are apart is a metric, which
+``trainer.health`` bounds.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Policy losses, the value loss, the KL penalty, and the weights that turn per-token losses into the objective.
 
-A policy loss is a pure function ``f(inputs: LossInputs) -> (loss_N, stats)`` of the tokens of a micro-batch;
-``actor.policy_loss.loss_mode`` names one of :data:`core.config.registry.POLICY_LOSSES`, or a user's own by its path. It
-returns a loss for each token; the objective is ``(loss_N * weight_N).sum()`` with the weights of :func:`loss_weights`,
-which are computed once a mini-batch over all its sequences. Sums of parts then add up to the whole, however the
-sequences are split into micro-batches and ranks.
-
-``stats`` are detached ``[N]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
-mask, also where the inputs are NaN there. Written ``r = exp(log p - log p_old)`` and ``A``, the advantage, below.
+A policy loss is a pure function ``f(inputs: LossInputs) -> (loss_N, stats)`` of the tokens of a micro-batch, one of
+:data:`core.config.registry.POLICY_LOSSES` or a user's own. The objective is ``(loss_N * weight_N).sum()`` with the
+weights of :func:`loss_weights`, of a whole mini-batch: parts add up to the whole, however it is split. ``stats`` are
+detached [N] tensors, to be averaged over response tokens; like losses they are 0 outside the mask, also where inputs
+are NaN there. Written ``r = exp(log p - log p_old)`` and ``A``, the advantage, below.
 """
 
 from __future__ import annotations
