@@ -35,8 +35,8 @@ FENCED = re.compile(r"^```bash\n(?!# mine/)(.*?)^```$", re.M | re.S)  # mine/: a
 REFUSALS = {
     r"main_grpo \$KEYS": (2, "does not exist"),  # a reader's own files are not there
     r"data_preprocess\.check my/": (1, "does not exist"),  # as above
-    r"core\.evaluate generate search_r1 --run": (2, "neither a checkpoint"),  # the lab's run is not there
-    r"core\.export outputs/": (2, "neither a checkpoint"),  # the stand-in for the lab's run has none
+    r"core\.evaluate generate search_r1 --run": (2, "is not a checkpoint"),  # the lab's run is not there
+    r"core\.export outputs/": (2, "is not a checkpoint"),  # the stand-in for the lab's run has none
     r"results\.trace outputs/": (2, "no step is recorded"),  # as above
     r"main_sft data\.train_files=\./outputs/kept": (2, "does not exist"),  # what was kept is not there
     r"^curl ": (7, ""),  # no server listens in a dry run
