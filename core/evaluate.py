@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from core import answers as files
 from core.command_line import is_dry_run
-from core.config import Config, convert, examine, recipes, recorded
+from core.config import Config, composition, convert, examine, recipes
 from core.config.paths import is_local
 from core.config.section import show
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
@@ -92,7 +92,7 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
     if composed.problems:
         raise InputError(composed.problems)
     if run is not None:
-        recorded.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
+        composition.refuse_code(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
     return GenerateCall(recipe, composed.config, out, checkpoint)
@@ -321,7 +321,7 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
         raise InputError(problems)
     unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
     where = str(files.manifest_path(source))
-    recorded.refuse_code(where, composed.config, manifest["recipe"], overrides, unread)
+    composition.refuse_code(where, composed.config, manifest["recipe"], overrides, unread)
     return composed.config
 
 

@@ -23,9 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from core.config import convert, defaults, recipes, rules, verl_names
 from core.config.convert import nested, over
-from core.config.recorded import own_tree, validated
+from core.config.recorded import code_in, own_tree, validated
 from core.config.schema import Config
 from core.config.section import NO_SECTION, Problem, brief, show, without
+from core.config.section import typed as as_typed
 from core.config.verl_names import CommandLine, unknown_key
 from core.errors import InputError
 
@@ -305,3 +306,26 @@ def literal(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [literal(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def refuse_code(
+    artefact: str, config: Config, recipe: str, overrides: Sequence[str] = (), unread: Sequence[str] = ()
+) -> None:
+    """Check that ``config``, into which settings of an artefact went, names no code of its own accord.
+
+    What the ``overrides`` of the command line name is the user's word, and what the recipe's presets name is this
+    repository's. Keys that begin with one of ``unread`` are left out: the command loads nothing that they name.
+
+    Raises InputError: the artefact, the keys, and what to append to the command.
+    """
+    unnamed = {key: value for key, value in code_in(config).items() if not key.startswith(tuple(unread))}
+    presets = ([f"preset={path.stem}"] for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
+    for texts in (overrides, *presets) if unnamed else ():
+        allowed = code_in(examine(recipe, texts).config)
+        unnamed = {key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value}
+    if unnamed:
+        append = " ".join(shlex.quote(f"{key}={as_typed(value)}") for key, value in unnamed.items())
+        raise InputError(
+            f"{artefact}: its settings name code that would run here: {', '.join(unnamed)}. They may come from "
+            f"anybody, and code is named on the command line alone. If you trust that code, append {append}"
+        )

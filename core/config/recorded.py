@@ -1,15 +1,15 @@
 """Trees to typed configurations: composed ones, and those that a run, a checkpoint or a file of answers recorded.
 
 What a change of a key means (its role) is said by its field in the schema. Code is named on the command line, never by
-a record, which may come from anybody: a command that takes settings from one calls :func:`refuse_code` first.
+a record, which may come from anybody: a command that takes settings from one first calls
+:func:`core.config.composition.refuse_code`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from core.config import convert, recipes, verl_names
@@ -30,11 +30,9 @@ from core.config.section import (
     is_section,
     mark,
     show,
-    typed,
     without_hidden,
 )
 from core.config.verl_names import CommandLine, unknown_key
-from core.errors import InputError
 
 
 def validated(schema: type[Config], tree: Any, problems: list[Any], line: CommandLine | None = None) -> Config:
@@ -153,28 +151,3 @@ def code_in(config: Config) -> dict[str, Any]:
             entries = convert.entries(key, value)
             found |= {name: one for name, one in entries if _names_code(kind, name.rpartition(".")[2], one)}
     return found
-
-
-def refuse_code(
-    artefact: str, config: Config, recipe: str, overrides: Sequence[str] = (), unread: Sequence[str] = ()
-) -> None:
-    """Check that ``config``, into which settings of an artefact went, names no code of its own accord.
-
-    What the ``overrides`` of the command line name is the user's word, and what the recipe's presets name is this
-    repository's. Keys that begin with one of ``unread`` are left out: the command loads nothing that they name.
-
-    Raises InputError: the artefact, the keys, and what to append to the command.
-    """
-    from core.config.composition import examine  # which itself reads records
-
-    unnamed = {key: value for key, value in code_in(config).items() if not key.startswith(tuple(unread))}
-    presets = ([f"preset={path.stem}"] for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
-    for texts in (overrides, *presets) if unnamed else ():
-        allowed = code_in(examine(recipe, texts).config)
-        unnamed = {key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value}
-    if unnamed:
-        append = " ".join(shlex.quote(f"{key}={typed(value)}") for key, value in unnamed.items())
-        raise InputError(
-            f"{artefact}: its settings name code that would run here: {', '.join(unnamed)}. They may come from "
-            f"anybody, and code is named on the command line alone. If you trust that code, append {append}"
-        )

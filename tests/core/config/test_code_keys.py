@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from core.config import compose, convert, examine, recipes, recorded
+from core.config import compose, composition, convert, examine, recipes, recorded
 from core.config.schema import Config
 from core.errors import InputError
 
@@ -51,17 +51,17 @@ def test_an_artefact_that_names_code_is_refused():
     for key, value in CODE.items():
         config = examine("grpo", (), {key: value}).config
         with pytest.raises(InputError) as refused:
-            recorded.refuse_code("ARTEFACT", config, "grpo", ["trainer.seed=3"])
+            composition.refuse_code("ARTEFACT", config, "grpo", ["trainer.seed=3"])
         line = str(refused.value)
         assert line.startswith("ARTEFACT: its settings name code that would run here: ") and key in line
         append = line.rpartition("If you trust that code, append ")[2]
-        recorded.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
+        composition.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
 
 
 def test_the_command_line_names_the_value_and_not_the_key_alone():
     config = examine("grpo", (), {"custom_reward_function.path": "evil.py"}).config
     with pytest.raises(InputError):
-        recorded.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
+        composition.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
 
 
 def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
@@ -85,14 +85,14 @@ def test_what_is_no_code_passes():
         "reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}},
         "trainer.logger": ["console", "wandb"],
     }
-    recorded.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
+    composition.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
 
 
 def test_the_repositorys_own_presets_are_no_foreign_code():
     for recipe in recipes.names():
         for path in (recipes.folder(recipe) / "preset").glob("*.yaml"):
             config = examine(recipe, [f"preset={path.stem}"]).config
-            recorded.refuse_code("ARTEFACT", config, recipe)
+            composition.refuse_code("ARTEFACT", config, recipe)
 
 
 def test_a_recipes_name_is_no_path():
