@@ -113,7 +113,8 @@ def test_scripts_run_dry_as_they_are_typed(elsewhere, subtests):
 def test_arguments_are_forwarded_and_win_and_a_mistyped_one_ends_a_script(run, subtests):
     for path in one_a_kind():
         with subtests.test(named(path)):
-            status, out, _ = run(path, "trainer.seed=77", "trainer.experiment_name=mine", "trainer.backend=local")
+            alone = ("trainer.backend=local", "trainer.nnodes=1", "trainer.n_gpus_per_node=1")
+            status, out, _ = run(path, "trainer.seed=77", "trainer.experiment_name=mine", *alone)
             assert status == 0 and "trainer.seed=77" in out
             assert "trainer.experiment_name=mine" in out and OVER_RAY not in out
             status, _, error = run(path, "trainer.seed=77", "data.nope=1")
