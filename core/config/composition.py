@@ -94,7 +94,8 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     tree = over(tree, _preset(typed_preset, found), literal(own_tree(base or {}, schema)), nested(typed))
     tree = _resolved(tree, schema, found.problems)
     _refuse_techniques(found, overrides)
-    found.config = defaults.resolve(validated(schema, tree, found.problems, found.line), recipe)
+    config = validated(schema, tree, found.problems, found.line)
+    found.config = defaults.resolve(defaults.over_ray(config, found.given), recipe)
     bad = {one.key for one in found.problems if isinstance(one, Problem)}
     broken = rules.problems(rules.View(found.config, found.given, recipe, bad))
     found.problems = tuple(dict.fromkeys(map(str, [*found.problems, *broken])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,14 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
         "reward_model.max_length": lambda c: c.data.max_prompt_length + c.data.max_response_length,
         "reward_model.judge.cache_dir": _judge_folder,
     }
+
+
+def over_ray(config: Config, given: Collection[str]) -> Config:
+    """Return the configuration with ``trainer.backend=ray`` where several GPUs are ``given`` and no backend is."""
+    several = [f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node") if getattr(config.trainer, name) > 1]
+    if "trainer.backend" in given or not any(key in given for key in several):
+        return config
+    return convert.replaced(config, {"trainer.backend": "ray"})
 
 
 def resolve(config: Config, recipe: str) -> Config:

@@ -88,12 +88,12 @@ class View:
 
     @property
     def cluster(self) -> bool:
-        """Whether the number of ranks is given: by the backend, or by the keys that count GPUs."""
-        return self.trainer.backend == "ray" or bool({"trainer.nnodes", "trainer.n_gpus_per_node"} & self.given)
+        """Whether ranks and engines are on the GPUs of nodes."""
+        return self.trainer.backend == "ray"
 
     @property
     def ranks(self) -> int:
-        """Learner ranks. The local backend has one, but a command line written for a cluster is checked as such."""
+        """Learner ranks; the local backend has one."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node if self.cluster else 1
 
     @property

@@ -184,10 +184,11 @@ def staleness_and_resuming(c: View) -> Broken:
 
 
 def local_is_one_process(c: View) -> Broken:
-    local = c.trainer.backend == "local" and c.gives("trainer.backend")
-    if local and c.gives("trainer.n_gpus_per_node") and c.trainer.n_gpus_per_node > 1:
-        rule = "asks for several ranks, and trainer.backend=local is one process"
-        yield "trainer.n_gpus_per_node", rule, "set trainer.backend=ray, or leave it out"
+    for name in ("nnodes", "n_gpus_per_node"):
+        key, asked = f"trainer.{name}", getattr(c.trainer, name)
+        if c.trainer.backend == "local" and c.gives(key) and asked > 1:
+            rule = "asks for several ranks, and trainer.backend=local is one process"
+            yield key, rule, "set trainer.backend=ray, or 1"
 
 
 def training_samples_the_policy(c: View) -> Broken:

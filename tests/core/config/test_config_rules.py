@@ -124,3 +124,9 @@ def test_a_key_with_effect_is_not_listed():
     )
     assert dict(examined("ppo", given).unused) == {}
     assert dict(examined("grpo", ("preset=paper",)).unused) == {}  # what the recipe's file says is not listed
+
+
+def test_several_gpus_are_used_by_a_run_that_names_no_backend():
+    for typed, backend in (("n_gpus_per_node=8", "ray"), ("nnodes=2", "ray"), ("n_gpus_per_node=1", "local")):
+        assert examined("ppo", (f"trainer.{typed}",)).config.trainer.backend == backend
+    assert examined("ppo", ("trainer.backend=local",)).config.trainer.backend == "local"

@@ -145,7 +145,7 @@ def test_several_nodes_need_an_address(here, monkeypatch):
     assert text.startswith("trainer.nnodes=2: needs a Ray cluster") and "`ray start --head" in text and "\n" not in text
     assert problem("trainer.nnodes=2", f"{ADDRESS}=local") == text
     assert problem(*apart).startswith("actor_rollout_ref.rollout.nnodes=3: needs a Ray cluster")
-    for fine in ([], ["trainer.device=cpu"], [f"{ADDRESS}=auto"], ["trainer.backend=local"]):
+    for fine in ([], ["trainer.device=cpu"], [f"{ADDRESS}=auto"]):
         assert not problem(*(["trainer.nnodes=2"] * bool(fine)), *fine)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert not problem("trainer.nnodes=2") and not problem(*apart)
