@@ -28,7 +28,7 @@ ELSEWHERE = {
 }
 NOT_HERE = {
     "policy_clip_cov": "published, it draws tokens within a micro-batch; here among those of an optimizer step, by the "
-    "old log-probs (tests/core/algorithm/test_covariance.py)",
+    "old log-probs (tests/core/algorithm/test_losses.py)",
     "policy_kl_cov": "published, it ranks the tokens of a micro-batch; here as clip_cov",
     "policy_geo_mean": "counts empty rows in its mean, and has a sequence weight of its own for rollout correction",
 }
