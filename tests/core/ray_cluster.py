@@ -36,6 +36,7 @@ def write_model(folder: Path, **overrides) -> Path:
 
 def cluster_config(model: Path, *overrides: str, ranks: int = 2, recipe: str = "ppo") -> Config:
     """Two optimizer steps a batch, micro-batches by tokens, float32, KL loss and entropy bonus on."""
+    backend = [text for text in overrides if text.startswith("trainer.backend=")][-1:]
     settings = {
         "data.train_batch_size": 8,
         "data.max_prompt_length": 16,
@@ -57,7 +58,7 @@ def cluster_config(model: Path, *overrides: str, ranks: int = 2, recipe: str = "
         "trainer.backend": "ray",
         "trainer.device": "cpu",
         "trainer.cpu_threads": 1,
-        "trainer.n_gpus_per_node": ranks,
+        "trainer.n_gpus_per_node": 1 if backend == ["trainer.backend=local"] else ranks,
     }
     return compose(recipe, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
 

@@ -25,7 +25,8 @@ from tests.padded import batch_of_padded
 @pytest.mark.parametrize(
     ("arguments", "ranks"),
     [
-        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 1),  # the trainer's own process holds the only learner
+        (["trainer.backend=local"], 1),  # the trainer's own process holds the only learner
+        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 8),
         (["trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 8),
         (["trainer.backend=ray", "trainer.device=cpu", "trainer.n_gpus_per_node=2"], 2),
     ],
