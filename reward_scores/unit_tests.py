@@ -19,6 +19,9 @@ from reward_scores.score import Score, as_text, graded, no_answer, plain
 
 _MARK = "\n=> "  # in front of what a function returned
 LONGEST_DICT = 1 << 18  # characters
+# Characters of a returned value, besides LONGER times those of the wanted one: to parse 4 MB of small objects takes
+# seconds, which nobody's deadline bounds. A right value is not LONGER: a float's text has at most 24 characters
+SPARE_LENGTH, LONGER = 1 << 16, 32
 # A function's arguments come as literals; what it returned is printed as one, of exact built-in types
 _CALL = """
 
@@ -240,6 +243,8 @@ def call(
     if ran.status != "ok":
         return "timeout" if ran.status == "timeout" else "error"
     _, mark, value = ran.stdout.rpartition(_MARK)
+    if len(value) > SPARE_LENGTH + LONGER * len(repr(wanted)):
+        return "wrong"
     # The hashes of a dictionary's keys may be chosen to collide: a large one could hold up the grader
     if not mark or ("{" in value and len(value) > LONGEST_DICT):
         return "error"
