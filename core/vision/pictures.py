@@ -240,24 +240,20 @@ def modality_of(config: Any) -> Modality:
     return Modality(True) if getattr(config, "model_type", None) in PICTURE_MODELS else TEXT
 
 
-def problems(config: Config, reads_pictures: bool | None) -> Iterator[Problem]:
-    """Yield the keys that do not go together with the model; ``reads_pictures`` is None where nothing is known."""
+def problems(config: Config) -> Iterator[Problem]:
+    """Yield the keys that do not go together with a model that reads pictures."""
     roles, actor = config.actor_rollout_ref, "actor_rollout_ref.actor"
-    if reads_pictures is False and roles.actor.freeze_vision_tower:
-        rule = "the model reads text alone and has no vision tower"
-        yield Problem(f"{actor}.freeze_vision_tower", True, rule, "leave it out")
-    if not reads_pictures:
-        return
     rule, fix = "does not go with a model that reads pictures", "leave it out, or give a model of text alone"
-    on_ray, engine = config.trainer.backend == "ray", ENGINES[roles.rollout.name]
-    for name in ("ulysses_sequence_parallel_size", "tensor_model_parallel_size"):
-        parts = max(getattr(part, name) for part in (roles.actor, roles.ref))
-        if on_ray and parts > 1:
-            yield Problem(f"{actor}.{name}", parts, rule, "set it to 1")
+    split = {
+        f"{actor}.{name}": max(getattr(part, name) for part in (roles.actor, roles.ref))
+        for name in ("ulysses_sequence_parallel_size", "tensor_model_parallel_size")
+    }
+    engine_reads = not config.needs_engine or ENGINES[roles.rollout.name].reads_media
     for wrong, key, value in (
+        *((config.trainer.backend == "ray" and ranks > 1, key, ranks) for key, ranks in split.items()),
         (config.critic.enable, "algorithm.adv_estimator", config.algorithm.adv_estimator),
         (config.reward_model.enable, "reward_model.enable", True),
-        (config.needs_engine and not engine.reads_media, "actor_rollout_ref.rollout.name", roles.rollout.name),
+        (not engine_reads, "actor_rollout_ref.rollout.name", roles.rollout.name),
         (not config.generates, "actor_rollout_ref.model.path", roles.model.path),
     ):
         if wrong:

@@ -1,8 +1,7 @@
-"""The plan: sizes of models, formulas at hand-made values, what shares or offloads the state, and what is refused."""
+"""The plan: sizes of models, what shares or offloads the state, and what does not fit. ``tests/scale`` has the passes."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -14,25 +13,12 @@ from core.config import compose
 from core.errors import InputError
 from core.learner.log_probs import logits_at_a_time
 from core.learner.step_settings import CPU_LOGITS, GPU_LOGITS, head_logits
-from core.plan import (
-    MODELS,
-    Plan,
-    Shape,
-    block_bytes,
-    head_bytes,
-    model_problems,
-    plan_lines,
-    shape_of,
-    update_bytes,
-)
-from results.reporting.run_scripts import scripts
-from tests.pictures import save_vision_model
+from core.plan import MODELS, Plan, Shape, block_bytes, head_bytes, model_problems, plan_lines, shape_of
 
-MODEL, CRITIC = "actor_rollout_ref.model.path", "critic.model.path"
-ROLLOUT, ACTOR, REF = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "ref"))
+MODEL = "actor_rollout_ref.model.path"
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 TENSOR, ULYSSES = "tensor_model_parallel_size", "ulysses_sequence_parallel_size"
 SMALL = Shape(hidden=8, layers=3, heads=4, kv_heads=2, mlp=16, vocab=32, tied=False, bias=True)
-HALF_B = f"{MODEL}=Qwen/Qwen2.5-0.5B-Instruct"  # 14 heads, 2 key-value heads
 RAY = ("trainer.backend=ray", f"{ROLLOUT}.name=vllm")
 ALONE = ("trainer.backend=local", f"{ROLLOUT}.name=hf")
 
@@ -85,22 +71,14 @@ def test_a_local_folder_is_read_and_an_unknown_name_has_a_nearest(tmp_path):
     del config["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shape_of(str(tmp_path)).kv_heads == 4, "as many as there are heads"
-    with pytest.raises(InputError, match=r"nearest in model_shapes.yaml: Qwen/Qwen2.5-7B"):
+    with pytest.raises(InputError, match=r"Qwen/Qwen2.5-7B"):
         shape_of("Qwen/Qwen25-7B")
 
 
-@pytest.mark.parametrize("text", ['{"hidden_size": 0}', "{}", "", "[]", "\udcff"])
+@pytest.mark.parametrize("text", ['{"hidden_size": 0}', '{"vision_config": {}}', "", "[]", "\udcff"])
 def test_a_damaged_configuration_of_a_model_is_named(text, tmp_path):
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(InputError, match="config.json"):
-        shape_of(str(tmp_path))
-    with pytest.raises(InputError):
-        shape_of("~no_such_user/" + "x" * 300)
-
-
-def test_the_size_of_an_unknown_vision_tower_is_not_guessed(tmp_path):
-    save_vision_model(tmp_path)
-    with pytest.raises(InputError, match="vision tower"):
         shape_of(str(tmp_path))
 
 
@@ -116,31 +94,10 @@ def test_the_formulas_at_hand_made_values():
     assert head == 3 * 4 * 10 * 32 + 4 * 32 * 8 + 2 * 10 * 8 * 2 == head_bytes(SMALL, 10, 2, trains=False) + 1024
 
 
-def test_the_moments_of_an_update_at_hand_made_values():
-    """``tests/scale`` holds them beside what the learner allocates."""
-    block, gathered = block_bytes(SMALL, 2), 2 * (2 * SMALL.block + SMALL.ends)
-    assert plan.gathered_bytes(SMALL, 2) == gathered
-    options = {"checkpointing": True, "ranks": 4}
-    layers = 4.0 * (SMALL.parameters - SMALL.ends) / 4
-    last_layer = 2 * 32 * 8 + 4 * SMALL.block + 1000 * (3 * 8 * 2 + 2 * 24 * 2 + block)
-    assert update_bytes(SMALL, 1000, 2, **options) == last_layer
-    ends = dataclasses.replace(SMALL, vocab=4096)
-    in_the_head = 1000 * 3 * 8 * 2 + head_bytes(ends, 1000, 2) + 2 * 4096 * 8
-    assert update_bytes(ends, 1000, 2, **options) == in_the_head
-    at_the_end = layers + (2 + 4) * ends.ends - plan.gathered_bytes(ends, 2)
-    assert update_bytes(ends, 1, 2, **options) == at_the_end
-    assert plan.log_prob_bytes(dataclasses.replace(SMALL, mlp=512), 10, 2) == 10 * (3 * 512 + 4 * 8) * 2
-    assert plan.log_prob_bytes(SMALL, 10, 2, adapters=9) == head_bytes(SMALL, 10, 2, trains=False)
-
-
 def test_the_heads_chunk_is_that_of_the_device():
     assert head_logits(None) == CPU_LOGITS == logits_at_a_time(torch.device("cpu"))
     large, small = (head_bytes(SMALL, 2**30, 2, logits=logits) for logits in (GPU_LOGITS, CPU_LOGITS))
     assert large - small == 3 * 4 * (GPU_LOGITS - CPU_LOGITS)
-    short = ["data.max_prompt_length=64", "data.max_response_length=64"]  # the head is then the highest moment
-    short += [f"actor_rollout_ref.{part}_max_token_len_per_gpu=4096" for part in ("actor.ppo", "rollout.log_prob")]
-    found = [planned(*short, model="Qwen/Qwen2.5-0.5B", on=on) for on in ("RTX4090", "H100")]
-    assert size(found[1], "policy", "gradients") > size(found[0], "policy", "gradients")
 
 
 # --- plans ---
@@ -186,7 +143,7 @@ def test_the_cache_holds_what_is_left_beside_the_weights():
 def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own_key():
     found = planned(*RAY, recipe="ppo")
     critic = [part for part in found.parts if part.role == "critic"]
-    assert [part.phases for part in critic] == [plan.PHASES] * 2 + [("critic update",)] * 2
+    assert [part.phases for part in critic] == [plan.PHASES] * 2 + [("critic update",)]
     assert not [p for p in found.parts if p.role == "policy" and not p.state and "critic update" in p.phases]
     state = 12.0 * found.shape.critic_parameters / 8
     away = planned(
@@ -214,14 +171,13 @@ def test_what_does_not_fit_names_the_key_that_helps(key, recipe, phase):
 def test_the_command_says_whether_it_fits(capsys):
     arguments = ["grpo", f"{MODEL}=Qwen/Qwen2.5-0.5B", "trainer.n_gpus_per_node=1"]
     assert plan.main([*arguments, "--gpu", "H200"]) == 0
-    assert capsys.readouterr().out.startswith("The run fits on 1 x H200: it needs ")
+    assert capsys.readouterr().out.startswith("The run fits on 1 x H200: ")
     assert plan.main(["grpo", f"{MODEL}=Qwen/Qwen2.5-32B"]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
     for wrong, named in (
         (["grpo", f"{MODEL}=nobody/nothing"], "nobody/nothing"),
         ([*arguments, "--gpu", "H999"], "--gpu=H999"),
         (["grpo", "data.nope=1"], "data.nope"),
-        (["grpo", *RAY, HALF_B, f"{ROLLOUT}.{TENSOR}=4"], f"{TENSOR}=4"),
     ):
         assert plan.main(wrong) == 2 and named in capsys.readouterr().err
 
@@ -238,61 +194,8 @@ def test_a_dry_run_prints_the_plan(capsys, monkeypatch):
     assert plan_lines(compose("grpo", [f"{MODEL}=nobody/nothing"]))[0].startswith("none: ")
 
 
-# --- what an architecture rules out ---
-
-
 def problems(*keys: str, recipe: str = "grpo") -> list[str]:
     return model_problems(compose(recipe, [*RAY, *keys]))
-
-
-def test_an_engine_is_split_as_the_attention_heads_allow():
-    (told,) = problems(HALF_B, f"{ROLLOUT}.{TENSOR}=4")
-    assert told.startswith(f"{ROLLOUT}.{TENSOR}=4: must divide the 14 attention heads") and "Qwen2.5-0.5B" in told
-    assert not problems(HALF_B, f"{ROLLOUT}.{TENSOR}=2")
-    odd = ["trainer.n_gpus_per_node=7", "data.train_batch_size=7", f"{ACTOR}.ppo_mini_batch_size=7"]
-    (told,) = problems(f"{MODEL}=Qwen/Qwen2.5-7B", f"{ROLLOUT}.{TENSOR}=7", *odd)  # divides 28 heads, but not 4
-    assert told.endswith("use one of 1, 2, 4")
-    assert not problems(f"{MODEL}=Qwen/Qwen2.5-3B", f"{ROLLOUT}.{TENSOR}=8")  # 16 heads; 2 key-value heads, repeated
-    assert not model_problems(compose("grpo", [HALF_B, f"{ROLLOUT}.{TENSOR}=4"])), "the default engine is not split"
-
-
-@pytest.mark.parametrize("part", [ACTOR, REF, "critic"])
-def test_ranks_share_sequences_and_layers_as_heads_and_mlp_allow(part):
-    recipe, needed = "ppo" if part == "critic" else "grpo", [f"{part.split('.')[0]}.model.use_remove_padding=True"]
-    needed += [] if part == "critic" else [f"{ACTOR}.use_kl_loss=True"]
-
-    def keys(*own: str, model: str = "Qwen/Qwen2.5-0.5B") -> list[str]:
-        found = problems(f"{MODEL}={model}", f"{CRITIC}={model}", f"{ROLLOUT}.{TENSOR}=1", *needed, *own, recipe=recipe)
-        return [line.partition(": ")[0] for line in found]
-
-    assert f"{part}.{ULYSSES}=8" in keys(f"{part}.{ULYSSES}=8")
-    assert f"{part}.{TENSOR}=4" in keys(f"{part}.{TENSOR}=4")  # 2 key-value heads
-    large, both = "Qwen/Qwen2.5-32B", (f"{part}.{TENSOR}=8", f"{part}.{ULYSSES}=2")
-    assert not keys(f"{part}.{ULYSSES}=8", model=large) and not keys(f"{part}.{TENSOR}=8", model=large)
-    assert f"{part}.{ULYSSES}=2" in keys("trainer.nnodes=2", *both, model=large)  # 5 of 40 heads are left to share
-    if part != "critic":
-        assert not keys(*both, *ALONE), "one process shares neither"
-
-
-def test_what_cannot_be_trained_is_known_by_its_architecture(tmp_path):
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 8,
-        "vocab_size": 9,
-    }
-    for extra, refused in (
-        ({"architectures": ["LlavaForConditionalGeneration"]}, True),
-        ({"architectures": ["AnyModel"], "vision_config": {}}, True),
-        ({"architectures": ["Qwen2ForCausalLM"]}, False),
-        ({}, False),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(sizes | extra))
-        found = problems(f"{MODEL}={tmp_path}", f"{ROLLOUT}.{TENSOR}=1")
-        assert [line.startswith(f"{MODEL}={tmp_path}: ") for line in found] == [True] * refused
-    (tmp_path / "config.json").write_text("no JSON")
-    assert not problems(f"{MODEL}={tmp_path}"), "loading it says what is wrong"
 
 
 @pytest.mark.parametrize(
@@ -310,26 +213,16 @@ def test_what_does_not_read_pictures_yet_is_refused(keys, recipe):
     assert told.startswith(f"{(keys or [model])[0]}: ")
 
 
-def test_a_model_that_reads_pictures_is_not_split_and_one_of_text_has_no_tower():
+def test_a_model_that_reads_pictures_is_not_split():
     model = f"{MODEL}=Qwen/Qwen2.5-VL-7B-Instruct"
     assert not problems(model, *ALONE)
     for key in (f"{ACTOR}.{ULYSSES}=2", f"{ACTOR}.{TENSOR}=2"):
         (told,) = problems(model, f"{ROLLOUT}.{TENSOR}=1", key, "actor_rollout_ref.model.use_remove_padding=True")
         assert told.startswith(f"{key}: ")
-    frozen = f"{ACTOR}.freeze_vision_tower=true"
-    assert not problems(model, *ALONE, frozen)
-    (told,) = problems(HALF_B, f"{ROLLOUT}.{TENSOR}=2", frozen)
-    assert told.startswith(f"{frozen}: ")
 
 
-@pytest.mark.parametrize("dry", ["1", ""])
-def test_a_start_and_a_dry_run_end_with_the_problems(dry, monkeypatch, capsys):
-    monkeypatch.setenv("DRY_RUN", dry)
-    files = [] if dry else ["data.train_files=README.md", "data.val_files=README.md"]
+def test_a_start_ends_with_the_problems(monkeypatch, capsys):
+    monkeypatch.setenv("DRY_RUN", "1")
     with pytest.raises(SystemExit) as ended:
-        prepare("grpo", [*RAY, *files, HALF_B, f"{ROLLOUT}.{TENSOR}=4"])
-    assert ended.value.code == 2 and f"{ROLLOUT}.{TENSOR}=4" in capsys.readouterr().err
-
-
-def test_no_run_script_has_such_a_problem():
-    assert not [line for script in scripts() for line in model_problems(script.config)]
+        prepare("grpo", [f"{MODEL}=Qwen/Qwen2.5-VL-7B-Instruct", *ALONE, "algorithm.adv_estimator=gae"])
+    assert ended.value.code == 2 and "algorithm.adv_estimator=gae" in capsys.readouterr().err

@@ -28,7 +28,7 @@ import torch
 from core.cluster.learner_rank import LearnerRank
 from core.config.schema import Config
 from core.learner.models import compute_dtype
-from core.plan import LOG_PROBS, UPDATE, Plan, Shape, log_prob_tokens, pass_tokens, width
+from core.plan import LOG_PROBS, UPDATE, Plan, Shape, pass_tokens, width
 from core.tracking.run_manifest import git_state, hardware
 from results.reporting.run_scripts import Script, read_script
 from tests.scale.fake_learner import APART, config_of, fake_rank, first_step, full_batch
@@ -78,7 +78,7 @@ def count(script: Script, plan: Plan, layers: int) -> Count:
             first_step(rank, meter)
             found.bytes["optimizer"] = meter.now[place] - found.bytes["weights"]
             resident = meter.now[GPU]
-            for phase, tokens in ((LOG_PROBS, log_prob_tokens(config)), (UPDATE, _update_tokens(plan))):
+            for phase, tokens in ((LOG_PROBS, _log_prob_tokens(config)), (UPDATE, _update_tokens(plan))):
                 batch = full_batch(config, max(1, tokens * together // longest))
                 meter.reset()
                 if phase == LOG_PROBS:
@@ -103,6 +103,10 @@ def sync(rank: LearnerRank, config: Config) -> None:
     weights = rank.weights(compute_dtype(rollout.dtype) or torch.float32)
     for _ in rank.buckets(weights, rollout.update_weights_bucket_megabytes * 2**20, None):
         pass
+
+
+def _log_prob_tokens(config: Config) -> int:
+    return pass_tokens(config, config.actor_rollout_ref.rollout, "log_prob_")
 
 
 def _update_tokens(plan: Plan) -> int:
@@ -133,7 +137,7 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
         yield f"{phase}, all-gather", gathers * units, gathers * size * shape.parameters
         if phase == UPDATE:
             yield f"{phase}, reduce-scatter", units, 4.0 * shape.parameters
-        tokens = log_prob_tokens(plan.config) if phase == LOG_PROBS else _update_tokens(plan)
+        tokens = _log_prob_tokens(plan.config) if phase == LOG_PROBS else _update_tokens(plan)
         if together > 1:
             kv_size = shape.kv_size * max(1, together // shape.kv_heads)
             exchanged = 2 * (shape.q_size + kv_size) * size * tokens
@@ -169,7 +173,7 @@ def lines(plan: Plan, counted: Count) -> list[Line]:
     out.append(
         Line(f"{SYNC}, peak beyond what rests and a bucket", "GiB", counted.bytes[SYNC] / GIB, 2 * largest / GIB)
     )
-    tokens = {LOG_PROBS: log_prob_tokens(plan.config), UPDATE: _update_tokens(plan)}
+    tokens = {LOG_PROBS: _log_prob_tokens(plan.config), UPDATE: _update_tokens(plan)}
     for phase, passes in ((LOG_PROBS, 1), (UPDATE, 3 + roles.model.enable_gradient_checkpointing)):
         work = passes * tokens[phase] * forward_flops(shape, plan.longest)
         out.append(Line(f"{phase}, FLOPs of a pass", "TFLOP", counted.flops[phase] / 1e12, work / 1e12))
@@ -187,7 +191,7 @@ def world(script: Script, full: bool = False) -> tuple[Plan, list[Line]]:
 
 def render(name: str, plan: Plan, found: Sequence[Line]) -> str:
     """Return the table of a script."""
-    tokens = f"{log_prob_tokens(plan.config):,} tokens for log-probs, {_update_tokens(plan):,} in an update"
+    tokens = f"{_log_prob_tokens(plan.config):,} tokens for log-probs, {_update_tokens(plan):,} in an update"
     rows = [
         f"| {one.what} | {one.unit} | {one.counted:,.3f} | {one.formula:,.3f} | {100 * one.deviation:+.1f} % |"
         if one.unit != "calls"
