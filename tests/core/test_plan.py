@@ -1,4 +1,4 @@
-"""The plan: sizes of models, what shares or offloads the state, and what does not fit. ``tests/scale`` has the passes."""
+"""The plan: sizes of models, what shares or offloads the state, what does not fit. ``tests/scale`` has the passes."""
 
 from __future__ import annotations
 
