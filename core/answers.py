@@ -81,12 +81,12 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
         raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
     try:
         manifest = json.loads(beside.read_text(encoding="utf-8"))
-        if (manifest["kind"], manifest["format"]) != (kind, FORMAT):
-            raise ValueError(f"it is of a file of {manifest['kind']}, format {manifest['format']}")
+        if (manifest["kind"], manifest["format"]) == (kind, FORMAT):
+            return manifest
+        raise ValueError(f"it is of a file of {manifest['kind']}, format {manifest['format']}")
     except (OSError, ValueError, TypeError, KeyError) as error:
         rule = f"no {beside.name} beside it that tells of {kind} in format {FORMAT} ({error})"
         raise InputError(f"{path}: {rule}; restore it from a copy") from error
-    return manifest
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:

@@ -1,13 +1,9 @@
 """Evaluate a model without training it: generate answers to validation questions, and score them.
 
-    python -m core.evaluate generate RECIPE --model MODEL --out ANSWERS.jsonl key=value ...
-    python -m core.evaluate generate RECIPE --run RUN_FOLDER --out ANSWERS.jsonl key=value ...
+    python -m core.evaluate generate RECIPE --model MODEL | --run RUN --out ANSWERS.jsonl key=value ...
     python -m core.evaluate score ANSWERS.jsonl key=value ...
 
-Keys are those of training: data.val_files, actor_rollout_ref.rollout.val_kwargs.*, reward_model.*. No learner and no
-optimizer is made. DRY_RUN=1 only checks. A stopped command makes the answers that are missing. python -m results.report
-prints and shows the accuracies of files of scores.
-"""
+Keys are those of training. A stopped generate makes the missing answers; python -m results.report shows the scores."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -80,14 +76,20 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
 
     Raises InputError with the problems of the configuration, or the first one of model and file.
     """
+    from core.export import find_checkpoint
+
     if out.suffix != ".jsonl":
         raise InputError(f"--out={out}: must end in .jsonl")
-    own = examine(recipe, overrides).given.get(PATH)
-    named = [name for name, value in (("--model", model), ("--run", run), (PATH, own)) if value]
-    if len(named) != 1:
-        has = f"{' and '.join(named)} name one each" if named else "none is named"
-        raise InputError(f"model: {has}; give --model (a folder or hub id) or --run (a run folder or a checkpoint)")
-    checkpoint, settings = (None, {PATH: model or own}) if run is None else _of_run(run, overrides)
+    model = model or (None if run else examine(recipe, overrides).given.get(PATH))
+    if bool(model) == bool(run):
+        raise InputError("model: give either --model (a folder or hub id) or --run (a run folder or a checkpoint)")
+    checkpoint, settings = None, {PATH: model}
+    if run is not None:
+        checkpoint = find_checkpoint(run, "--run")
+        trained = checkpoint.provenance.config if checkpoint.provenance else {}
+        # The tokenizer that trained lies beside the weights
+        here = {PATH: str((checkpoint.folder / "actor").resolve()), f"{MODEL}tokenizer_path": None}
+        settings = {**trained, **here, "trainer.resume_mode": "disable"}
     composed = examine(recipe, overrides, settings)
     if composed.problems:
         raise InputError(composed.problems)
@@ -98,26 +100,10 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
     return GenerateCall(recipe, composed.config, out, checkpoint)
 
 
-def _of_run(run: str, overrides: Sequence[str]) -> tuple[Checkpoint, dict[str, Any]]:
-    """Return a run's checkpoint and the settings that it trained with."""
-    from core.export import find_checkpoint
-
-    if any(text.lstrip("+").startswith("preset=") for text in overrides):
-        raise InputError("preset: the settings of --run are the run's own; set single keys, or use --model")
-    checkpoint = find_checkpoint(run, "--run")
-    if "actor/adapter_model.safetensors" in checkpoint.files:
-        fix = "merge them into a model by python -m core.export, and give it as --model"
-        raise InputError(f"--run={run}: holds adapters, which no engine loads alone; {fix}")
-    trained = checkpoint.provenance.config if checkpoint.provenance else {}
-    # The tokenizer that trained lies beside the weights
-    here = {PATH: str((checkpoint.folder / "actor").resolve()), f"{MODEL}tokenizer_path": None}
-    return checkpoint, {**trained, **here, "trainer.resume_mode": "disable"}
-
-
 def generate(call: GenerateCall) -> bool:
     """Write the answers that the file lacks. Return whether there was anything to do.
 
-    Lines are appended as answers end. The complete file is in the order of the questions. Raises InputError before a
+    Lines are appended as answers end; the complete file is in the order of the questions. Raises InputError before a
     model loads for data, settings and files that do not go together.
     """
     from core.data.prompts import load_val_prompts
@@ -137,8 +123,8 @@ def generate(call: GenerateCall) -> bool:
         if out.exists():
             there = files.read_manifest(out, "answers")
             old, new = there["settings"], manifest["settings"]
-            other = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-            if changed := [f"{key} was {old.get(key)}, is {new.get(key)}" for key in other]:
+            changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in new if old.get(key) != new[key]]
+            if changed:
                 raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; give another --out")
             manifest["sessions"] = [*there["sessions"], *manifest["sessions"]]
             lines = files.read_lines(out)
@@ -207,21 +193,17 @@ def answering(
 
 
 def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return what tells whose answers these are. Raises InputError where questions cannot be kept in lines."""
+    """Return what tells whose answers these are. Raises InputError without questions or weights."""
     from core.checkpoint.provenance import base_of
-    from core.rewards.graders import to_json
 
     if not prompts:
         raise InputError("data.val_files=[]: there are no questions; give parquet files")
     try:
-        to_json([[prompt.ground_truth, prompt.extra_info] for prompt in prompts])
         here = is_local(call.path) or is_url(call.path)  # else a hub's id, which is known by its name
         weights = f"sha256:{base_of(os.path.expanduser(call.path)).sha256}" if here else call.path
-    except (TypeError, ValueError) as error:
-        raise InputError(f"data.val_files: {error}; convert ground_truth and extra_info") from error
     except FileNotFoundError as error:
         raise InputError(f"--model={call.path}: {error}; give a folder that core.export wrote") from error
-    config, data = call.config, run_manifest.data_hashes(call.config.data.val_files)
+    data = run_manifest.data_hashes(call.config.data.val_files)
     at = call.checkpoint and {"run": str(call.checkpoint.folder.parent), "step": call.checkpoint.step}
     hashes = {"model": weights, "data": [one["sha256"] for one in data], "prompts": digest_of(prompts)}
     return {
@@ -230,10 +212,10 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "recipe": call.recipe,
         "model": {"path": call.path, **(at or {})},
         "questions": len(prompts),
-        "samples": config.actor_rollout_ref.rollout.val_kwargs.n,
+        "samples": call.config.actor_rollout_ref.rollout.val_kwargs.n,
         "data": data,
-        "settings": {**hashes, **deciding(config)},
-        "config": convert.as_json(config),
+        "settings": {**hashes, **deciding(call.config)},
+        "config": convert.as_json(call.config),
         "sessions": [run_manifest.session()],
     }
 
@@ -263,8 +245,7 @@ def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) 
     """Score a complete file of answers, write ``<answers>.scores-<name>.jsonl`` and return it with its records.
 
     It has a line a question, in the form of a run's ``validation/<step>.jsonl``. The settings of rewards are those of
-    the call that generated, under ``overrides``. Raises InputError for answers that are incomplete, a data source
-    without scorer or on whose answers it always failed, and a wrong option.
+    the call that generated, under ``overrides``. Raises InputError.
     """
     from core.rewards.layer import RewardError, RewardLayer
     from core.tracking.validation import ValRecord
@@ -298,10 +279,10 @@ def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) 
     return path, records
 
 
-async def _scored(layer: RewardLayer, answers: Sequence[Mapping[str, Any]]) -> list[ScoredGroup]:
+async def _scored(layer: RewardLayer, answers: Sequence[dict[str, Any]]) -> list[ScoredGroup]:
     questions = [list(lines) for _, lines in groupby(answers, lambda line: line["ordinal"])]
 
-    async def group(lines: Sequence[Mapping[str, Any]]) -> ScoredGroup:
+    async def group(lines: Sequence[dict[str, Any]]) -> ScoredGroup:
         prompt, trajectories = files.prompt_of(lines[0]), tuple(map(files.trajectory_of, lines))
         scores = await asyncio.gather(*(layer.score(prompt, one) for one in trajectories))
         scored()
@@ -311,7 +292,7 @@ async def _scored(layer: RewardLayer, answers: Sequence[Mapping[str, Any]]) -> l
         return await asyncio.gather(*map(group, questions))
 
 
-def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+def _reward_config(source: Path, manifest: dict[str, Any], overrides: Sequence[str]) -> Config:
     composed = examine(manifest["recipe"], overrides, manifest["config"])
     fix = "decides answers, not their scores; leave it out, or generate with it"
     problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
@@ -330,13 +311,10 @@ def _reward_config(source: Path, manifest: Mapping[str, Any], overrides: Sequenc
 
 def generate_command(args: argparse.Namespace) -> None:
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
-    chosen, questions = call.config.actor_rollout_ref.rollout.val_kwargs, call.config.data.val_files
-    absent = [path for path in questions if not Path(path).expanduser().is_file()]
-    there = ", ".join(questions) + (f" (not there yet: {', '.join(absent)})" if absent else "")
+    chosen, questions = call.config.actor_rollout_ref.rollout.val_kwargs, ", ".join(call.config.data.val_files)
     how = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
-    what = f"{chosen.n} a question, {how}, at most {call.config.data.max_response_length} tokens"
     would = "dry run: it would write " if is_dry_run() else ""
-    print(f"{would}{what}: answers to {there} by {call.path}, into {call.out}", flush=True)
+    print(f"{would}{chosen.n} answers a question of {questions} by {call.path}, {how}, into {call.out}", flush=True)
     if not is_dry_run():
         worked = generate(call)
         print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
@@ -344,7 +322,7 @@ def generate_command(args: argparse.Namespace) -> None:
 
 def score_command(args: argparse.Namespace) -> None:
     if is_dry_run():
-        print(f"dry run: would score {args.answers}" + ("" if args.answers.is_file() else " (not there yet)"))
+        print(f"dry run: would score {args.answers}")
         return
     from core.tracking.validation import failed_share
 
@@ -368,10 +346,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     grade.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="The file that generate wrote.")
     grade.add_argument("--name", help="What the file is called after (default: the scorer).")
     grade.set_defaults(command=score_command)
-    args, rest = parser.parse_known_args(arguments)  # keys stand anywhere between the options
-    if unknown := [text for text in rest if text.startswith("--") or "=" not in text]:
+    args, args.overrides = parser.parse_known_args(arguments)  # keys stand anywhere between the options
+    if unknown := [text for text in args.overrides if text.startswith("--") or "=" not in text]:
         parser.error(f"not understood: {' '.join(unknown)}; keys are key=value")
-    args.overrides = rest
     return args
 
 
