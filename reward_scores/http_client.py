@@ -1,14 +1,5 @@
 """The HTTP client of a run's servers: judge, retriever, Sandbox Fusion, SGLang. What is sent and read is theirs.
 
-* Requests run on an event loop in a thread of their own, so that they advance while the caller's loop decodes or
-  updates; a client serves several loops and threads.
-* A failure that a later attempt mends is no failure: a server that restarts costs retries and no answer. A client gives
-  up where the server answered nobody for ``give_up_s`` seconds, or where the attempts and pauses of one request took as
-  long though others were answered. Time in which a request waits for its turn counts as neither, so that the budget
-  does not depend on how many requests wait.
-* An attempt is bounded from connecting to the last byte: httpx's own limit is that of each read, which a trickle of
-  bytes would pass. A reply is bounded too: a broken server must not fill the memory.
-
 It is here, and not in core, because a scorer uses it too; scorers import it only where they have a server.
 """
 
@@ -23,14 +14,13 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import tenacity
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +46,7 @@ class RequestFailed(Exception):
 
 
 class ReplyTooLong(RequestFailed):
-    """The reply has more than ``largest_reply`` bytes."""
+    """The reply has more than ``largest_reply`` bytes: a broken server must not fill the memory."""
 
     def __init__(self, largest: int):
         super().__init__("reply", f"the reply has more than {largest} bytes")
@@ -72,13 +62,12 @@ class HttpOptions:
     """Limits and retries of a client.
 
     Args:
-        timeout_s: of one attempt.
+        timeout_s: of one attempt, from connecting to the last byte.
         give_up_s: how long the server may be away, and how long the attempts and pauses of one request may take; 0:
             there is one attempt.
         pause_s, longest_pause_s: the first pause before another attempt, doubled until the longest, and jittered. What
             the server requests by Retry-After comes on top.
-        connections: attempts at a time; others wait for their turn.
-        keep_alive: whether a connection serves several requests.
+        connections: requests at a time; others wait for their turn.
         trust_env: whether the proxies of the environment apply; none must come between us and the loopback.
         retried: whether a failed attempt is repeated, from the failure and the counts of the request's failures.
     """
@@ -91,7 +80,7 @@ class HttpOptions:
     keep_alive: bool = True
     largest_reply: int = LARGEST_REPLY
     trust_env: bool = True
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold a key
+    authorization: str | None = field(default=None, repr=False)  # the header's value
     retried: Callable[[RequestFailed, Mapping[str, int]], bool] = may_pass
 
 
@@ -99,7 +88,6 @@ class HttpOptions:
 class Reply:
     """A reply with a good status, read to its end."""
 
-    status: int
     headers: Mapping[str, str]
     content: bytes
 
@@ -115,49 +103,46 @@ class Reply:
             raise RequestFailed("reply", f"the reply is not JSON ({error}): {self.text[:80]!r}") from error
 
 
-@dataclass
-class _Request:
-    """A request, and what its failed attempts came to; the fields are the arguments of :meth:`HttpClient.request`."""
+class HttpClient:
+    """A client of one server. Its coroutines run on an event loop in a thread of its own (:meth:`submit`).
 
-    method: str
-    url: str
-    body: Any
-    read: Callable[[Reply], Any]
-    headers: Mapping[str, str] | None
-    turn: Callable[[], AbstractAsyncContextManager]
-    end: float
-    failures: Counter[str] = field(default_factory=Counter)
-    spent_s: float = 0.0
+    They advance there while the caller's loop decodes or updates. ``counts`` has the attempts of requests, the retries,
+    and the failed attempts by their kinds.
+    """
 
-
-class BackgroundLoop:
-    """An event loop in a daemon thread."""
-
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, options: HttpOptions):
+        self.name, self.options = name, options
+        self.counts: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
+        self._turns = asyncio.Semaphore(options.connections)
+        kept = options.connections if options.keep_alive else 0
+        self._http = httpx.AsyncClient(
+            headers={"authorization": options.authorization} if options.authorization else {},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=kept),
+            trust_env=options.trust_env,
+            follow_redirects=True,
+        )
+        self._away_since: float | None = None  # the first failure after the server's last answer
+        self._warned_at = -math.inf
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Start a coroutine on the thread; return its future. Raises RuntimeError once the loop is closed."""
+        """Start a coroutine on the thread; return its future. Raises RuntimeError once the client is closed."""
         if self._loop.is_closed():
             work.close()
             raise RuntimeError(f"the {self.name} is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Return what a function returns on the thread, on which nothing else runs meanwhile."""
-        if self._loop.is_closed():
-            return function()
+    def take_counts(self) -> Counter[str]:
+        """Return the counts since the last call, from any thread."""
+        now = Counter(self.counts)
+        new, self._taken = now - self._taken, now
+        return new
 
-        async def run() -> Any:
-            return function()
-
-        return self.submit(run()).result()
-
-    def close(self, cleanup: Callable[[], Awaitable[None]]) -> None:
-        """Cancel what runs, await ``cleanup`` and end the thread. A second call does nothing."""
+    def close(self) -> None:
+        """End requests, connections and the thread. A second call does nothing."""
         if self._loop.is_closed():
             return
 
@@ -166,181 +151,96 @@ class BackgroundLoop:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-            await cleanup()
+            await self._http.aclose()
 
         self.submit(end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-
-class HttpClient:
-    """A client of one server; see the module's head. Coroutines run on its ``loop``.
-
-    ``counts`` has the attempts of requests, the retries, and the failed attempts by their kinds.
-    """
-
-    def __init__(self, name: str, options: HttpOptions):
-        self.options = options
-        self.loop = BackgroundLoop(name)
-        self.counts: Counter[str] = Counter()
-        self._turns = asyncio.Semaphore(options.connections)
-        kept = options.connections if options.keep_alive else 0
-        self._http = httpx.AsyncClient(
-            headers={"accept-encoding": "identity", **options.headers},  # the size of a compressed reply is not known
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=kept),
-            trust_env=options.trust_env,
-            follow_redirects=True,
-        )
-        self._answered_at = time.monotonic()
-        self._away_since: float | None = None
-        self._warned, self._warned_at = False, -WARN_S
-
-    def take_counts(self) -> Counter[str]:
-        """Return the counts since the last call."""
-
-        def take() -> Counter[str]:
-            taken, self.counts = self.counts, Counter()
-            return taken
-
-        return self.loop.call(take)
-
-    def close(self) -> None:
-        """End requests, connections and the thread. A second call does nothing."""
-        self.loop.close(self._http.aclose)
-
     # -- on the thread ---------------------------------------------------------------------------
 
     async def request(
-        self,
-        method: str,
-        url: str,
-        body: Any = None,
-        read: Callable[[Reply], Any] = lambda reply: reply,
-        *,
-        headers: Mapping[str, str] | None = None,
-        turn: Callable[[], AbstractAsyncContextManager] | None = None,
-        end: float = math.inf,
+        self, method: str, url: str, body: Any = None, read: Callable[[Reply], Any] = lambda reply: reply
     ) -> Any:
-        """Send a request until ``read`` returns what its reply holds.
+        """Send a request until ``read`` returns what its reply holds; raise RequestFailed of the last attempt.
 
-        Args:
-            body: sent as JSON, unless it is None. A function is called for each attempt.
-            read: may raise RequestFailed for a reply that another attempt may better.
-            turn: what an attempt waits for, in place of the client's ``connections``.
-            end: by ``time.monotonic()``, of the last attempt.
-
-        Raises:
-            RequestFailed: that of the last attempt.
+        A server that restarts costs retries and no answer. The client gives up where the server answered nobody for
+        ``give_up_s``, or where one request took as long. Waiting for a turn counts as neither, so that the budget does
+        not depend on how many requests wait. ``body`` is sent as JSON; a function is called for each attempt. ``read``
+        may raise RequestFailed for a reply that another attempt may better.
         """
-        request = _Request(method, url, body, read, headers, turn or (lambda: self._turns), end)
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, RequestFailed) and error.may_pass),
-            wait=self._pause,
-            stop=lambda state: self._gives_up(request, state),
-            before_sleep=lambda state: self._note_retry(url, state),
-            reraise=True,
-        )
-        return await retrying(self._attempt, request)
-
-    async def _attempt(self, request: _Request) -> Any:
-        async with request.turn():
+        failures: Counter[str] = Counter()
+        async with self._turns:
             begun = time.monotonic()
-            self.counts["attempts"] += 1
-            body = request.body() if callable(request.body) else request.body
-            try:
-                reply = await self.send_once(request.method, request.url, body, request.headers, request.end - begun)
-                result = request.read(reply)
-            except RequestFailed as failure:
-                self._note_failure(request, failure, begun)
-                raise
-        self._note_answer(request.url)
-        return result
+            while True:
+                self.counts["attempts"] += 1
+                try:
+                    result = read(await self.send_once(method, url, body() if callable(body) else body))
+                    self._away_since = None
+                    return result
+                except RequestFailed as failure:
+                    pause = self._pause(failure, failures, begun)
+                    if pause is None:
+                        raise
+                    if self._warned_at < time.monotonic() - WARN_S:  # once, and not for every request that waits
+                        self._warned_at = time.monotonic()
+                        log.warning("%s: %s; requests are repeated for %g s", url, failure, self.options.give_up_s)
+                self.counts["retries"] += 1
+                await asyncio.sleep(pause)
 
-    def _note_failure(self, request: _Request, failure: RequestFailed, begun: float) -> None:
-        request.failures[failure.kind] += 1
+    def _pause(self, failure: RequestFailed, failures: Counter[str], begun: float) -> float | None:
+        """Count a failed attempt; return the seconds before the next one, or None where there is none."""
+        options, now = self.options, time.monotonic()
+        failures[failure.kind] += 1
         self.counts[failure.kind] += 1
-        failure.failures = request.failures
-        failure.may_pass = self.options.retried(failure, request.failures)
+        failure.failures, failure.may_pass = failures, options.retried(failure, failures)
         if not failure.may_pass:  # the server is there
-            self._note_answer(request.url)
-            return
-        request.spent_s += time.monotonic() - begun
-        # An attempt from before the last answer tells nothing of the time before that
-        self._away_since = self._away_since or max(begun, self._answered_at)
-
-    def _gives_up(self, request: _Request, state: tenacity.RetryCallState) -> bool:
-        now, pause = time.monotonic(), state.upcoming_sleep
-        away_s = now - (self._away_since or now)
-        spent_s = request.spent_s + state.idle_for
-        return max(away_s, spent_s) + pause >= self.options.give_up_s or now + pause >= request.end
+            self._away_since = None
+            return None
+        self._away_since = self._away_since or now
+        grown = min(options.longest_pause_s, options.pause_s * 2 ** min(failures.total() - 1, 30))
+        pause = failure.wait_s + grown * random.Random().uniform(0.5, 1.0)
+        return pause if now + pause - min(begun, self._away_since) < options.give_up_s else None
 
     async def lines(self, method: str, url: str, body: Any) -> AsyncIterator[str]:
         """Yield the lines of a reply as they come: one attempt, whose reads are bounded in time, and not its length."""
         seconds = self.options.timeout_s
         with _failures(seconds):
-            async with self._turns, self._stream(method, url, body, timeout=seconds) as response:
+            async with self._turns, self._stream(method, url, body, seconds) as response:
                 if response.status_code != 200:
                     raise _of_status(response, await self._read(response))
                 async for line in response.aiter_lines():
                     yield line
 
-    async def send_once(
-        self,
-        method: str,
-        url: str,
-        body: Any = None,
-        headers: Mapping[str, str] | None = None,
-        longest_s: float = math.inf,
-    ) -> Reply:
+    async def send_once(self, method: str, url: str, body: Any = None, longest_s: float = math.inf) -> Reply:
         """Return the reply to one attempt, which waits for no turn and is not counted. Raises RequestFailed."""
         seconds = min(longest_s, self.options.timeout_s)
-        # A server that does not even accept the connection in half of the time is away, and not slow
+        # A server that does not even accept the connection in half of the time is away, and not slow. httpx's own
+        # limit is that of each read, which a trickle of bytes would pass.
         limits = httpx.Timeout(None, connect=seconds / 2)
         with _failures(seconds):
-            async with asyncio.timeout(seconds), self._stream(method, url, body, headers, limits) as response:
+            async with asyncio.timeout(seconds), self._stream(method, url, body, limits) as response:
                 content = await self._read(response)
         if not response.is_success:
             raise _of_status(response, content)
-        return Reply(response.status_code, response.headers, content)
+        return Reply(response.headers, content)
 
-    def _stream(self, method: str, url: str, body: Any, headers: Mapping[str, str] | None = None, timeout: Any = None):
-        sent = dict(headers or {})
+    def _stream(self, method: str, url: str, body: Any, timeout: Any):
         if body is None:
-            return self._http.stream(method, url, headers=sent, timeout=timeout)
+            return self._http.stream(method, url, timeout=timeout)
         content = json.dumps(body).encode()  # ASCII: text may hold half of a surrogate pair
-        sent["content-type"] = "application/json"
-        return self._http.stream(method, url, content=content, headers=sent, timeout=timeout)
+        return self._http.stream(
+            method, url, content=content, headers={"content-type": "application/json"}, timeout=timeout
+        )
 
     async def _read(self, response: httpx.Response) -> bytes:
-        encoding, largest = response.headers.get("content-encoding", "identity"), self.options.largest_reply
-        if encoding != "identity":
-            raise RequestFailed("reply", f"the reply is compressed ({encoding}), which was not requested")
         content = bytearray()
-        async for part in response.aiter_raw():
+        async for part in response.aiter_bytes():
             content += part
-            if len(content) > largest:
-                raise ReplyTooLong(largest)
+            if len(content) > self.options.largest_reply:
+                raise ReplyTooLong(self.options.largest_reply)
         return bytes(content)
-
-    def _pause(self, state: tenacity.RetryCallState) -> float:
-        grown = tenacity.wait_exponential(self.options.pause_s, self.options.longest_pause_s)(state)
-        return state.outcome.exception().wait_s + grown * random.Random().uniform(0.5, 1.0)
-
-    def _note_retry(self, url: str, state: tenacity.RetryCallState) -> None:
-        self.counts["retries"] += 1
-        now = time.monotonic()
-        if not self._warned and now - self._warned_at > WARN_S:  # once, and not for every request that waits
-            self._warned, self._warned_at = True, now
-            failure, seconds = state.outcome.exception(), self.options.give_up_s
-            log.warning("%s: %s; requests are tried again for %g s", url, failure, seconds)
-
-    def _note_answer(self, url: str) -> None:
-        now = time.monotonic()
-        if self._warned and self._away_since is not None:
-            log.warning("%s: answers again after %.1f s", url, now - self._away_since)
-            self._warned = False
-        self._answered_at, self._away_since = now, None
 
 
 @contextmanager
@@ -374,14 +274,14 @@ def retry_after_seconds(value: str | None) -> float:
         return 0.0
 
 
-def authorization(variable: str | None) -> dict[str, str]:
+def authorization(variable: str | None) -> str | None:
     """Return the header for the key in an environment variable: a bearer's, unless it names its own scheme.
 
     Raises ValueError where the variable is not set. A key never stands in a configuration, which is recorded.
     """
     if variable is None:
-        return {}
+        return None
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(f"api_key_env={variable}: the variable is not set; export it before the run starts")
-    return {"authorization": key if " " in key else f"Bearer {key}"}
+    return key if " " in key else f"Bearer {key}"

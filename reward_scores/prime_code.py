@@ -77,15 +77,9 @@ def score(
 
 
 def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the tests as they stand; None where they cannot be read."""
-    given = ground_truth if ground_truth is not None else (extra_info or {}).get("test_cases")
-    if isinstance(given, (str, bytes)):
-        try:
-            given = json.loads(given)
-        except ValueError:
-            return None
-    given = unit_tests.as_columns(plain(given))
-    if not (isinstance(given, Mapping) and "inputs" in given and "outputs" in given):
+    """Return the tests as they stand, each a text; None where they cannot be read."""
+    given = fusion.published_tests(ground_truth, extra_info)
+    if given is None:
         return None
     return {**given, **{name: list(unit_tests.texts(plain(given[name]), name)) for name in ("inputs", "outputs")}}
 

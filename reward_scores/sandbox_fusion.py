@@ -1,46 +1,33 @@
-"""Test programs on a Sandbox Fusion server: one ``POST /run_code`` a test.
+"""Test programs on a Sandbox Fusion server: one ``POST /run_code`` a test. Scores are those of verl's client.
 
-Scores are those of verl's ``sandbox_fusion``: outputs are equal but for newlines at the end, and the tests behind one
-that did not compile count as not compiled. A server that is away is tried again for ``give_up_s`` seconds: one that
-restarts costs no answer. What the server could not do scores nothing under ``published``, with status
-crash, and raises under ``robust``, so that ``reward_model.on_error`` decides. A program that uses up the time of an
-answer, or prints more than is read here, is a failure of the program: the server is given less time than the answer
-has, so that it is the server that ends it.
+What the server could not do scores nothing under ``published``, with status crash, and raises under ``robust``, so that
+``reward_model.on_error`` decides. A program that uses up the time of an answer, or prints more than is read here, is a
+failure of the program: the server gets less time than the answer has, so that it is the server that ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import functools
-import hashlib
 import json
 import math
 import os
-import random
-import stat
-import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reward_scores import unit_tests
-from reward_scores.score import Score, ScoreStatus, graded, no_answer
+from reward_scores.score import Score, ScoreStatus, graded, no_answer, plain
 
 if TYPE_CHECKING:
-    from reward_scores.http_client import HttpClient, RequestFailed
+    from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
 
-METHODS = ("published", "robust")
 COUNTED = 10  # tests that a continuous score is made of
 ATTEMPTS = 3  # of a request that ends in 504
 RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
 LONGEST_SECONDS = 10.0  # between the attempts at a server that is away
 SPARE_SECONDS = 10.0  # for the request itself, besides compiling and running
-AT_ONCE = 16  # requests of one answer
 LARGEST_REPLY = 64 * 2**20  # bytes; nearly all of a reply is what the program printed
 SPARE_SHARE = 0.25  # of an answer's time, for the request besides the run, at most ANSWER_SPARE_S
 ANSWER_SPARE_S = 2.0
@@ -72,7 +59,7 @@ class Server:
     """``reward_model.sandbox_fusion``: the whole address, ``/run_code`` included, and what a program may use."""
 
     url: str
-    max_concurrent: int = 64  # requests of this machine's scoring processes at a time
+    max_concurrent: int = 64  # requests of this process at a time
     memory_limit_mb: int = 1024
     timeout: float = 10.0  # seconds to compile, and to run
     give_up_s: float = 120.0  # seconds for which a server that is away is tried again
@@ -81,31 +68,38 @@ class Server:
     spare: float = 0.0  # seconds before it by which the server must have ended a program
 
     def client(self) -> HttpClient:
-        """Return the client of this server, which all answers that this process scores share."""
-        with _ONE_AT_A_TIME:  # two threads that made one each would share neither's event loop
-            return _client(os.getpid(), self.url, 2 * self.timeout + SPARE_SECONDS, self.give_up_s, LARGEST_REPLY)
+        """Return the client of this server, which all answers that this process scores share.
 
-    async def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
+        One that is away is waited for once, and not for every answer. No client outlives a fork: its thread does not.
+        """
+        from reward_scores.http_client import HttpOptions, authorization
+
+        options = HttpOptions(
+            2 * self.timeout + SPARE_SECONDS,
+            self.give_up_s,
+            RETRY_SECONDS,
+            LONGEST_SECONDS,
+            self.max_concurrent,
+            largest_reply=LARGEST_REPLY,
+            authorization=authorization(self.api_key_env),
+            retried=_may_pass,
+        )
+        return _client(os.getpid(), self.url, options)
+
+    async def run(self, client: HttpClient, source: str, stdin: str | None) -> tuple[Any, str]:
         """Return the server's answer, or what went wrong."""
-        from reward_scores.http_client import Reply, ReplyTooLong, RequestFailed, authorization
+        from reward_scores.http_client import Reply, ReplyTooLong, RequestFailed
 
+        left = self.end - time.monotonic()
         try:
-            answer = await self.client().request(
-                "POST",
-                self.url,
-                lambda: self._body(source, stdin),
-                Reply.json,
-                headers={"accept": "application/json", **authorization(self.api_key_env)},
-                turn=lambda: place(self.url, self.max_concurrent, self.end),
-                end=self.end,
-            )
-            return answer, ""
+            async with asyncio.timeout(None if math.isinf(left) else left):
+                return await client.request("POST", self.url, lambda: self._body(source, stdin), Reply.json), ""
         except _NoTimeLeft:
             return TOO_LATE, ""
         except ReplyTooLong:
             return TOO_LONG, ""
-        except TimeoutError as error:
-            return None, f"{self.url}: {error}"
+        except TimeoutError:
+            return None, f"{self.url}: no answer in the time of the answer (reward_model.timeout_s)"
         except RequestFailed as failure:
             tries = f" (try {failure.failures.total()}, give_up_s={self.give_up_s:g})" if failure.may_pass else ""
             return None, f"{self.url}: {failure}{tries}"
@@ -126,26 +120,14 @@ class Server:
         }
 
 
-_ONE_AT_A_TIME = threading.Lock()
-
-
 class _NoTimeLeft(Exception):
     """The time of the answer is over before the program could begin."""
 
 
 @functools.cache
-def _client(process: int, url: str, timeout_s: float, give_up_s: float, largest_reply: int) -> HttpClient:
-    """Return a client. ``process`` is this one's id: a client does not outlive a fork, since its thread does not."""
-    from reward_scores.http_client import HttpClient, HttpOptions
+def _client(process: int, url: str, options: HttpOptions) -> HttpClient:
+    from reward_scores.http_client import HttpClient
 
-    options = HttpOptions(
-        timeout_s,
-        give_up_s,
-        RETRY_SECONDS,
-        LONGEST_SECONDS,
-        largest_reply=largest_reply,
-        retried=_may_pass,
-    )
     return HttpClient("sandbox_fusion", options)
 
 
@@ -155,71 +137,27 @@ def _may_pass(failure: RequestFailed, failures: Mapping[str, int]) -> bool:
     return failure.kind in ("connect", "busy") or failure.status == 502
 
 
-@asynccontextmanager
-async def place(url: str, count: int, end: float = math.inf) -> AsyncIterator[None]:
-    """Hold one of a server's ``count`` places, over all processes of this machine that use this address.
-
-    A place is a lock on a file, so a process that is killed gives its place back. Raises TimeoutError where none is
-    free until ``end``.
-    """
-    folder = Path(tempfile.gettempdir()) / f"rlrepro-places-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is another user's; remove it, or set TMPDIR")
-    name = hashlib.sha256(url.encode()).hexdigest()[:16]
-    wait = 0.002
-    while True:
-        for number in random.Random().sample(range(count), count):
-            file = os.open(folder / f"{name}-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(file)
-                continue
-            try:
-                yield
-            finally:
-                os.close(file)
-            return
-        if time.monotonic() + wait >= end:
-            raise TimeoutError(f"none of {count} places was free (reward_model.sandbox_fusion.max_concurrent)")
-        await asyncio.sleep(wait)
-        wait = min(wait * 2, 0.1)
-
-
 def score(
     response: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
     method: str = "published",
     continuous: bool = True,
-    url: str = "",
-    max_concurrent: int = 64,
-    memory_limit_mb: int = 1024,
-    timeout: float = 10.0,
-    give_up_s: float = 120.0,
-    api_key_env: str | None = None,
     total_timeout_s: float = math.inf,
+    **server: Any,
 ) -> Score:
     """Return the share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where all of them pass.
 
-    ``total_timeout_s`` are the seconds of an answer; tests that have not run by then have failed.
-
-    Raises FusionError under ``method="robust"`` where the server failed, ValueError without ``url``.
+    ``total_timeout_s`` are the seconds of an answer; tests that have not run by then have failed. ``server`` are fields
+    of :class:`Server`. Raises FusionError under ``method="robust"`` where the server failed.
     """
-    if method not in METHODS:
-        raise ValueError(f"sandbox_fusion method={method!r}: must be one of {', '.join(METHODS)}")
-    if not url:
-        raise ValueError("reward_model.sandbox_fusion.url is not set")
     empty = dict.fromkeys(PARTS, 0.0)
     source = extract(response) if method == "published" else unit_tests.extract(response)
-    tests = _tests(ground_truth, extra_info)
+    tests = published_tests(ground_truth, extra_info)
     if source is None or tests is None:
         return no_answer(**empty)
     end, spare = time.monotonic() + total_timeout_s, min(ANSWER_SPARE_S, SPARE_SHARE * total_timeout_s)
-    server = Server(url, max_concurrent, memory_limit_mb, timeout, give_up_s, api_key_env, end, spare)
-    results, problems = check(server, source, tests)
+    results, problems = check(Server(**server, end=end, spare=spare), source, tests)
     counted = [result for result, _ in (results[:COUNTED] if continuous else results)]
     if not counted:
         return graded(False, source, **empty)
@@ -244,14 +182,15 @@ def extract(response: str) -> str | None:
     return rest if newline and first.strip().isalpha() else source
 
 
-def _tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the tests as they stand; None where they cannot be read."""
     given = ground_truth if ground_truth is not None else (extra_info or {}).get("test_cases")
     if isinstance(given, (str, bytes)):
         try:
             given = json.loads(given)
         except ValueError:
             return None
-    given = unit_tests.as_columns(given)
+    given = unit_tests.as_columns(plain(given))
     return given if isinstance(given, Mapping) and "inputs" in given and "outputs" in given else None
 
 
@@ -267,15 +206,11 @@ def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[R
         source += _CALLER.format(name=tests["fn_name"])
 
     async def run_all() -> list[tuple[Any, str]]:
-        slots = asyncio.Semaphore(AT_ONCE)
+        texts = [None if one is None else str(one) for one in inputs]
+        return await asyncio.gather(*(server.run(client, source, text) for text in texts))
 
-        async def run(given: Any) -> tuple[Any, str]:
-            async with slots:
-                return await server.run(source, None if given is None else str(given))
-
-        return await asyncio.gather(*map(run, inputs))
-
-    answers = server.client().loop.submit(run_all()).result()
+    client = server.client()
+    answers = client.submit(run_all()).result()
     results = [read_answer(answer, problem, str(out)) for (answer, problem), out in zip(answers, outputs, strict=True)]
     problems = [
         problem or f"the server says {status}"

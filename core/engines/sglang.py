@@ -65,7 +65,7 @@ class SGLangEngine(Engine):
         row, name = self._begin(request), next(self._names)
         if request.media:
             raise ValueError("SampleRequest.media: rollout.name=sglang sends none; use rollout.name=hf or vllm")
-        future = self.server.loop.submit(self._follow(name, row))
+        future = self.server.submit(self._follow(name, row))
         self._sent[name] = future, asyncio.get_running_loop()
         try:
             await asyncio.wrap_future(future)
@@ -143,8 +143,11 @@ class SGLangEngine(Engine):
 
 
 class SGLangServer:
-    """A server that answers at ``url``; coroutines run on the thread of ``loop``. Requests are not repeated; they raise
-    RuntimeError with the server's words where it refuses one, and WorkersLost where it is gone or silent."""
+    """A server that answers at ``url``; ``submit`` starts coroutines on its client's thread.
+
+    Requests are not repeated. They raise RuntimeError with the server's words where it refuses one, and WorkersLost
+    where it is gone or silent.
+    """
 
     def __init__(self, url: str, timeout_s: float):
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
@@ -152,11 +155,11 @@ class SGLangServer:
         # environment is for what is elsewhere.
         options = HttpOptions(timeout_s, connections=CONNECTIONS, keep_alive=False, trust_env=False)
         self._http = HttpClient("SGLang client", options)
-        self.loop = self._http.loop
+        self.submit = self._http.submit
 
     def send(self, path: str, body: Mapping[str, Any] | None = None) -> Future:
         """Send a request, a GET without ``body``; return the future of its reply."""
-        return self.loop.submit(self._reply(path, body))
+        return self.submit(self._reply(path, body))
 
     def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self.send(path, body).result()

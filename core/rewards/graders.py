@@ -62,7 +62,7 @@ class InProcess:
 
 
 class GraderPool:
-    """Grades in ``num_workers`` graders (None: one a core, at most 4), which start with the first answers.
+    """Grades in ``num_workers`` graders, which start with the first answers.
 
     An answer that takes longer than ``timeout_s`` gets status timeout; one whose grader dies, or whose scorer raises,
     gets crash. A grader may map ``memory_limit_mb`` MiB (None: no limit).
@@ -71,7 +71,7 @@ class GraderPool:
     def __init__(
         self,
         scorers: Scorers,
-        num_workers: int | None = None,
+        num_workers: int = 1,
         timeout_s: float = 10.0,
         memory_limit_mb: int | None = 1024,
     ):
@@ -83,7 +83,7 @@ class GraderPool:
             "custom": scorers.custom and scorers.custom.settings,
             "preload": [],
         }
-        self.graders = [Grader(self.settings) for _ in range(num_workers or min(4, os.cpu_count() or 1))]
+        self.graders = [Grader(self.settings) for _ in range(num_workers)]
         self._idle: queue.LifoQueue[Grader] = queue.LifoQueue()
         for grader in reversed(self.graders):  # the first one is taken first: as few start as are needed
             self._idle.put(grader)

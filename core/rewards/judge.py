@@ -63,21 +63,23 @@ class Judge:
         except (sqlite3.Error, OSError) as error:
             raise InputError(f"{KEY}.cache_dir: {folder} cannot be opened ({error}); name another folder") from error
         token = os.environ.get(config.api_key_env)  # a server of one's own needs none
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        options = HttpOptions(config.timeout_s, config.give_up_s, connections=config.max_concurrent, headers=headers)
+        bearer = f"Bearer {token}" if token else None
+        options = HttpOptions(
+            config.timeout_s, config.give_up_s, connections=config.max_concurrent, authorization=bearer
+        )
         self.http = HttpClient("judge", options)
         self._failed_in_row = 0
 
     async def run(self, answer: Answer) -> Score | Failure:
         """Return the answer's number, or why it has none. Raises JudgeLost after ``max_failures`` of these in a row."""
-        return await asyncio.wrap_future(self.http.loop.submit(self._grade(answer)))
+        return await asyncio.wrap_future(self.http.submit(self._grade(answer)))
 
     def check(self) -> None:
         """Raise InputError where the server cannot be used. Where replies are kept, a repetition needs none."""
         if len(self.kept):
             return
         try:
-            found = self.http.loop.submit(self.http.send_once("GET", f"{self.url}/models", longest_s=20.0)).result()
+            found = self.http.submit(self.http.send_once("GET", f"{self.url}/models", longest_s=20.0)).result()
             models = [str(model["id"]) for model in found.json()["data"]]
         except (RequestFailed, KeyError, TypeError) as failure:
             if getattr(failure, "status", 0) == 404:  # it answers, and has no list
@@ -113,9 +115,9 @@ class Judge:
             self.http.counts["failures"] += 1
             self._failed_in_row += 1
             if self._failed_in_row >= self.config.max_failures:
-                rule = f"{self._failed_in_row} answers in a row had no number, the last one because of: {failure}"
+                rule = f"{self.config.url}: so many answers in a row had no number, the last one because of: {failure}"
                 fix = "The run ends, and the same command goes on from its last checkpoint"
-                raise JudgeLost(f"{KEY}.url={self.config.url}: {rule}. {fix}") from failure
+                raise JudgeLost(f"{KEY}.max_failures={self.config.max_failures}: {rule}. {fix}") from failure
             timed_out = getattr(failure, "kind", "") == "timeout"
             return Failure(ScoreStatus.TIMEOUT if timed_out else ScoreStatus.CRASH, f"the judge: {failure!s:.300}\n")
         self._failed_in_row = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,9 @@ class RewardLayer:
         if problems:
             raise InputError(problems)
         self.scorers = Scorers(scorer_options(reward), function)
-        limits = {name: getattr(reward, name) for name in ("num_workers", "timeout_s", "memory_limit_mb")}
-        if reward.sandbox_fusion.url:  # a server that restarts must not cost an answer: its time is not the scorer's
-            limits["timeout_s"] += reward.sandbox_fusion.give_up_s
-        self.pool = GraderPool(self.scorers, **limits)
+        # A server that restarts must not cost an answer: its time is not the scorer's
+        seconds = reward.timeout_s + (reward.sandbox_fusion.give_up_s if reward.sandbox_fusion.url else 0.0)
+        self.pool = GraderPool(self.scorers, grader_count(reward), seconds, reward.memory_limit_mb)
         self.manager = InProcess(self.scorers, self.pool) if reward.reward_manager == "naive" else self.pool
         self.judge: Any = None
         if reward.judged:
@@ -206,12 +206,19 @@ def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
+def grader_count(reward: RewardModelConfig) -> int:
+    """Return the number of graders: one a core, at most 4, and as many as a Sandbox Fusion server may be asked by."""
+    count = reward.num_workers or min(4, os.cpu_count() or 1)
+    return min(count, reward.sandbox_fusion.max_concurrent) if reward.sandbox_fusion.url else count
+
+
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     """Return ``reward_model.reward_kwargs``, with where and within which limits the scorers run programs."""
     options = {name: dict(one or {}) for name, one in (reward.reward_kwargs or {}).items()}
     sandbox, fusion = reward.sandbox.model_dump(), reward.sandbox_fusion.model_dump()
     if reward.reward_manager != "naive":  # naive has no deadline for an answer
         sandbox["total_timeout_s"] = fusion["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
+        fusion["max_concurrent"] //= grader_count(reward) if reward.sandbox_fusion.url else 1  # each has its share
     options["prime_code"] = {"sandbox": sandbox, **options.get("prime_code", {})}
     if reward.sandbox_fusion.url:
         options["prime_code"] = {"sandbox_fusion": fusion, **options["prime_code"]}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -84,15 +83,13 @@ class RetrievalClient:
         self.options = options = options or ClientOptions()
         self.identity = options.identity
         self._cache: Cache | None = None
-        self._counts: Counter[str] = Counter()  # of queries
-        self._seconds: list[float] = []
         self._http = HttpClient(
             "retrieval client",
             HttpOptions(
                 **{name: getattr(options, name) for name in ("timeout_s", "give_up_s", "connections")},
                 **{name: getattr(options, name) for name in ("pause_s", "longest_pause_s", "largest_reply")},
                 trust_env=False,
-                headers=authorization(options.api_key_env),
+                authorization=authorization(options.api_key_env),
                 retried=self._may_pass,
             ),
         )
@@ -115,11 +112,11 @@ class RetrievalClient:
         ``error_rate``: failed attempts; ``seconds``: the mean of a search, waiting included; ``empty``: queries for
         which the index itself found nothing.
         """
-        counts, seconds = self._http.loop.call(self._take_counts)
-        attempts, queries = counts["attempts"], counts["queries"]
+        counts = self._http.take_counts()
+        attempts, queries, searches = counts["attempts"], counts["queries"], counts["searches"]
         failed = {f"errors/{kind}": float(counts[kind]) for kind in FAILURES}
         values = {
-            "searches": float(len(seconds)),
+            "searches": float(searches),
             "queries": float(queries),
             "attempts": float(attempts),
             "retries": float(counts["retries"]),
@@ -129,7 +126,7 @@ class RetrievalClient:
             "cache_hit_rate": counts["cached"] / queries if queries else 0.0,
             "empty": float(counts["empty"]),
             "cut_queries": float(counts["cut"]),
-            "seconds": sum(seconds) / len(seconds) if seconds else 0.0,
+            "seconds": counts["seconds"] / searches if searches else 0.0,
         }
         return {f"retrieval/{name}": value for name, value in values.items()}
 
@@ -141,16 +138,11 @@ class RetrievalClient:
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> Future:
         try:
-            return self._http.loop.submit(work)
+            return self._http.submit(work)
         except RuntimeError as error:
             raise RetrievalError(str(error)) from None
 
     # --- on the client's thread ---
-
-    def _take_counts(self) -> tuple[Counter[str], list[float]]:
-        taken = self._counts + self._http.counts, self._seconds
-        self._counts, self._http.counts, self._seconds = Counter(), Counter(), []
-        return taken
 
     def _may_pass(self, failure: RequestFailed, failures: Mapping[str, int]) -> bool:
         return may_pass(failure, failures) and failures["reply"] < self.options.bad_replies
@@ -158,11 +150,11 @@ class RetrievalClient:
     async def _retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
         began = time.monotonic()
         queries = [self._sendable(query) for query in queries]
-        self._counts["queries"] += len(queries)
+        self._http.counts["queries"] += len(queries)
         if self.options.cache_dir is not None and self._cache is None:
             await self._health()
         found = {query: self._cache.get(query, topk) for query in queries} if self._cache else {}
-        self._counts["cached"] += sum(found.get(query) is not None for query in queries)
+        self._http.counts["cached"] += sum(found.get(query) is not None for query in queries)
         missing = [query for query in dict.fromkeys(queries) if found.get(query) is None]
         if missing and self.options.offline:
             raise RetrievalError(f"offline: {self._cache.path} has no {topk} passages for {missing[0]!r}")
@@ -171,14 +163,15 @@ class RetrievalClient:
             found |= dict(zip(missing, answers, strict=True))
             if self._cache is not None:
                 self._cache.put(found, missing, topk)
-        self._counts["empty"] += sum(not found[query] for query in queries)
-        self._seconds.append(time.monotonic() - began)
+        self._http.counts["empty"] += sum(not found[query] for query in queries)
+        self._http.counts["searches"] += 1
+        self._http.counts["seconds"] += time.monotonic() - began
         return [found[query] for query in queries]
 
     def _sendable(self, query: str) -> str:
         """Return text that JSON can carry, within the server's length: a policy may write anything."""
         if len(query) > QUERY_CHARS:
-            self._counts["cut"] += 1
+            self._http.counts["cut"] += 1
         return query[:QUERY_CHARS].encode("utf-8", "replace").decode()
 
     async def _search(self, queries: list[str], topk: int) -> list[list[Passage]]:

@@ -80,7 +80,7 @@ TESTS = {
 def test_where_tests_come_from():
     for name, tests in TESTS.items():
         assert unit_tests.check_ground_truth(tests) is None is prime_code.check_ground_truth(tests), name
-        assert list(sandbox_fusion._tests(tests, None)["inputs"]) == list(SUM["inputs"]), name
+        assert list(sandbox_fusion.published_tests(tests, None)["inputs"]) == list(SUM["inputs"]), name
         assert unit_tests.score(fenced(ADD), tests).acc == 1, name
         assert unit_tests.score(fenced("print(0)"), tests).acc == 0, name
     assert unit_tests.score(fenced(ADD), None, {"test_cases": PAIRS}).acc == 1
