@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from core.trace import TraceRecorder
 
 DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
-OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
 HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")
 
 
@@ -184,7 +183,6 @@ class RayPPOTrainer:
             self.run.running(*owned) as self.runner,
             closing(Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)) as ahead,
         ):
-            self.run.bound_mismatch(lambda: self.workers.logprob_noise(self.opening_text()))
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
             for metrics in self.run.steps():
@@ -366,12 +364,6 @@ class RayPPOTrainer:
         return collect_ahead(self.roll_group, self.keep_group, self.collected, self.collect_limits())
 
     # -- what is measured and shown --------------------------------------------------------------
-
-    def opening_text(self) -> list[int]:
-        """Return the tokens of the first prompts that have no media, one after another: text as the run has it."""
-        most = min(OPENING, sum(self.longest()["data.train_files"]))
-        prompts = (self.stream.prompt(ordinal) for ordinal in range(min(OPENING_PROMPTS, len(self.stream))))
-        return [token for prompt in prompts if not prompt.media for token in prompt.token_ids][:most]
 
     def entropy_gap(self, batch: TrainBatch, metrics: StepMetrics) -> Mapping[str, float]:
         """Return ``rollout_corr/entropy_gap_z``: how far entropy and -log p of the samples are apart.

@@ -283,17 +283,6 @@ class Run:
 
     # -- health ----------------------------------------------------------------------------------
 
-    def bound_mismatch(self, logprob_noise: Callable[[], float]) -> None:
-        """Bound the distance between engine and learner by what rounding costs on this model, in nats a token.
-
-        Only where ``trainer.health.logp_diff`` is left to that, and once a run: a resumed one keeps its bound.
-        """
-        if defaults.follows_rounding(self.config) and self.health.logp_diff_bound is None:
-            cost = logprob_noise()
-            self.health.logp_diff_bound = bound = defaults.of_rounding(cost)
-            text = "rounding costs %.2g nats a token on this model: trainer.health.logp_diff warns above %.2g"
-            log.info(text, cost, bound)
-
     def _check_health(self, metrics: StepMetrics) -> list[str]:
         """Compare the step with ``trainer.health``, warn of every bound that it crossed, and return what stops."""
         exact = defaults.EXACT if defaults.exact(self.config) else None

@@ -47,7 +47,7 @@ from core.files import (
 if TYPE_CHECKING:
     from core.config.schema import TrainerConfig
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".writer.lock"

@@ -26,7 +26,7 @@ from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
-from core.learner.passes import BasePolicy, Policy, Traced, logprob_noise, pass_size, probe_ids, probe_log_probs
+from core.learner.passes import BasePolicy, Policy, Traced, pass_size, probe_ids, probe_log_probs
 from core.learner.saving import (
     OPTIMIZER,
     export_hf,
@@ -135,11 +135,6 @@ class Learner:
     def traced(self, rows: Collection[int]) -> Traced:
         """Return what the last policy update computed of the tokens of these rows of the step's batch."""
         return self.actor.traced.of(rows)
-
-    def logprob_noise(self, token_ids: Sequence[int]) -> float:
-        """Return how far two of the policy's passes over a text lie apart that differ by rounding, in nats a token."""
-        with self.at_work("actor"):
-            return logprob_noise(self.actor, token_ids)
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
         """Return architecture, shapes and base of each model: what a checkpoint must agree on to be loaded."""

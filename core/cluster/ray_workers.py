@@ -118,10 +118,6 @@ class RayWorkers(RayProcesses):
         self.watch.wait("update_weights", calls)
         self.joined = True
 
-    def logprob_noise(self, token_ids: Sequence[int]) -> float:
-        self._free_gpus()
-        return self._all("old_log_prob", "logprob_noise", tuple(token_ids))[0]
-
     @property
     def full_precision(self) -> bool:
         part = self.config.actor_rollout_ref

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from core.config import convert, defaults, recipes, registry, rules_training
+from core.config import convert, recipes, registry, rules_training
 from core.config.schema import Config
 from core.config.section import Problem, Section, mark
 
@@ -81,12 +81,6 @@ class View:
         return self.correction.weighs or (self.correction.bypass_mode and self.loss.has_ratio)
 
     @property
-    def logp_diff_bounded(self) -> bool:
-        """Whether engine and learner are held to a bound, which may be measured when the run starts."""
-        bound = self.config.trainer.health.logp_diff.bound
-        return bound is not None or defaults.follows_rounding(self.config)
-
-    @property
     def cluster(self) -> bool:
         """Whether ranks and engines are on the GPUs of nodes."""
         return self.trainer.backend == "ray"
@@ -132,7 +126,6 @@ def warnings(view: View) -> list[str]:
 FACTS = {  # of a View that conditions of fields name -> what is said where it does not hold
     "generates": "no step of this recipe samples answers",
     "needs_engine": "nothing is answered in this run, and there is no engine",
-    "logp_diff_bounded": "no bound is set beside it",
     "never": "the reward model scores while answers are generated, does not train, and stays where it is",
 }
 

@@ -72,14 +72,10 @@ class BoundViolation:
 
 @dataclass
 class Health:
-    """The state of the checks between steps: ``history`` has the metrics REMEMBERED of every step that had them.
-
-    ``logp_diff_bound`` follows from what rounding costs on the model, where the configuration leaves the bound to that.
-    """
+    """The state of the checks between steps: ``history`` has the metrics REMEMBERED of every step that had them."""
 
     last_healthy_step: int = 0
     history: dict[str, list[float]] = field(default_factory=dict)
-    logp_diff_bound: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -101,7 +97,7 @@ class Health:
             limit, text = getattr(config, name), CHECKS[name]
             bound = limit.bound
             if name == "logp_diff":
-                bound = next((one for one in (bound, self.logp_diff_bound, exact) if one is not None), None)
+                bound = exact if bound is None else bound
                 text = text if exact is None else FAULT
             if bound is not None and value is not None and not _within(value, bound, side):
                 text = f"{text.format(value)} (trainer.health.{name}.bound={bound:g})"

@@ -225,7 +225,6 @@ def test_bf16_passes_have_float32_masters_and_gradients(two, models):
     expected, _ = local_gradients(cluster_config(models["tied"], WHOLE), mixed_batch())
     assert {str(grad.dtype) for grad in two.bf16["grads"].values()} == {"torch.float32"}
     assert 1e-6 < distance(two.bf16["grads"], expected) < 0.05
-    assert two.bf16["rounding"] > 1e-3 > 100 * two.split_gradients["rounding"] > 0
 
 
 def test_checkpoints_load_on_another_number_of_ranks(two, models, tmp_path):

@@ -103,7 +103,6 @@ def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkey
     ranks, alone, _ = pair
     assert ranks.sync_weights(4)["rollout_corr/probe_diff"] < 1e-5
     assert ranks.engine.policy_version == 4
-    assert ranks.logprob_noise(range(4, 34)) == pytest.approx(alone.logprob_noise(range(4, 34)), rel=0.5)
     ranks.sync_weights(4)  # engines that were put to sleep are woken
     alone.sync_weights(4)
     requests = [ask((50 + i // 4, 60), seed=i, max_tokens=9) for i in range(16)]

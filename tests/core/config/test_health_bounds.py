@@ -14,37 +14,19 @@ HALF = ["actor_rollout_ref.rollout.dtype=bfloat16"]
 @pytest.mark.parametrize(
     ("overrides", "bound"),
     [
-        (FULL, 1e-4),
-        ([*FULL, *HALF], None),
+        (FULL, defaults.EXACT),
+        ([*FULL, *HALF], defaults.EXACT_BFLOAT16),
+        ([*FULL, *HALF, "trainer.health.logp_diff.bound=0.3"], 0.3),
         ([*FULL, "algorithm.rollout_correction.bypass_mode=True"], None),
-        ([*FULL, WEIGHTED], None),
+        ([*FULL, *HALF, WEIGHTED], None),
+        ([*FULL, *HALF, "trainer.max_staleness=1"], None),
     ],
 )
 def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound):
-    config = compose("grpo", ["preset=lab", *overrides])
-    assert defaults.logp_diff(config) == bound == config.trainer.health.logp_diff.bound
-
-
-@pytest.mark.parametrize(
-    ("overrides", "measured"),
-    [
-        (FULL, False),
-        ([*FULL, *HALF], True),
-        ([*FULL, *HALF, "trainer.health.logp_diff.bound=0.3"], False),
-        ([*FULL, *HALF, WEIGHTED], False),
-        ([*FULL, *HALF, "trainer.max_staleness=1"], False),
-    ],
-)
-def test_in_lower_precision_the_bound_follows_what_it_costs(overrides, measured):
-    """And ``action`` has an effect then."""
+    """``action`` has an effect where there is a bound."""
     composed = examine("grpo", ["preset=lab", *overrides, "trainer.health.logp_diff.action=stop"])
-    assert defaults.follows_rounding(composed.config) == measured
-    unused = "trainer.health.logp_diff.action" in composed.unused
-    assert unused == (not measured and composed.config.trainer.health.logp_diff.bound is None)
-
-
-def test_the_bound_is_twice_what_rounding_costs_but_no_difference_that_costs_accuracy():
-    assert [defaults.of_rounding(cost) for cost in (0.001, 0.032, 0.3, float("nan"))] == [0.02, 0.064, 0.1, 0.02]
+    assert composed.config.trainer.health.logp_diff.bound == bound
+    assert ("trainer.health.logp_diff.action" in composed.unused) == (bound is None)
 
 
 LOCAL = ["actor_rollout_ref.rollout.name=hf", "trainer.backend=local"]

@@ -11,7 +11,6 @@ import pytest
 
 from core.checkpoint.run_state import DriverState
 from core.command_line import train
-from core.config import convert, examine
 from core.config.schema import HealthConfig
 from core.errors import UnhealthyRun
 from core.tracking.health import CHECKS, SCORE, SKIPPED, Health
@@ -110,23 +109,6 @@ def test_what_comes_at_every_step_is_told_once_and_again_after_a_healthy_step(fo
     told = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "logp_diff" in text]
     assert [text.partition(":")[0] for text in told] == ["step 1", "step 5"]
     assert [row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics] == [1, 1, 1, 0, 1, 1]
-
-
-def test_a_bound_that_follows_rounding_is_measured_once_a_run(folder, caplog):
-    """A resumed run keeps it."""
-    report = lambda step: {"rollout_corr/logp_diff_mean": 0.05 if step < 4 else 0.07}  # noqa: E731
-    config = configured(folder, "measured", "actor_rollout_ref.rollout.dtype=bf16", "trainer.save_freq=1", steps=3)
-    costs = iter([0.03])
-    with caplog.at_level(logging.INFO, logger="core"):
-        for steps in (3, 5):
-            config = convert.replaced(config, {"trainer.total_training_steps": steps})
-            run = scripted()(config, answers(), report=report).init_workers()
-            run.workers.logprob_noise = lambda text: next(costs) if len(text) > 20 else 0.0
-            run.fit()
-    assert run.run.health.logp_diff_bound == pytest.approx(0.06)
-    told = [record.getMessage() for record in caplog.records if "logp_diff" in record.getMessage()]
-    assert "0.03" in told[0] and "0.06" in told[0]
-    assert told[1].startswith("step 4:") and len(told) == 2
 
 
 def test_a_run_within_its_bounds_warns_of_nothing(folder, caplog):
@@ -251,16 +233,3 @@ def test_repeated_trigrams():
     assert repeated_share(np.array([7] * 12)) == pytest.approx(0.9)  # one of ten is new
     assert repeated_share(np.array([1, 2, 3, 1, 2, 3])) == pytest.approx(0.25)
     assert repeated_share(np.array([1, 2])) == 0
-
-
-@pytest.mark.parametrize(
-    "settings, bound",
-    [
-        (["actor_rollout_ref.rollout.dtype=fp32", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], 1e-4),
-        (["actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], None),
-        (["algorithm.rollout_correction.rollout_is=token"], None),
-        (["algorithm.rollout_correction.rollout_is=token", "trainer.health.logp_diff.bound=0.3"], 0.3),
-    ],
-)
-def test_the_mismatch_has_a_bound_by_precision_unless_it_is_weighed_for(settings, bound):
-    assert examine("grpo", ["preset=lab", *settings]).config.trainer.health.logp_diff.bound == bound
