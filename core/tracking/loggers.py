@@ -1,14 +1,13 @@
 """What a person sees of a run while it goes on: progress, answers, and the loggers of ``trainer.logger``.
 
 ``metrics.jsonl`` is not among the loggers: the tracker always writes it, and first. A logger that cannot begin ends a
-new run before it trains; later a failing logger costs its own numbers alone. A class of your own is named
+run before it trains; later a failing logger costs its own numbers alone. A class of your own is named
 ``module:Class``: it is made with the :class:`Tracker` of the run, and has ``log``, ``samples`` and ``close``.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -21,30 +20,21 @@ from core.config.code_by_path import load_object
 from core.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from core.config import Config
     from core.tracking.tracker import Tracker
 
 Row = Mapping[str, Any]
-PATIENCE = 3  # failures in a row after which a logger is switched off: a service may be away for a step or two
 DELAY_S, PAUSE_S = 2.0, 10.0  # what is over sooner needs no bar; between two lines of a log
 
 
-def group_of(config: Config) -> str:
-    """Return the experiment without its seed: runs of other seeds are in the same group."""
-    seed, name = config.trainer.seed, config.trainer.experiment_name
-    return re.sub(rf"[-_.]?seed[-_=]?{seed}(?!\d)", "", name).strip("-_.") or "seeds"
-
-
 class Loggers:
-    """The loggers of a run. An exception of one is printed; after PATIENCE in a row it is off until a resume.
+    """The loggers of a run. An exception of one is printed, and costs what it was called with.
 
     Raises:
         ImportError: the package of a logger is not installed.
-        InputError: a logger of a new run could not begin, or its class is not where ``trainer.logger`` says.
+        InputError: a logger could not begin, or its class is not where ``trainer.logger`` says.
     """
 
     def __init__(self, run: Tracker) -> None:
-        self._failures = Counter[str]()  # in a row
         self._each: dict[str, Any] = {}
         for name in dict.fromkeys(run.config.trainer.logger):
             function = registry.logger(name).function
@@ -53,27 +43,20 @@ class Loggers:
                     self._each[name] = ConsoleLogger(run)
                 elif function:  # jsonl has none: the tracker writes it
                     self._each[name] = load_object(function, "trainer.logger")(run)
-            except (ImportError, InputError):  # wrong whenever it is tried, unlike a service that is away
+            except (ImportError, InputError):
                 raise
             except Exception as error:
-                reason = f"trainer.logger={name}: could not begin ({type(error).__name__}: {error})"
-                if run.resume_step is None:
-                    fix = "mend its login or address, or leave it out: metrics.jsonl is written anyway"
-                    raise InputError(f"{reason}; {fix}") from error
-                print(f"warning: {reason}; the resumed run goes on without it", file=sys.stderr)
+                fix = "mend its login or address, or leave it out: metrics.jsonl is written anyway"
+                reason = f"could not begin ({type(error).__name__}: {error})"
+                raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call ``log``, ``samples`` or ``close`` of each; a failure costs a warning."""
         for name, logger in self._each.items():
-            if self._failures[name] >= PATIENCE and method != "close":
-                continue  # at its end also a logger that is off lets go of what it holds
             try:
                 getattr(logger, method)(*arguments)
-                self._failures[name] = 0
             except Exception as error:
-                self._failures[name] += 1
-                off = "; it is switched off until the run is resumed" if self._failures[name] == PATIENCE else ""
-                text = f"{method}({arguments[0]}) failed ({type(error).__name__}: {error}){off}; metrics.jsonl has it"
+                text = f"{method}({arguments[0]}) failed ({type(error).__name__}: {error}); metrics.jsonl has it"
                 print(f"warning: trainer.logger={name}: {text}", file=sys.stderr)
 
 
@@ -126,13 +109,12 @@ class ConsoleLogger:
 
 
 class TensorboardLogger:
-    """Files in ``<run folder>/tensorboard``; a resumed run purges what follows its checkpoint."""
+    """Files in ``<run folder>/tensorboard``; a resumed run adds one, whose steps repeat those after its checkpoint."""
 
     def __init__(self, run: Tracker) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if run.resume_step is None else run.resume_step + 1
-        self._writer = SummaryWriter(log_dir=str(run.run_dir / "tensorboard"), purge_step=purge)
+        self._writer = SummaryWriter(log_dir=str(run.run_dir / "tensorboard"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -154,10 +136,9 @@ class WandbLogger:
     def __init__(self, run: Tracker) -> None:
         import wandb
 
-        trainer = run.config.trainer
-        names = {"project": trainer.project_name, "name": trainer.experiment_name, "group": group_of(run.config)}
         self._run = wandb.init(
-            **names,
+            project=run.config.trainer.project_name,
+            name=run.config.trainer.experiment_name,
             tags=[run.manifest["recipe"]],
             id=run.manifest["run_id"],
             resume="allow",
@@ -189,9 +170,7 @@ class MlflowLogger:
         self._mlflow, trainer = mlflow, run.config.trainer
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or (run.run_dir / "mlruns").resolve().as_uri())
         mlflow.set_experiment(trainer.project_name)
-        known = run.manifest
-        tags = {"group": group_of(run.config), "recipe": known["recipe"], "rlrepro.run_id": known["run_id"]}
-        mlflow.start_run(run_name=trainer.experiment_name, tags=tags)
+        mlflow.start_run(run_name=trainer.experiment_name, tags={"recipe": run.manifest["recipe"]})
         mlflow.log_dict(convert.as_recorded(run.config), "config.yaml")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

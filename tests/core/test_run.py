@@ -123,19 +123,6 @@ def test_a_failed_last_write_ends_the_command_with_a_line_and_1(tmp_path, monkey
     assert "the checkpoint of step 1 could not be written" in last and "GiB free" in last and "Make room" in last
 
 
-@pytest.mark.parametrize("kind", ["metrics.jsonl", "samples.jsonl", "manifest.json"])
-def test_a_damaged_record_does_not_end_a_resume(kind, tmp_path, caplog):
-    start(tmp_path, "trainer.total_training_steps=2", "trainer.val_before_train=True").fit()
-    path = tmp_path / "run" / kind
-    path.write_bytes(b"\xff broken\n" + path.read_bytes())
-    run = start(tmp_path, "trainer.total_training_steps=3")
-    run.fit()
-    assert run.run.step == 3 and CheckpointStore(tmp_path / "run").steps() == [1, 2, 3]
-    assert path.name in caplog.text and path.with_name(f"{path.name}.damaged").exists()
-    metrics = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert metrics == [0, 1, 2, 3]
-
-
 def test_the_first_line_comes_after_the_checks_of_the_data(tmp_path, capsys):
     prepare(tmp_path)
     refused = scripted()(configured(tmp_path, "run", "data.max_response_length=240"), respond)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from core.config import Config, examine
 from core.errors import InputError
-from core.tracking.loggers import ConsoleLogger, group_of, print_examples
+from core.tracking.loggers import ConsoleLogger, print_examples
 from core.tracking.tracker import Tracker, read_jsonl
 from core.types import StepMetrics
 from tests.core.synthetic import configured, sample_rows, step_metrics
@@ -40,38 +39,25 @@ def test_the_console_shows_one_line_a_step(tmp_path, capsys):
     assert "ci_low" not in line
 
 
-@pytest.mark.parametrize(
-    ("values", "shown", "hidden"),
-    [
-        ({"reward/failed_rate": 0.125}, ["| scorer failed on 12.5%"], []),
-        ({"reward/val_failed_rate": 0.5}, ["| scorer failed in validation on 50.0%"], []),
-        ({"reward/failed_rate": 0.0}, [], ["failed"]),
-    ],
-)  # fmt: skip
-def test_the_console_says_what_failed(tmp_path, capsys, values, shown, hidden):
+def test_the_console_shows_what_failed(tmp_path, capsys):
     tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
-    tracker.log(metrics_of(3, **values))
+    tracker.log(metrics_of(3, **{"reward/failed_rate": 0.125, "reward/val_failed_rate": 0.0}))
     tracker.close("finished")
-    line = capsys.readouterr().out
-    assert all(one in line for one in shown) and not any(one in line for one in hidden), line
+    assert capsys.readouterr().out.strip() == "step 3 | scorer failed on 12.5%"
 
 
-def test_tensorboard_forgets_what_follows_the_checkpoint(tmp_path):
+def test_tensorboard_has_metrics_and_samples(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = with_trainer(logger=("tensorboard",), log_val_generations=2)
-    tracker = Tracker(tmp_path, config)
-    for step in range(1, 5):
+    tracker = Tracker(tmp_path, with_trainer(logger=("tensorboard",), log_val_generations=2))
+    for step in range(1, 4):
         tracker.log(metrics_of(step, reward=float(step)))
-    tracker.log_samples(4, sample_rows(4))
+    tracker.log_samples(3, sample_rows(3))
     tracker.close("failed")
-    time.sleep(1.1)  # event files are read in the order of their names, which hold the second of their start
-    tracker = Tracker(tmp_path, config, resume_step=2)
-    tracker.log(metrics_of(3, reward=30.0))
-    tracker.close("finished")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert events.Tags()["tensors"] == ["val/sample_0/text_summary", "val/sample_1/text_summary"]
 
 
 def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
@@ -88,7 +74,7 @@ def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
     assert runs and all(name.endswith(run_id) for name in runs)
 
 
-def test_wandb_gets_group_and_recipe(tmp_path, monkeypatch):
+def test_wandb_gets_names_and_recipe(tmp_path, monkeypatch):
     import wandb
 
     given = {}
@@ -96,16 +82,7 @@ def test_wandb_gets_group_and_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **arguments: given.update(arguments) or run)
     config = configured({"trainer.experiment_name": "lab-seed7", "trainer.seed": 7, "trainer.logger": ("wandb",)})
     Tracker(tmp_path, config, recipe="grpo").close("finished")
-    assert (given["group"], given["name"], given["tags"]) == ("lab", "lab-seed7", ["grpo"])
-
-
-@pytest.mark.parametrize(
-    "name, seed, group",
-    [("lab-seed1-cispo", 1, "lab-cispo"), ("lab-seed12", 1, "lab-seed12"), ("lab", 1, "lab"), ("seed3", 3, "seeds")],
-)
-def test_a_group_is_the_experiment_without_its_seed(name, seed, group):
-    config = configured({"trainer.experiment_name": name, "trainer.seed": seed})
-    assert group_of(config) == group
+    assert (given["project"], given["name"], given["tags"]) == ("rlrepro-grpo", "lab-seed7", ["grpo"])
 
 
 def test_mlflow_keeps_values_settings_and_samples(tmp_path, monkeypatch):
@@ -121,7 +98,7 @@ def test_mlflow_keeps_values_settings_and_samples(tmp_path, monkeypatch):
     client = MlflowClient(tracking_uri=(tmp_path / "run" / "mlruns").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FAILED", "run-seed1")
-    assert (run.data.tags["group"], run.data.tags["recipe"]) == ("run", "grpo")
+    assert run.data.tags["recipe"] == "grpo"
     assert run.data.metrics["val-core/lab/hops/acc/mean_at_2"] == 0.1
     assert {one.path for one in client.list_artifacts(run.info.run_id)} == {"config.yaml", "generations"}
 
@@ -156,20 +133,16 @@ class Away(Lines):
     fails = (2, 3, 4)
 
 
-class Flickers(Lines):
-    fails = (1, 2, 4, 5, "closed")
-
-
 class Absent(Lines):
     def __init__(self, run):
         raise ConnectionError("no route to host")
 """
 
 
-def own(tmp_path, name: str, resume_step=None, **changes) -> Tracker:
+def own(tmp_path, name: str, **changes) -> Tracker:
     path = tmp_path / "own_logger.py"
     path.write_text(OWN_LOGGER)
-    return Tracker(tmp_path / "run", with_trainer(logger=(f"{path}:{name}",), **changes), resume_step=resume_step)
+    return Tracker(tmp_path / "run", with_trainer(logger=(f"{path}:{name}",), **changes))
 
 
 def logged(tmp_path) -> list:
@@ -188,41 +161,21 @@ def test_a_logger_of_ones_own_is_named_by_its_path(tmp_path):
         Tracker(tmp_path / "other", with_trainer(logger=("nowhere.at_all:X",)))
 
 
-def test_a_failing_logger_costs_no_line_of_metrics_and_is_switched_off(tmp_path, capsys):
+def test_a_failing_logger_costs_its_own_numbers_alone(tmp_path, capsys):
     tracker = own(tmp_path, "Away")
     for step in range(1, 7):
         tracker.log(metrics_of(step))
     tracker.close("finished")
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert logged(tmp_path) == [1, "closed"]  # off after three failures in a row, and told that the run has ended
+    assert logged(tmp_path) == [1, 5, 6, "closed"] and tracker.manifest["status"] == "finished"
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 3 and all("failed (ConnectionError: no route" in line for line in warnings)
-    assert ["switched off" in line for line in warnings] == [False, False, True]
-    assert tracker.manifest["status"] == "finished"
-    resumed = own(tmp_path, "Away", resume_step=6)
-    resumed.log(metrics_of(7))
-    resumed.close("finished")
-    assert logged(tmp_path) == [1, "closed", 7, "closed"]  # resuming tries again
 
 
-def test_a_logger_that_fails_now_and_then_stays(tmp_path, capsys):
-    tracker = own(tmp_path, "Flickers")
-    for step in range(1, 8):
-        tracker.log(metrics_of(step))
-    tracker.close("finished")
-    assert logged(tmp_path) == [3, 6, 7] and tracker.manifest["status"] == "finished"
-    assert "switched off" not in capsys.readouterr().err
-
-
-def test_a_logger_that_cannot_begin_ends_a_new_run_and_not_a_resumed_one(tmp_path, capsys):
-    with pytest.raises(InputError, match=r"Absent: could not begin \(ConnectionError: no route to host\); mend its"):
+def test_a_logger_that_cannot_begin_ends_the_run(tmp_path):
+    with pytest.raises(InputError, match=r"Absent: could not begin \(ConnectionError: no route to host\)"):
         own(tmp_path, "Absent")
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"
-    tracker = own(tmp_path, "Absent", resume_step=0)
-    tracker.log(metrics_of(1))
-    tracker.close("finished")
-    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
-    assert "the resumed run goes on without it" in capsys.readouterr().err
 
 
 def test_printed_answers_are_the_first_of_each_source(capsys):

