@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.algorithm import advantages
-from core.algorithm.advantages import group_stats
 from core.algorithm.sequences import discounted_sums
 from core.config import registry
 from core.errors import InputError
@@ -57,11 +56,13 @@ def numpy_of(inputs: AdvantageInputs):
 # -- the formulas, written a second time ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
 def test_group_estimators_are_their_formulas(name, norm, seed):
-    inputs = make_inputs(seed, norm_adv_by_std_in_grpo=norm)
+    rewards = torch.rand(12, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    different = {"token_level_rewards": rewards} if name == "grpo_passk" else {}  # where equal rewards have no order
+    inputs = make_inputs(seed, norm_adv_by_std_in_grpo=norm, **different)
     rewards, mask, group, counted = numpy_of(inputs)
     expected = reference.outcome_advantage(name, rewards, mask, group, counted, norm)[:, None] * mask
     advantages, returns = ESTIMATORS[name](inputs)
@@ -69,27 +70,41 @@ def test_group_estimators_are_their_formulas(name, norm, seed):
     assert returns is advantages
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_gae_is_its_formula(seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_token_estimators_are_their_formulas(seed):
     inputs = make_inputs(seed)
-    rewards, mask, _, _ = numpy_of(inputs)
-    expected = reference.gae(rewards, inputs.values.numpy(), mask, 0.9, 0.8)
-    for got, want in zip(ESTIMATORS["gae"](inputs), expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+    rewards, mask, group, counted = numpy_of(inputs)
+    discounted, plain = (reference.discounted_returns(rewards, mask, gamma) for gamma in (0.9, 1.0))
+    centred = reference.whiten(
+        reference.outcome_advantage("centred", rewards, mask, group, counted)[:, None] * mask, mask
+    )
+    expected = {
+        "gae": reference.gae(rewards, inputs.values.numpy(), mask, 0.9, 0.8),
+        "reinforce_plus_plus": (reference.whiten(discounted, mask), discounted),
+        "reinforce_plus_plus_baseline": (centred, centred),
+        "remax": (np.where(mask, plain - inputs.baseline.numpy()[:, None], 0), plain),
+    }
+    for name, pair in expected.items():
+        for got, want in zip(ESTIMATORS[name](inputs), pair, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-TWO_GROUPS = AdvantageInputs(  # of three, with rewards (5, 2, -1) and (4, 4, 1)
-    token_level_rewards=torch.tensor([[0.0, 5], [2, 0], [0, -1], [0, 4], [0, 4], [1, 0]]),
-    response_mask=torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [1, 1], [1, 0]]).bool(),
-    group=torch.tensor([0, 0, 0, 1, 1, 1]),
-)
-
-
-def test_grpo_by_hand():
-    scaled = ESTIMATORS["grpo"](TWO_GROUPS)[0][:, 0].tolist()
-    assert scaled == pytest.approx([1, 0, -1, 1 / math.sqrt(3), 1 / math.sqrt(3), -2 / math.sqrt(3)], 1e-5)
-    centred = ESTIMATORS["grpo"](changed(TWO_GROUPS, norm_adv_by_std_in_grpo=False))[0][:, 0].tolist()
-    assert centred == pytest.approx([3, 0, -3, 1, 1, -2])
+def test_group_estimators_by_hand():
+    """Two groups of three, rewards (5, 2, -1) and (4, 4, 1): every estimator gives another number."""
+    two_groups = AdvantageInputs(
+        token_level_rewards=torch.tensor([[0.0, 5], [2, 0], [0, -1], [0, 4], [0, 4], [1, 0]]),
+        response_mask=torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [1, 1], [1, 0]]).bool(),
+        group=torch.tensor([0, 0, 0, 1, 1, 1]),
+    )
+    third = 1 / math.sqrt(3)
+    for name, expected in {
+        "grpo": [1, 0, -1, third, third, -2 * third],
+        "rloo": [4.5, 0, -4.5, 1.5, 1.5, -3],
+        "opo": [3, 0, -3, 0.6, 0.6, -2.4],
+        "gpg": [3, 0, -3, 1, 1, -2],
+        "grpo_passk": [1, 0, 0, 0, 0, 0],
+    }.items():
+        assert ESTIMATORS[name](two_groups)[0][:, 0].tolist() == pytest.approx(expected, 1e-5), name
 
 
 def test_gae_by_hand():
@@ -138,16 +153,6 @@ def test_a_constant_on_a_group_s_rewards_changes_nothing(name, seed, shift):
     before, _ = ESTIMATORS[name](inputs)
     after, _ = ESTIMATORS[name](changed(inputs, token_level_rewards=rewards))
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg"])
-@given(seed=seeds)
-@settings(max_examples=25, deadline=None)
-def test_group_relative_advantages_sum_to_zero(name, seed):
-    inputs = make_inputs(seed, response_mask=torch.ones(12, 7, dtype=torch.bool))
-    per_row = ESTIMATORS[name](inputs)[0][:, 0]
-    for label in inputs.group.unique():
-        assert abs(float(per_row[inputs.group == label].sum())) < 1e-9
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -216,41 +221,16 @@ def test_a_group_of_one_keeps_its_reward_but_a_lone_survivor_gets_none(name):
     assert not advantages.any()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_dtype_and_device_follow_the_rewards(name):
-    inputs = make_inputs(0)
-    floats = {key: value.float() for key, value in vars(inputs).items() if getattr(value, "is_floating_point", bool)()}
-    for value in ESTIMATORS[name](changed(inputs, **floats)):
-        assert value.dtype == torch.float32 and value.shape == (12, 7)
-
-
-@pytest.mark.parametrize(("name", "field"), [("gae", "values"), ("remax", "baseline")])
-def test_what_is_missing_is_named(name, field):
-    with pytest.raises(ValueError, match=f"{name} estimator needs '{field}'"):
-        ESTIMATORS[name](make_inputs(0, **{field: None}))
-
-
-def test_whitening_one_token_is_refused():
-    inputs = make_inputs(0, response_mask=torch.zeros(12, 7).bool(), in_group_stats=None)
-    inputs.response_mask[3, 2] = True
-    with pytest.raises(ValueError, match="at least two response tokens"):
-        ESTIMATORS["gae"](inputs)
-
-
-def test_group_stats_counts_and_spreads():
-    inputs = AdvantageInputs(
-        token_level_rewards=torch.tensor([[3.0], [5.0], [100.0], [7.0]]),
-        response_mask=torch.ones(4, 1).bool(),
-        group=torch.tensor([1, 1, 1, 9]),
-        in_group_stats=torch.tensor([True, True, False, True]),
-    )
-    stats = group_stats(inputs)
-    assert stats.centred_B.tolist() == [-1, 1, 0, 7]
-    assert stats.std_B.tolist() == pytest.approx([math.sqrt(2)] * 3 + [1])
-    assert stats.counted_B.tolist() == [2, 2, 2, 1]
-
-
-# -- the table and a user's own ---------------------------------------------------------------------------------------
+def test_what_an_estimator_needs_is_named():
+    for name, inputs, words in (
+        ("gae", make_inputs(0, values=None), "gae estimator needs 'values'"),
+        ("remax", make_inputs(0, baseline=None), "remax estimator needs 'baseline'"),
+        ("grpo_passk", make_inputs(0, prompts=1, n=1), "rollout.n must be >= 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ESTIMATORS[name](inputs)
+    with pytest.raises(InputError, match="adv_estimator=grppo: choose one of gae, .*grpo"):
+        advantages.estimator("grppo")
 
 
 def test_an_estimator_of_the_user_s_own(tmp_path):
@@ -259,8 +239,6 @@ def test_an_estimator_of_the_user_s_own(tmp_path):
     inputs = flat_inputs(make_inputs(0))
     expected = inputs.spread(0.5 * inputs.rewards_B)
     assert torch.equal(advantages.estimator(f"{path}:halved")(inputs)[0], expected)
-    with pytest.raises(InputError, match="adv_estimator=grppo: choose one of gae, .*grpo"):
-        advantages.estimator("grppo")
 
 
 def test_the_reward_lies_on_the_last_token_the_policy_wrote():
@@ -288,53 +266,3 @@ def test_discounted_sums_are_those_of_each_sequence(seed, decay):
             sums.append(running)
         expected += sums[::-1]
     assert discounted_sums(values, lengths, decay).tolist() == expected
-
-
-# -- beyond the four papers -------------------------------------------------------------------------------------------
-
-
-def test_by_hand():
-    """Two groups of three, rewards (5, 2, -1) and (4, 4, 1): every estimator gives another number."""
-
-    def first_column(name):
-        return ESTIMATORS[name](TWO_GROUPS)[0][:, 0].tolist()
-
-    assert first_column("rloo") == pytest.approx([4.5, 0, -4.5, 1.5, 1.5, -3])
-    assert first_column("opo") == pytest.approx([3, 0, -3, 0.6, 0.6, -2.4])
-    assert first_column("gpg") == pytest.approx([3, 0, -3, 1, 1, -2])
-    assert first_column("grpo_passk") == pytest.approx([1, 0, 0, 0, 0, 0], 1e-5)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("norm", [True, False])
-def test_passk_is_its_formula(norm, seed):
-    rewards = torch.rand(12, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    inputs = make_inputs(seed, norm_adv_by_std_in_grpo=norm, token_level_rewards=rewards)
-    rewards, mask, group, counted = numpy_of(inputs)
-    expected = reference.outcome_advantage("grpo_passk", rewards, mask, group, counted, norm)[:, None] * mask
-    np.testing.assert_allclose(ESTIMATORS["grpo_passk"](inputs)[0], expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_reinforce_family_is_its_formula(seed):
-    inputs = make_inputs(seed)
-    rewards, mask, group, counted = numpy_of(inputs)
-
-    returns = reference.discounted_returns(rewards, mask, 0.9)
-    got = ESTIMATORS["reinforce_plus_plus"](inputs)
-    np.testing.assert_allclose(got[1], returns, rtol=1e-12)
-    np.testing.assert_allclose(got[0], reference.whiten(returns, mask), rtol=1e-9, atol=1e-12)
-
-    centred = reference.outcome_advantage("centred", rewards, mask, group, counted)[:, None] * mask
-    got = ESTIMATORS["reinforce_plus_plus_baseline"](inputs)[0]
-    np.testing.assert_allclose(got, reference.whiten(centred, mask), rtol=1e-9, atol=1e-12)
-
-    returns = reference.discounted_returns(rewards, mask, 1.0)
-    got = ESTIMATORS["remax"](inputs)
-    np.testing.assert_allclose(got[1], returns, rtol=1e-12)
-    np.testing.assert_allclose(got[0], np.where(mask, returns - inputs.baseline.numpy()[:, None], 0), rtol=1e-9)
-
-
-def test_passk_refuses_a_group_of_one():
-    with pytest.raises(ValueError, match="rollout.n must be >= 2"):
-        ESTIMATORS["grpo_passk"](make_inputs(0, prompts=1, n=1))

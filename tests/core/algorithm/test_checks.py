@@ -95,47 +95,42 @@ def test_the_weights_of_a_mean_sum_to_one():
 
 @pytest.mark.parametrize("config", [GRPO, GRPO.replace(norm_adv_by_std_in_grpo=False)])
 def test_advantages_are_within_what_their_group_allows(config):
-    groups = made_groups()
-    batch = estimate(make_batch(groups, 0), config)
+    batch = estimate(make_batch(made_groups(), 0), config)
     checks.advantages_fit(batch, None, config)
     checks.advantages_fit(batch.rows([5, 0, 2, 1, 3, 4]), None, config)
     right = batch.require("advantages")
-    with broken("phase adv: advantages of a group add up to"):
-        checks.advantages_fit(batch.adding(advantages=right + 0.5), None, config)
-    with broken("phase adv: an advantage has the other sign"):
-        checks.advantages_fit(batch.adding(advantages=-right), None, config)
-    if config.norm_adv_by_std_in_grpo:
-        with broken("phase adv: an advantage is larger than any"):
-            checks.advantages_fit(batch.adding(advantages=9 * right), None, config)
+    wrong = [(right + 0.5, "advantages of a group add up to"), (-right, "an advantage has the other sign")]
+    wrong += [(9 * right, "an advantage is larger than any")] if config.norm_adv_by_std_in_grpo else []
+    for advantages, words in wrong:
+        with broken(f"phase adv: {words}"):
+            checks.advantages_fit(batch.adding(advantages=advantages), None, config)
     torch.manual_seed(0)
     added = 0.1 * torch.randn(batch.tokens) * batch.response_mask  # a KL penalty
     advantages, _ = estimator("grpo")(inputs_of(batch, config, added))
     checks.advantages_fit(batch.adding(advantages=advantages), added, config)
     with broken("other sign"):
         checks.advantages_fit(batch.adding(advantages=advantages), -20 * added, config)
-
-
-def test_groups_with_an_answer_without_a_score_are_not_judged_by_the_others():
-    groups = made_groups()
-    batch = make_batch(groups, 0)
-    batch = estimate(batch.adding(in_group_stats=torch.arange(6) != 1), GRPO)
-    checks.advantages_fit(batch, None, GRPO)
-    with broken("other sign"):  # of the other group
-        checks.advantages_fit(batch.adding(advantages=-batch.require("advantages")), None, GRPO)
+    # a group with an answer without a score is not judged by the others
+    part = estimate(batch.adding(in_group_stats=torch.arange(6) != 1), config)
+    checks.advantages_fit(part, None, config)
 
 
 def test_nothing_is_infinite():
     batch = make_batch(made_groups(), 0)
     batch = batch.adding(old_log_probs=torch.zeros(batch.tokens), values=torch.zeros(batch.tokens))
     checks.finite(batch, "log_probs", "old_log_probs", "values", "ref_log_prob")
-    value = batch.values.clone()
-    value[7] = float("nan")
     with broken("phase log_probs: 1 numbers of values are not finite"):
+        value = batch.values.masked_fill(torch.arange(batch.tokens) == 7, float("nan"))
         checks.finite(batch.adding(values=value), "log_probs", "old_log_probs", "values")
 
 
-@pytest.mark.parametrize("tokens", [120, 240, 1000])
-@pytest.mark.parametrize("certainty", [0.995, 0.98, 0.9])
+def gap_z(entropy, log_prob, **more):
+    gap = (entropy + log_prob).double()
+    found = {"entropy_gap": float(gap.mean()), "entropy_gap_square": float(gap.square().mean()), **more}
+    return checks.entropy_gap_z({f"rollout_corr/{name}": value for name, value in found.items()}, len(gap))
+
+
+@pytest.mark.parametrize(("certainty", "tokens"), [(0.995, 120), (0.98, 240), (0.9, 1000)])
 def test_few_samples_of_a_nearly_certain_policy_raise_no_alarm(certainty, tokens):
     """Tokens that are too rare to be drawn are missing in the sample's mean and in its variance."""
     drawn, found = torch.Generator().manual_seed(0), []
@@ -143,24 +138,16 @@ def test_few_samples_of_a_nearly_certain_policy_raise_no_alarm(certainty, tokens
         p = 1 - (1 - certainty) * (0.2 + 1.6 * torch.rand(tokens, generator=drawn))
         rest = (1 - p) / 40
         entropy = -(p * p.log() + (1 - p) * rest.log())
-        gap = (entropy + torch.where(torch.rand(tokens, generator=drawn) < p, p.log(), rest.log())).double()
-        values = {"entropy_gap": float(gap.mean()), "entropy_gap_square": float(gap.square().mean())}
-        found.append(checks.entropy_gap_z({f"rollout_corr/{name}": value for name, value in values.items()}, tokens))
+        found.append(gap_z(entropy, torch.where(torch.rand(tokens, generator=drawn) < p, p.log(), rest.log())))
     assert max(map(abs, found)) < 6  # the bound of trainer.health.entropy_gap
 
 
 def test_entropy_and_samples_agree_at_the_same_temperature_alone():
     torch.manual_seed(0)
-    logits = 2 * torch.randn(3000, 40)
-    found = {}
-    for temperature in (1.0, 0.8):
-        log_probs = logits.log_softmax(-1)
-        token = log_probs.exp().multinomial(1)
-        wrong = (logits / temperature).log_softmax(-1)
-        gap = -(wrong.exp() * wrong).sum(-1) + log_probs.gather(1, token)[:, 0]
-        metrics = {"entropy_gap": float(gap.mean()), "entropy_gap_square": float(gap.square().mean())}
-        named = {f"rollout_corr/{name}": value for name, value in metrics.items()}
-        found[temperature] = checks.entropy_gap_z(named, 3000)
-        assert checks.entropy_gap_z({**named, "rollout_corr/logp_diff_mean": 0.2}, 3000) == 0  # the engine is apart
-    assert abs(found[1.0]) < 3 and found[0.8] < -8
+    log_probs = (2 * torch.randn(3000, 40)).log_softmax(-1)
+    sampled = log_probs.gather(1, log_probs.exp().multinomial(1))[:, 0]
+    right, wrong = ((log_probs / temperature).log_softmax(-1) for temperature in (1.0, 0.8))
+    entropies = [-(one.exp() * one).sum(-1) for one in (right, wrong)]
+    assert abs(gap_z(entropies[0], sampled)) < 3 and gap_z(entropies[1], sampled) < -8
+    assert gap_z(entropies[1], sampled, logp_diff_mean=0.2) == 0  # the engine is apart
     assert checks.entropy_gap_z({}, 3000) is None

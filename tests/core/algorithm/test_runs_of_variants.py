@@ -11,7 +11,6 @@ from tests.faults.tiny_run import command, prepare
 ACTOR = "actor_rollout_ref.actor"
 SELECTS = (f"{ACTOR}.policy_loss.kl_cov_ratio=0.2", f"{ACTOR}.policy_loss.ppo_kl_coef=1.0")
 CASES = {
-    "kl_cov": (f"{ACTOR}.policy_loss.loss_mode=kl_cov", *SELECTS),
     "clip_cov": (
         *(f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2"),
         *(f"{ACTOR}.policy_loss.clip_cov_lb=-9", "algorithm.adv_estimator=rloo"),

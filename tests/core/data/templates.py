@@ -35,12 +35,6 @@ GLM4 = (
     "{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-LLAMA3 = (
-    "<bos>{% for m in messages %}"
-    "{% if m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
-    "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 MISTRAL = (
     "<bos>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]"
@@ -58,10 +52,6 @@ GPT_OSS = (
 PLAIN = (
     "{% for m in messages %}\n<|im_start|>{{ m.role }}: {{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}A{% endif %}"
-)
-LAST_ONLY = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if loop.last %}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -84,11 +74,9 @@ FAMILIES = {
     "gemma": family(GEMMA, "<eos>", "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
     "phi3": family(PHI3, "<|endoftext|>", "<|end|> <|user|> <|assistant|> <|system|>", "<|end|>"),
     "glm4": family(GLM4, "<|endoftext|>", "[gMASK] <|user|> <|assistant|> <|observation|>", ""),
-    "llama3": family(LLAMA3, "<|eot_id|>", "<|start_header_id|> <|end_header_id|>", "<|eot_id|>"),
     "mistral": family(MISTRAL, "</s>", "[INST] [/INST] [TOOL_RESULTS] [/TOOL_RESULTS]", "</s>"),
     "gpt-oss": family(GPT_OSS, "<|return|>", "<|start|> <|message|> <|end|>", "<|return|>"),
     "plain": family(PLAIN, "<eos>", "<|im_start|>", ""),
-    "end of the last alone": family(LAST_ONLY, "<eos>", "<|im_start|>", "<eos>"),
 }
 
 

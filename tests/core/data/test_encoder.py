@@ -1,4 +1,5 @@
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from core.config.training_keys import ModelConfig
 from core.data.prompts import Encoder, truncate
@@ -9,33 +10,22 @@ from tests.tiny import tiny_config, tiny_tokenizer
 
 USER = {"role": "user", "content": "1+1?"}
 SYSTEM = {"role": "system", "content": "be brief"}
-IDS = list(range(1, 11))
 
 
 # Values of verl's postprocess_data (torch_functional.py:514), padding aside.
 @pytest.mark.parametrize(
-    ("length", "mode", "kept"),
+    ("length", "limit", "mode", "kept"),
     [
-        (7, "left", [2, 3, 4, 5, 6, 7]),
-        (7, "right", [1, 2, 3, 4, 5, 6]),
-        (7, "middle", [1, 2, 3, 5, 6, 7]),
-        (10, "left", [5, 6, 7, 8, 9, 10]),
-        (10, "right", [1, 2, 3, 4, 5, 6]),
-        (10, "middle", [1, 2, 3, 8, 9, 10]),
-        (6, "error", [1, 2, 3, 4, 5, 6]),
-        (1, "middle", [1]),
+        (10, 6, "left", [5, 6, 7, 8, 9, 10]),
+        (10, 6, "right", [1, 2, 3, 4, 5, 6]),
+        (10, 6, "middle", [1, 2, 3, 8, 9, 10]),
+        (10, 5, "middle", [1, 2, 8, 9, 10]),
+        (10, 1, "middle", [10]),
+        (6, 6, "error", [1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_truncation_keeps_what_its_name_says(length, mode, kept):
-    assert truncate(IDS[:length], 6, mode) == kept
-
-
-def test_truncation_to_odd_and_tiny_limits():
-    assert truncate(IDS, 5, "middle") == [1, 2, 8, 9, 10]
-    assert truncate(IDS, 1, "middle") == [10]
-    assert truncate(IDS, 1, "left") == [10]
-    with pytest.raises(ValueError, match="10 tokens is longer than 9"):
-        truncate(IDS, 9, "error")
+def test_truncation_keeps_what_its_name_says(length, limit, mode, kept):
+    assert truncate(list(range(1, length + 1)), limit, mode) == kept
 
 
 def encoded(prompt, tokenizer=None, **template_kwargs):
@@ -45,13 +35,10 @@ def encoded(prompt, tokenizer=None, **template_kwargs):
     return tokenizer.decode(ids)
 
 
-def test_a_chat_ends_where_the_answer_begins():
+def test_a_chat_ends_where_the_answer_begins_and_a_begun_answer_is_continued():
     assert encoded([SYSTEM, USER]) == "<bos>system: be brief\n<bos>user: 1+1?\n<bos>assistant: "
     turns = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "sure?"}]
     assert encoded(turns) == "<bos>user: 1+1?\n<bos>assistant: 2\n<bos>user: sure?\n<bos>assistant: "
-
-
-def test_a_begun_answer_is_continued():
     begun = [USER, {"role": "assistant", "content": "I think"}]
     assert encoded(begun) == "<bos>user: 1+1?\n<bos>assistant: I think"
 
@@ -66,7 +53,6 @@ THINKS = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generat
         ([USER], THINKS.replace("<think>", "<think>\n\n</think>\n"), None),
         ([USER], None, None),
         ([{"role": "user", "content": "reason in <think>"}], None, None),
-        ([USER, {"role": "assistant", "content": "<think>"}], None, "<think>"),
         ([USER, {"role": "assistant", "content": "<think>\nOkay, "}], None, "<think>"),
         ([USER, {"role": "assistant", "content": "<think>no</think> So"}], None, None),
         ("Q: 1+1?\nA: Let me see.\n<think>", None, "<think>"),
@@ -86,40 +72,23 @@ def test_template_arguments_reach_the_template():
         Encoder(tiny_tokenizer(), {"padding": True, "tokenize": False})
 
 
-def test_a_plain_string_is_encoded_as_it_is():
-    assert encoded("1+1=") == "1+1="
-
-
-def with_specials(before, after):
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = tiny_tokenizer()
-    single = f"{before} $A {after}".strip()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=single, special_tokens=[("<bos>", 3), ("<eos>", 1)]
-    )
-    return tokenizer
-
-
 def test_special_tokens_are_added_once_and_never_an_end():
-    tokenizer = with_specials("<bos>", "<eos>")
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 3), ("<eos>", 1)]
+    )
     assert tokenizer("a")["input_ids"][0] == 3 and tokenizer("a")["input_ids"][-1] == 1
-    assert encoded("1+1=", tokenizer) == "<bos>1+1="
+    assert encoded("1+1=", tokenizer) == "<bos>1+1=" and encoded("1+1=") == "1+1="
     assert encoded([USER], tokenizer) == "<bos>user: 1+1?\n<bos>assistant: "
 
 
-def test_a_chat_without_a_template_says_what_to_do():
+def test_a_chat_that_cannot_be_written_says_why():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    assert Encoder(tokenizer).encode("plain")
     with pytest.raises(InputError, match="no chat template.*custom_chat_template.*plain strings"):
         Encoder(tokenizer).encode([USER])
-
-
-def test_a_refused_chat_gives_the_template_s_reason():
-    template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ChatError, match="roles must alternate"):
-        encoded([USER, USER], chat_template=template)
+        encoded([USER, USER], chat_template="{{ raise_exception('roles must alternate') }}")
 
 
 def test_a_text_without_the_chat_never_becomes_the_template(tmp_path):

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.config.training_keys import DataConfig
 from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.types import Prompt
@@ -44,19 +43,18 @@ def three(tmp_path_factory):
 
 
 def test_a_prompt_has_everything_of_its_row(tmp_path):
-    raw = plain_row(
-        3, "qa", prompt=[{"role": "system", "content": "x"}, *CHAT], extra_info={"split": "test", "index": 3, "z": 1}
-    )
+    chat, extra = [{"role": "system", "content": "x"}, *CHAT], {"split": "test", "index": 3, "z": 1}
+    raw = plain_row(3, "qa", prompt=chat, extra_info=extra)
     prompt = stream(write_parquet(tmp_path / "a.parquet", [raw])).prompt(4)
     text = "<bos>system: x\n<bos>user: 1+1?\n<bos>assistant: "
     assert prompt == Prompt(
         ordinal=4,
         uid="qa/test/3",
         token_ids=tuple(TOKENIZER(text)["input_ids"]),
-        messages=({"role": "system", "content": "x"}, *CHAT),
+        messages=tuple(chat),
         ground_truth="3",
         data_source="qa",
-        extra_info={"split": "test", "index": 3, "z": 1},
+        extra_info=extra,
     )
     plain = stream(write_parquet(tmp_path / "b.parquet", [plain_row(0, text="1+1=")])).prompt(0)
     assert plain.messages == ({"role": "user", "content": "1+1="},)
@@ -77,10 +75,8 @@ def test_every_epoch_asks_every_question_once(three, seed, shuffle, start):
 
 def test_unshuffled_rows_come_in_file_order(three):
     prompts = stream(three, shuffle=False)
-    assert [prompts.prompt(i).uid for i in (0, 6, 7, 11, 12, 23, 24)] == [
-        f"{name}/train/{index}"
-        for name, index in (("a", 0), ("a", 6), ("b", 0), ("b", 4), ("c", 0), ("c", 11), ("a", 0))
-    ]
+    uids = "a/train/0", "a/train/6", "b/train/0", "b/train/4", "c/train/0", "c/train/11", "a/train/0"
+    assert tuple(prompts.prompt(i).uid for i in (0, 6, 7, 11, 12, 23, 24)) == uids
 
 
 def test_the_data_s_own_seed_goes_first(three):
@@ -93,12 +89,10 @@ def test_the_data_s_own_seed_goes_first(three):
 
 
 def test_train_max_samples_is_a_seeded_choice_of_all_files(three):
-    prompts = stream(three, seed=3, train_max_samples=9)
-    assert len(prompts) == 9
-    chosen = {prompts.prompt(ordinal).uid for ordinal in range(9)}
-    assert len(chosen) == 9 and chosen == {prompts.prompt(ordinal).uid for ordinal in range(9, 18)}
-    assert chosen == {prompt.uid for prompt in map(stream(three, seed=3, train_max_samples=9).prompt, range(9))}
-    assert chosen != {prompt.uid for prompt in map(stream(three, seed=4, train_max_samples=9).prompt, range(9))}
+    def chosen(seed, first=0):
+        return {prompt.uid for prompt in map(stream(three, seed, train_max_samples=9).prompt, range(first, first + 9))}
+
+    assert len(chosen(3)) == 9 and chosen(3) == chosen(3, first=9) != chosen(4)
     in_order = stream(three, shuffle=False, train_max_samples=9)
     assert [in_order.prompt(i).uid for i in (0, 8)] == ["a/train/0", "b/train/1"]
     assert {row.data_source for row in in_order.files.examples()} == {"a", "b"}
@@ -117,9 +111,8 @@ def test_overlong_prompts_are_left_out_and_counted(long_and_short, caplog):
     assert sorted(golds(map(prompts.prompt, range(3)))) == ["0", "1", "2"] and len(prompts) == 3
     left_out = "3 left out and 0 cut as longer than data.max_prompt_length=4 tokens, longest prompt 4 tokens"
     assert len(prompts) == 3 and left_out in caplog.text
-    why = refused(lambda: stream(long_and_short, max_prompt_length=1, filter_overlong_prompts=True))
-    assert len(why) == 1 and "all 6 prompts are longer than data.max_prompt_length=1 tokens" in why[0]
-    assert "the shortest has 2" in why[0]
+    said = "all 6 prompts are longer than data.max_prompt_length=1 tokens", "the shortest has 2"
+    refused(lambda: stream(long_and_short, max_prompt_length=1, filter_overlong_prompts=True), *said)
 
 
 def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short, caplog):
@@ -131,20 +124,12 @@ def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short, caplog):
     assert "0 left out and 3 cut as longer than data.max_prompt_length=4 tokens" in caplog.text
 
 
-def test_truncation_cuts_the_side_that_it_names(tmp_path):
-    file = write_parquet(tmp_path / "a.parquet", [plain_row(0, text="abcdefg")])
-    for mode, kept in (("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")):
-        assert TOKENIZER.decode(stream(file, max_prompt_length=5, truncation=mode).prompt(0).token_ids) == kept
-
-
 def test_all_problems_of_all_files_come_together(three, tmp_path):
-    bad = write_parquet(
-        tmp_path / "bad.parquet", [plain_row(0), plain_row(1, reward_model=None), plain_row(2, text=" ")]
-    )
+    rows = [plain_row(0), plain_row(1, reward_model=None), plain_row(2, text=" ")]
+    bad = write_parquet(tmp_path / "bad.parquet", rows)
     long = write_parquet(tmp_path / "long.parquet", [plain_row(0, text="x" * 600)])
     problems = refused(lambda: stream([*three, bad, long]))
-    assert len(problems) == 3
-    assert [str(tmp_path) in line for line in problems] == [True] * 3
+    assert len(problems) == 3 and all(str(tmp_path) in line for line in problems)
     missing = refused(lambda: stream([str(tmp_path / "x.parquet"), three[0], str(tmp_path / "y.parquet")]))
     assert len(missing) == 2 and all("does not exist" in line for line in missing)
     refused(lambda: stream([]), "data.train_files: no file is given")
@@ -152,26 +137,18 @@ def test_all_problems_of_all_files_come_together(three, tmp_path):
 
 
 def test_a_template_s_refusal_and_a_prompt_without_tokens_are_problems(tmp_path):
-    chats = [plain_row(n, prompt=CHAT * (n + 1)) for n in range(3)]
-    template = "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}hello"
-    changes = dict(apply_chat_template_kwargs={"chat_template": template})
-    file = write_parquet(tmp_path / "a.parquet", chats)
-    refused(
-        lambda: stream(file, **changes),
-        "refuses a prompt in 3 rows (0: it leaves out the text of role user, 1: roles must alternate",
-    )
-    silent = dict(apply_chat_template_kwargs={"chat_template": "{{ '' }}"})
-    refused(lambda: stream(file, **silent), "a prompt has no tokens in 3 rows (0, 1, 2)")
-
-
-def test_a_role_that_the_template_leaves_out_is_a_problem(tmp_path):
-    only_user = {
-        "chat_template": "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    }
-    rows = [plain_row(0, prompt=CHAT), plain_row(1, prompt=[{"role": "developer", "content": "be brief"}, *CHAT])]
-    file = write_parquet(tmp_path / "a.parquet", rows)
-    said = "refuses a prompt in 1 row (1: it leaves out the text of role developer)"
-    refused(lambda: stream(file, apply_chat_template_kwargs=only_user), said)
+    alternate = "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}hello"
+    only_user = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    chats = [CHAT, CHAT * 2, CHAT * 3]
+    developer = [CHAT, [{"role": "developer", "content": "be brief"}, *CHAT]]
+    for template, prompts, said in (
+        (alternate, chats, "in 3 rows (0: it leaves out the text of role user, 1: roles must alternate"),
+        ("{{ '' }}", chats, "a prompt has no tokens in 3 rows (0, 1, 2)"),
+        (only_user, developer, "refuses a prompt in 1 row (1: it leaves out the text of role developer)"),
+    ):
+        rows = [plain_row(n, prompt=chat) for n, chat in enumerate(prompts)]
+        file = write_parquet(tmp_path / "a.parquet", rows)
+        refused(lambda: stream(file, apply_chat_template_kwargs={"chat_template": template}), said)  # noqa: B023
 
 
 def test_a_prompt_knows_the_tag_that_it_opens(tmp_path):
@@ -207,10 +184,9 @@ def test_rows_for_the_scorers(three, long_and_short, tmp_path):
     prompts = stream([*three, long_and_short], max_prompt_length=3, filter_overlong_prompts=True)
     fitting = stream(unused, max_prompt_length=3, filter_overlong_prompts=True)
     assert {row.data_source for row in fitting.files.examples()} == {"s"}
-    assert {row.data_source for row in prompts.files.examples()} == {"a", "b", "c", "s"}
     assert Counter(row.data_source for row in prompts.files.examples()) == {"a": 7, "b": 5, "c": 12, "s": 2}
-    first = {source: row.where.rpartition("/")[2] for source, row in prompts.files.first.items()}
-    assert first == {name: f"{file}.parquet row 0" for name, file in zip("abcs", ("a", "b", "c", "long"), strict=True)}
+    first = [row.where.rpartition("/")[2] for row in prompts.files.first.values()]
+    assert first == [f"{file}.parquet row 0" for file in ("a", "b", "c", "long")]
 
 
 def test_validation_asks_every_row_in_order(three):
@@ -242,16 +218,7 @@ def test_validation_can_be_filtered(three, long_and_short, caplog):
 
 
 def test_files_with_different_kinds_of_ground_truth_go_together(tmp_path):
-    texts = rows_file(tmp_path / "a.parquet", 2)
-    lists = write_parquet(
-        tmp_path / "b.parquet",
-        [plain_row(5, "qa", reward_model={"style": "rule", "ground_truth": {"target": ["x", "y"]}})],
-    )
-    prompts = stream([texts, lists], shuffle=False)
-    assert golds(map(prompts.prompt, range(3))) == ["0", "1", {"target": ["x", "y"]}]
-
-
-def test_the_configuration_s_own_class_is_what_is_read(three):
-    config = DataConfig(train_files=tuple(three), val_files=tuple(three))
-    assert PromptStream(config, TOKENIZER, 4).prompt(30) == stream(three, 4).prompt(30)
-    assert load_val_prompts(config, TOKENIZER) == validation(three)
+    model = {"style": "rule", "ground_truth": {"target": ["x", "y"]}}
+    lists = write_parquet(tmp_path / "b.parquet", [plain_row(5, "qa", reward_model=model)])
+    prompts = stream([rows_file(tmp_path / "a.parquet", 2), lists], shuffle=False)
+    assert golds(map(prompts.prompt, range(3))) == ["0", "1", model["ground_truth"]]

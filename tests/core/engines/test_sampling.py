@@ -19,25 +19,18 @@ def plain(rows: int) -> list[SamplingParams]:
     return [SamplingParams(1)] * rows
 
 
-def columns(seeds, positions) -> np.ndarray:
-    return uniforms(np.array(seeds, np.uint64), np.array(positions, np.uint64))
-
-
 def test_uniforms_are_uniform_and_unrelated_between_seeds_and_positions():
-    seeds, positions = np.meshgrid(np.arange(200), np.arange(200), indexing="ij")
-    table = columns(seeds.ravel(), positions.ravel()).reshape(200, 200)
-    assert table.min() >= 0 and table.max() < 1
+    seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200, dtype=np.uint64), indexing="ij")
+    table = uniforms(seeds.ravel(), positions.ravel()).reshape(200, 200)
+    assert table.min() >= 0 and table.max() < 1 and len(np.unique(table)) == table.size
     counts = np.histogram(table, 50, (0, 1))[0]
     assert ((counts - 800) ** 2 / 800).sum() < 49 + 4 * (2 * 49) ** 0.5
-    for other in (table[1:], table[:, 1:], table[1:, :-1].copy()):  # neighbours, and seed + 1 one position earlier
-        one = table[: other.shape[0], -other.shape[1] :] if other.shape == (199, 199) else table[: len(other)]
-        one = one[:, : other.shape[1]]
+    pairs = (table[1:], table[:-1]), (table[:, 1:], table[:, :-1]), (table[1:, :-1], table[:-1, 1:])
+    for one, other in pairs:  # neighbours, and seed + 1 one position earlier
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.02
-    assert len(np.unique(table)) == table.size
-    assert columns([2**64 - 1], [0]) != columns([2**63], [0])
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 5, 64, 1000, 4099])
+@pytest.mark.parametrize("vocab_size", [1, 5, 1000, 4099])
 def test_the_token_is_the_inverse_of_the_distribution_function(vocab_size):
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(400, vocab_size, generator=generator) * 3
@@ -72,19 +65,13 @@ def test_rare_tokens_of_a_large_vocabulary_are_reachable():
     assert (token - expected).abs().max() <= 1
 
 
-def test_truncation_leaves_the_rows_that_do_not_ask_for_it_alone():
-    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [1.0, 3.0, 2.0, 0.0], [1.0, 3.0, 2.0, 0.0]])
+def test_truncation_is_each_row_s_own_keeps_ties_and_takes_the_token_that_reaches_top_p():
+    logits, inf = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 3), -torch.inf
     params = SamplingParams(1, top_k=2), SamplingParams(1), SamplingParams(1, top_p=0.7)
     out = sampling.processed_logits(logits, params)
-    inf = -torch.inf
     assert out.tolist() == [[inf, 3.0, 2.0, inf], [1.0, 3.0, 2.0, 0.0], [inf, 3.0, 2.0, inf]]
-    assert logits.tolist()[0] == [1.0, 3.0, 2.0, 0.0]  # in place of nothing
-
-
-def test_top_k_keeps_ties_and_top_p_takes_the_token_that_reaches_it():
-    logits = torch.tensor([[2.0, 1.0, 2.0, 2.0]])
-    out = sampling.processed_logits(logits, [SamplingParams(1, top_k=2)])
-    assert out.isfinite().tolist() == [[True, False, True, True]]
+    tied = sampling.processed_logits(torch.tensor([[2.0, 1.0, 2.0, 2.0]]), [SamplingParams(1, top_k=2)])
+    assert tied.isfinite().tolist() == [[True, False, True, True]]
     halves = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     for top_p, kept in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1e-9, 1)):
         out = sampling.processed_logits(halves, [SamplingParams(1, top_p=top_p)])
@@ -120,25 +107,6 @@ def ends_at(tokenizer, ids: list[int], stop: tuple[str, ...]) -> int | None:
     return next((i + 1 for i in range(len(ids)) if rule.ended(ids[: i + 1]) is Stop.STOP_STRING), None)
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "upto"),
-    [
-        ("price: 5 €; thanks", ("€;",), "price: 5 €;"),
-        ("naïve café", ("é",), "naïve café"),
-        ("日本語です", ("本語",), "日本語"),
-        ("a\n\nb", ("\n\n", "b"), "a\n\n"),
-        ("aab", ("ab",), "aab"),
-        ("nothing here", ("zzz",), None),
-        ("x", ("x",), "x"),
-    ],
-)
-def test_stop_strings_over_tokens_that_are_parts_of_characters(text, stop, upto):
-    tokenizer = byte_tokenizer()
-    ids = byte_ids(tokenizer, text)
-    assert tokenizer.decode(ids) == text
-    assert ends_at(tokenizer, ids, stop) == (None if upto is None else len(byte_ids(tokenizer, upto)))
-
-
 def test_stop_strings_match_where_decoding_everything_would():
     """Random bytes, broken characters and special tokens included: the same place as the definition."""
     tokenizer, rng = byte_tokenizer(), np.random.default_rng(0)
@@ -154,3 +122,4 @@ def test_stop_strings_match_where_decoding_everything_would():
         assert ends_at(tokenizer, ids, stop) == by_definition
         found += by_definition is not None
     assert 50 < found < 290
+    assert ends_at(tokenizer, byte_ids(tokenizer, "日本語です"), ("本語",)) == len(byte_ids(tokenizer, "日本語"))

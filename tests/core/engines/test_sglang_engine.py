@@ -17,7 +17,7 @@ from core.engines.sglang import SGLangEngine, SGLangServer
 from core.engines.weight_buckets import Bucket
 from core.errors import WorkersLost
 from core.learner.passes import WeightSyncError
-from tests.core.engine_contract import HELLO, ModelEngineContract, ask, ids, sample_all
+from tests.core.engine_contract import ModelEngineContract
 from tests.core.ray_cluster import cluster_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
@@ -93,38 +93,12 @@ class TestSGLang(ModelEngineContract):
     test_aborted_rows_are_not_computed_on = None
 
 
-def test_a_seed_decides_nothing(engine):
-    """Were this to fail, the table of engines could promise more."""
-    same = [ids(one) for one in sample_all(engine, [ask(seed=5, ignore_eos=True) for _ in range(6)])]
-    assert len(set(map(tuple, same))) > 1
-
-
 def test_a_later_sample_finds_its_prompt_until_the_weights_change(engine):
     body = {"input_ids": list(range(40, 90)), "sampling_params": {"max_new_tokens": 1}, "stream": False}
     first, second = (engine.server.call("/generate", body)["meta_info"]["cached_tokens"] for _ in range(2))
     assert (first, second) == (0, 49)
     engine.update_weights(tiny_model(**SHAPE).state_dict().items(), 1)
     assert engine.server.call("/generate", body)["meta_info"]["cached_tokens"] == 0
-
-
-def test_an_aborted_request_is_not_computed_on(engine):
-    """That the engine sends the abortion is tested with a scripted server; here it ends a response."""
-    body = {"rid": "doomed", "input_ids": list(HELLO), "sampling_params": {"max_new_tokens": 240, "ignore_eos": True}}
-    reply = engine.server.send("/generate", {**body, "stream": False})
-    while not reply.done():  # one that arrives before its request ends nothing
-        engine.server.call("/abort_request", {"rid": "doomed"})
-        time.sleep(0.02)
-    ended = reply.result()["meta_info"]
-    assert ended["finish_reason"]["type"] == "abort" and ended["completion_tokens"] < 240
-
-
-def test_the_proof_is_of_the_weights_that_are_served(engine):
-    def update(seed: int, version: int) -> tuple[int, ...]:
-        (proof,) = engine.update_weights(tiny_model(seed=seed, **SHAPE).state_dict().items(), version)
-        return proof.weights
-
-    one, other, again = update(1, 1), update(2, 2), update(1, 3)
-    assert one == again != other
 
 
 def test_any_stale_weight_of_a_run_is_noticed(engine, model, monkeypatch):
@@ -135,7 +109,9 @@ def test_any_stale_weight_of_a_run_is_noticed(engine, model, monkeypatch):
     workers = LocalWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
     load, unnoticed = engine.load, []
     for number, left_out in enumerate(workers.actor.module.state_dict()):
-        train(workers, number)
+        with torch.no_grad():
+            for parameter in workers.actor.module.parameters():
+                parameter.mul_(1.01 + number / 100)
 
         def without(bucket, left_out=left_out):
             pairs = zip(bucket.weights, bucket.tensors, strict=True)
@@ -150,11 +126,3 @@ def test_any_stale_weight_of_a_run_is_noticed(engine, model, monkeypatch):
         assert workers.sync_weights(number)["rollout_corr/probe_diff"] < 1e-3, left_out
         assert engine.policy_version == number
     assert unnoticed == []
-
-
-@torch.no_grad()
-def train(workers, seed):
-    """Move every weight."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in workers.actor.module.parameters():
-        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))

@@ -96,37 +96,28 @@ def engine_on(generate, **options):
             engine.close()
 
 
-def body_of(**settings):
-    with engine_on(lambda body: written([5] * body["sampling_params"]["max_new_tokens"])) as (engine, seen):
-        sample_all(engine, [ask(**settings)])
-    return next(body for path, body in seen if path == "/generate")
+def echo(body):
+    return written([5] * body["sampling_params"]["max_new_tokens"])
+
+
+def requested(seen, path="/generate"):
+    return [body for each, body in seen if each == path]
 
 
 def test_a_request_says_all_that_a_server_could_add():
-    body = body_of(max_tokens=3, temperature=0.7)
-    assert body["input_ids"] == list(HELLO) and body["return_logprob"] and body["stream"]
-    assert body["sampling_params"] == {
+    with engine_on(echo, vocab_size=VOCAB_SIZE + 2) as (engine, seen):
+        for settings in (dict(max_tokens=3, temperature=0.7), dict(temperature=0, top_k=5, top_p=0.5), dict(top_p=0.5)):
+            sample_all(engine, [ask(**settings)])
+    first, greedy, cut = requested(seen)
+    assert first["input_ids"] == list(HELLO) and first["return_logprob"] and first["stream"]
+    assert first["sampling_params"] == {
         **{"temperature": 0.7, "max_new_tokens": 3, "min_p": 0.0, "repetition_penalty": 1.0},
         **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "ignore_eos": True},
+        "logit_bias": {str(VOCAB_SIZE): -1e9, str(VOCAB_SIZE + 1): -1e9},  # ids that the tokenizer does not know
     }
-    assert "return_sampling_mask" not in body_of(temperature=0, top_k=5, top_p=0.5)
-    cut = body_of(top_p=0.5)
+    assert "return_sampling_mask" not in greedy
     assert cut["return_sampling_mask"] and cut["sampling_logprobs_mode"] == "selected"
-    assert (cut["sampling_params"]["top_k"], cut["sampling_params"]["top_p"]) == (VOCAB_SIZE, 0.5)
-    assert "top_k" not in body_of(top_k=5000)["sampling_params"]
-
-
-def test_ids_that_the_tokenizer_does_not_know_are_ruled_out():
-    with engine_on(lambda _: written([5]), vocab_size=VOCAB_SIZE + 2) as (engine, seen):
-        sample_all(engine, [ask(max_tokens=1)])
-    body = next(body for path, body in seen if path == "/generate")
-    assert body["sampling_params"]["logit_bias"] == {str(VOCAB_SIZE): -1e9, str(VOCAB_SIZE + 1): -1e9}
-
-
-def test_log_probs_are_those_of_the_truncated_distribution():
-    with engine_on(lambda _: written([7, 9], output_token_sampling_logprobs=[-0.1, -0.2])) as (engine, _):
-        (found,) = sample_all(engine, [ask(max_tokens=2, top_k=3)])
-    assert (ids(found), found.logprobs.tolist()) == ([7, 9], pytest.approx([-0.1, -0.2]))
+    assert (cut["sampling_params"]["top_k"], cut["sampling_params"]["top_p"]) == (VOCAB_SIZE + 2, 0.5)
 
 
 def test_a_stream_is_examined_token_by_token():
@@ -136,18 +127,15 @@ def test_a_stream_is_examined_token_by_token():
         written(whole[known:end], "length" if end == 5 else None, total=end)
         for known, end in zip((0, *steps), steps, strict=False)
     ]
-    with engine_on(lambda _: [*parts, "[DONE]"]) as (engine, seen):
+    with engine_on(lambda _: [*parts, "[DONE]"]) as (engine, _):
         (found,) = sample_all(engine, [ask(max_tokens=5, ignore_eos=True, stop_token_ids=(6,))])
     assert (ids(found), found.stop) == ([5, 1, 6], Stop.STOP_TOKEN)
     assert found.logprobs.tolist() == pytest.approx([-0.5 - token / 100 for token in (5, 1, 6)])
-    body = next(body for path, body in seen if path == "/generate")
-    assert body["stream"] and body["sampling_params"]["ignore_eos"]
 
 
 @pytest.mark.parametrize(
     ("reply", "error", "words"),
     [
-        (written([5, 6], "abort"), None, ""),  # it is whole all the same
         (written([5], "abort"), RuntimeError, "ended a response with abort after 1 tokens"),
         (400, RuntimeError, "refused /generate: .*scripted"),
         (None, WorkersLost, "server at .* is lost"),
@@ -157,12 +145,14 @@ def test_a_stream_is_examined_token_by_token():
 )
 def test_a_reply_that_cannot_stand(reply, error, words):
     stops = ("never!",) if isinstance(reply, list) else ()
-    with engine_on(lambda _: reply) as (engine, _):
-        if error is None:
-            assert sample_all(engine, [ask(max_tokens=2)])
-            return
-        with pytest.raises(error, match=words):
-            sample_all(engine, [ask(max_tokens=2, stop=stops)])
+    with engine_on(lambda _: reply) as (engine, _), pytest.raises(error, match=words):
+        sample_all(engine, [ask(max_tokens=2, stop=stops)])
+
+
+def test_a_whole_reply_stands_with_the_log_probs_of_the_truncated_distribution():
+    with engine_on(lambda _: written([7, 9], "abort", output_token_sampling_logprobs=[-0.1, -0.2])) as (engine, _):
+        (found,) = sample_all(engine, [ask(max_tokens=2, top_k=3)])
+    assert (ids(found), found.logprobs.tolist()) == ([7, 9], pytest.approx([-0.1, -0.2]))
 
 
 def test_an_update_hands_over_every_weight_once():
@@ -170,7 +160,7 @@ def test_an_update_hands_over_every_weight_once():
     with engine_on(None, tie_word_embeddings=True) as (engine, seen):
         (proof,) = engine.update_weights(weights.items(), 4)
         assert (engine.policy_version, proof.weights) == (4, {"all": (31,)})
-    (body,) = (body for path, body in seen if path == "/update_weights_from_disk")
+    (body,) = requested(seen, "/update_weights_from_disk")
     assert body["weights"].keys() == weights.keys() - {"lm_head.weight"} and body["load_format"] == "safetensors"
     assert all(torch.equal(value, weights[name]) for name, value in body["weights"].items())
     assert [path for path, _ in seen][:2] == ["/update_weights_from_disk", "/flush_cache"]
@@ -184,7 +174,7 @@ def test_an_aborted_request_is_aborted_on_the_server():
         if body["sampling_params"]["max_new_tokens"] == 50:
             begun.set()
             held.wait(60)
-        return written([5] * body["sampling_params"]["max_new_tokens"])
+        return echo(body)
 
     async def abort(engine):
         doomed = asyncio.ensure_future(engine.sample(ask(max_tokens=50)))
@@ -196,43 +186,26 @@ def test_an_aborted_request_is_aborted_on_the_server():
 
     with engine_on(reply) as (engine, seen):
         assert len(ids(run(abort(engine)))) == 3
-        sent = {body["rid"]: body["sampling_params"] for path, body in seen if path == "/generate"}
+        sent = {body["rid"]: body["sampling_params"] for body in requested(seen)}
         deadline = time.monotonic() + 30
-        while not (gone := [body["rid"] for path, body in seen if path == "/abort_request"]):
+        while not (gone := [body["rid"] for body in requested(seen, "/abort_request")]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         held.set()
     assert [sent[name]["max_new_tokens"] for name in gone] == [50]
 
 
-# -- which server
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-def configured(model, *overrides):
+def test_an_engine_is_made_on_the_server_of_the_url(tmp_path):
     local = ("trainer.backend=local", "trainer.device=cpu", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.dtype=float32")
     lengths = ("data.max_prompt_length=16", "data.max_response_length=24", "trainer.phase_timeout_s=5")
-    return compose("grpo", [*local, *lengths, f"actor_rollout_ref.model.path={model}", *overrides])
-
-
-def test_an_engine_is_made_on_the_server_of_the_url(model):
-    with scripted(lambda body: written([5] * body["sampling_params"]["max_new_tokens"])) as (url, seen):
-        config = configured(model, f"+{URL}={url}/", f"{ROLLOUT}.max_num_seqs=9")
+    keys = [*local, *lengths, f"actor_rollout_ref.model.path={write_model(tmp_path)}"]
+    with scripted(echo) as (url, _):
+        config = compose("grpo", [*keys, f"+{URL}={url}/"])
         engine = make_engine(config, None, tiny_tokenizer(), CPU)
         assert len(ids(run(engine.sample(ask(max_tokens=3))))) == 3 and engine.max_length == 40
         engine.close()
     with pytest.raises(InputError, match=re.escape(f"{URL}={url}: ")):
         make_engine(config, None, tiny_tokenizer(), CPU)
-
-
-def test_what_is_missing_is_said_before_a_start(model):
-    assert [line.partition(":")[0] for line in problems(configured(model))] == [URL]
-    assert [line.partition(":")[0] for line in problems(configured(model, f"+{URL}=x", "trainer.backend=ray"))] == [URL]
-    more = configured(model, f"+{URL}=x", f"+{ROLLOUT}.engine_kwargs.sglang.page_size=16")
+    assert [line.partition(":")[0] for line in problems(compose("grpo", keys))] == [URL]
+    more = compose("grpo", [*keys, f"+{URL}=x", f"+{ROLLOUT}.engine_kwargs.sglang.page_size=16"])
     assert [line.partition(":")[0] for line in problems(more)] == [f"{ROLLOUT}.engine_kwargs.sglang.page_size"]
-    with pytest.raises(InputError, match=re.escape(URL)):
-        make_engine(configured(model), None, tiny_tokenizer(), CPU)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,22 +63,6 @@ def test_they_are_never_sampled_and_have_no_probability_anywhere(padded, engine)
         assert moved < 1e-3 < (head.detach() - before)[:VOCAB_SIZE].abs().max()  # weight decay alone
     finally:
         one.close()
-
-
-@has_vllm
-def test_both_of_vllm_s_model_runners_take_the_mask():
-    from vllm.v1.sample import logits_processor
-    from vllm.v1.worker.gpu.sample.logits_processor import interface
-
-    from core.engines.vllm import UNKNOWN, UnknownIds
-
-    assert issubclass(UnknownIds, (logits_processor.LogitsProcessor, interface.LogitsProcessor))
-    config = SimpleNamespace(additional_config={UNKNOWN: [1]})
-    for made, context in (
-        (UnknownIds(config, CPU, False), ()),
-        (UnknownIds(config, SimpleNamespace(device=CPU)), (None,)),
-    ):
-        assert made.apply(torch.zeros(2, 3), *context).tolist() == [[0, -np.inf, 0]] * 2
 
 
 def test_holes_in_a_vocabulary_are_unknown_too():

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.util
-import os
 
 import numpy as np
 import pytest
@@ -130,18 +129,20 @@ def train(workers: LocalWorkers, seed: int = 0) -> None:
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def test_every_sync_brings_every_weight(workers):
-    for version in (1, 2, 3):
+def test_every_sync_brings_every_weight_into_a_copy_of_the_engine_s(workers):
+    for version in (1, 2):
         train(workers, version)
         assert workers.sync_weights(version)["rollout_corr/probe_diff"] < 1e-4
-    requests = [ask((50 + i // 4, 60), seed=i, max_tokens=20) for i in range(16)]
-    for trajectory in sample_all(workers.engine, requests):
-        assert trajectory.policy_version == 3
+    for trajectory in sample_all(workers.engine, [ask((50 + i // 4, 60), seed=i, max_tokens=20) for i in range(16)]):
+        assert trajectory.policy_version == 2
         with torch.no_grad():
             logits = workers.actor.module(torch.tensor([[*trajectory.prompt_ids, *ids(trajectory)]])).logits[0]
         expected = logits[len(trajectory.prompt_ids) - 1 : -1].log_softmax(-1)
         expected = expected.gather(-1, torch.tensor(ids(trajectory))[:, None])[:, 0]
         np.testing.assert_allclose(trajectory.logprobs, expected.numpy(), atol=1e-4)
+    before = workers.engine.probe((50, 60, 61, 62))
+    train(workers, 3)
+    np.testing.assert_array_equal(workers.engine.probe((50, 60, 61, 62)), before)
 
 
 def leaving_out(bucket, names):
@@ -174,48 +175,29 @@ def test_any_stale_weight_is_noticed(workers, monkeypatch):
     assert unnoticed == [] and len(names) > 20
 
 
-def test_the_engine_keeps_its_own_copy(workers):
-    text = (50, 60, 61, 62)
-    given = {name: tensor.detach().clone() for name, tensor in workers.actor.module.named_parameters()}
-    workers.engine.update_weights(given.items(), 7)
-    before = workers.engine.probe(text)
-    for tensor in given.values():
-        tensor.zero_()
-    np.testing.assert_array_equal(workers.engine.probe(text), before)
+def in_flight(engine, act, words):
+    """Do something while a request is answered, which is refused with these words."""
 
-
-def test_a_probe_waits_for_no_request(workers):
-    async def probe_under():
-        task = asyncio.ensure_future(workers.engine.sample(ask(max_tokens=24, ignore_eos=True)))
+    async def meanwhile():
+        task = asyncio.ensure_future(engine.sample(ask(max_tokens=24, ignore_eos=True)))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="probe with 1 requests in flight"):
-            workers.engine.probe((4, 5))
+        with pytest.raises(RuntimeError, match=f"{words} with 1 requests in flight"):
+            act()
         await task
 
-    run(probe_under())
-
-
-def test_the_process_stays_as_it_was(workers):
-    assert "LOCAL_WORLD_SIZE" not in os.environ and "tcmalloc" not in os.environ.get("LD_PRELOAD", "")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    assert torch.get_num_threads() == threads + 1
-    torch.set_num_threads(threads)
-
-
-UPDATE = ["begin_buckets", "load_bucket", "end_buckets"]
+    run(meanwhile())
 
 
 def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
     """The GPU's memory is vLLM's to free; here it is seen that it is asked to, when, and what may happen meanwhile."""
-    engine, calls = workers.engine, []
+    engine, calls, update = workers.engine, [], ["begin_buckets", "load_bucket", "end_buckets"]
     send = engine.llm.collective_rpc
     monkeypatch.setattr(engine.llm, "sleep", lambda level: calls.append(f"sleep {level}"))
     monkeypatch.setattr(engine.llm, "wake_up", lambda tags: calls.append(f"wake {tags[0]}"))
     monkeypatch.setattr(engine.llm, "collective_rpc", lambda *a, **k: calls.append(a[0]) or send(*a, **k))
     workers.sync_weights(1)
     engine.sleep()
-    assert calls == UPDATE  # not made to sleep: it does not
+    assert calls == update  # not made to sleep: it does not
     monkeypatch.setattr(engine, "sleeps", True)
     calls.clear()
     engine.sleep()
@@ -223,20 +205,10 @@ def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
     with pytest.raises(RuntimeError, match="asleep"):
         sample_all(engine, [ask()])
     workers.sync_weights(2)
-    assert calls == ["sleep 2", "wake weights", *UPDATE, "wake kv_cache"]
+    assert calls == ["sleep 2", "wake weights", *update, "wake kv_cache"]
     assert sample_all(engine, [ask()])[0].policy_version == 2
-
-    async def sleep_under():
-        task = asyncio.ensure_future(engine.sample(ask(max_tokens=20, ignore_eos=True)))
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="sleep with 1 requests in flight"):
-            engine.sleep()
-        await task
-
-    run(sleep_under())
-
-
-# -- as configured
+    in_flight(engine, engine.sleep, "sleep")
+    in_flight(engine, lambda: engine.probe((4, 5)), "probe")
 
 
 def test_the_configuration_reaches_vllm(model, monkeypatch):
@@ -252,19 +224,12 @@ def test_the_configuration_reaches_vllm(model, monkeypatch):
     expected |= {"tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 512}
     expected |= {"enforce_eager": False, "enable_prefix_caching": False, "enable_chunked_prefill": True}
     assert expected.items() <= found.items() and "swap" not in found and not found["enable_sleep_mode"]
-    monkeypatch.setattr(vllm, "DEVICE", "cuda")
-    assert engine_arguments(config, empty)["enable_sleep_mode"]
-    apart = cluster_config(model, *VLLM, "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False")
-    assert not engine_arguments(apart, empty)["enable_sleep_mode"]
-    kept = cluster_config(model, *VLLM, f"{ROLLOUT}.free_cache_engine=False", f"{ROLLOUT}.max_model_len=1000")
-    assert not engine_arguments(kept, empty)["enable_sleep_mode"]
-    assert engine_arguments(kept, empty)["max_model_len"] == 256  # the model has no more positions
-
-
-def test_what_cannot_be_had_is_said(model):
-    config = cluster_config(model, *VLLM, "+actor_rollout_ref.rollout.engine_kwargs.vllm.speed=9")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
-        make_engine(config, None, tiny_tokenizer(), CPU)
+    alone = cluster_config(model, *VLLM, "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False")
+    kept = cluster_config(model, *VLLM, f"{ROLLOUT}.free_cache_engine=False")
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "DEVICE", "cuda")
+        sleeps = [engine_arguments(one, empty)["enable_sleep_mode"] for one in (config, alone, kept)]
+    assert sleeps == [True, False, False]
     with pytest.raises(InputError, match="computes on cpu, the run is on cuda: set trainer.device=cpu"):
         make_engine(config, None, tiny_tokenizer(), torch.device("cuda"))
 

@@ -30,35 +30,30 @@ from tests.tiny import tiny_model
 CPU = torch.device("cpu")
 
 
-def some(seed=0):
+def some():
     """Weights of odd sizes and several number formats."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shapes = [(3,), (1, 1), (7, 5), (64, 33), (1,), (9, 2, 3), (130,)]
     formats = [torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.float32, torch.uint8]
-    values = [
-        torch.randint(0, 100, shape, generator=generator).to(dtype)
-        for shape, dtype in zip(shapes, formats, strict=True)
-    ]
+    pairs = zip(shapes, formats, strict=True)
+    values = [torch.randint(0, 100, shape, generator=generator).to(dtype) for shape, dtype in pairs]
     return [Weight((f"w{i}",), tuple(v.shape), v.dtype) for i, v in enumerate(values)], values
 
 
-def packed(weights, values, limit, staging):
-    return pack(weights, values, limit, staging)
-
-
-@pytest.mark.parametrize("limit", [4224, 4300, 5000, 10**6])
-def test_every_weight_comes_out_as_it_went_in(limit):
+@pytest.mark.parametrize(("limit", "count"), [(4224, 3), (5000, 1), (10**6, 1)])
+def test_every_weight_comes_out_as_it_went_in(limit, count):
     weights, values = some()
-    found, count = [], 0
-    for bucket in packed(weights, values, limit, Staging(staged_size(weights, limit), CPU)):
+    found, sent = [], []
+    for bucket in pack(weights, values, limit, Staging(staged_size(weights, limit), CPU)):
         opened, received = bucket.open(CPU)
         assert received == bucket.checksum and bucket.size <= limit
         found += zip(bucket.weights, opened, strict=True)
-        count += 1
-    assert [weight for weight, _ in found] == weights
+        sent.append(bucket.weights)
+    assert [weight for weight, _ in found] == weights and len(sent) == count
     assert all(torch.equal(value, expected) for (_, value), expected in zip(found, values, strict=True))
     assert all(value.dtype == weight.dtype and value.shape == weight.shape for weight, value in found)
-    assert count == {4224: 3, 4300: 3, 5000: 1, 10**6: 1}[limit]
+    unstaged = list(pack(weights, iter(values), limit, None))  # of a rank without staging, which gathers alike
+    assert [bucket.weights for bucket in unstaged] == sent and not any(bucket.checksum for bucket in unstaged)
 
 
 READ = """
@@ -71,7 +66,7 @@ print(list(found), [value.sum().item() for value in values], sep="; ")
 def test_another_process_reads_the_same_memory():
     weights, values = some()
     staging = Staging(10**4, CPU)
-    (bucket,) = packed(weights, values, 10**6, staging)
+    (bucket,) = pack(weights, values, 10**6, staging)
     other = subprocess.run([sys.executable, "-c", READ], input=pickle.dumps(bucket), capture_output=True, check=True)
     assert other.stdout.decode().strip() == f"{list(bucket.checksum)}; {[value.sum().item() for value in values]}"
     staging.file.truncate(100)
@@ -84,13 +79,12 @@ def test_any_change_of_the_bytes_changes_the_checksum():
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     words = data.view(torch.int32)
     before = checksum(words)
-    assert checksum(words.clone()) == before
-    for _ in range(100):
+    for _ in range(50):
         changed = data.clone()
         changed[chance.randrange(size)] ^= 1 << chance.randrange(8)
         assert checksum(changed.view(torch.int32)) != before
-    for block in (1, 2, 64, SUMMED):  # numbers or rows that changed their places
-        for _ in range(20):
+    for block in (1, 64, SUMMED):  # numbers or rows that changed their places
+        for _ in range(10):
             first, second = (chance.randrange(len(words) // block) * block for _ in range(2))
             swapped = words.clone()
             swapped[first : first + block] = words[second : second + block]
@@ -99,26 +93,14 @@ def test_any_change_of_the_bytes_changes_the_checksum():
     assert checksum(torch.zeros(16, dtype=torch.uint8)) != checksum(torch.zeros(32, dtype=torch.uint8))
 
 
-def test_a_rank_without_staging_gathers_alike():
-    weights, values = some()
-    left = iter(values)
-    buckets = list(pack(weights, left, 4300, None))
-    assert all(bucket.checksum is None and bucket.files is None for bucket in buckets)
-    mine = [bucket.weights for bucket in buckets]
-    staged = [bucket.weights for bucket in packed(weights, values, 4300, Staging(4304, CPU))]
-    assert mine == staged and next(left, None) is None
-
-
 def test_places_of_all_ranks_are_one_bucket():
     weights, values = some()
-    stagings = [Staging(10**4, CPU) for _ in range(2)]
-    one, other = (next(packed(weights, values, 10**6, staging)) for staging in stagings)
+    one, other = (next(pack(weights, values, 10**6, Staging(10**4, CPU))) for _ in range(2))
     elsewhere = Bucket(other.weights, other.checksum, {"another node": other.files[node_key()]})
     both = merged([one, Bucket(one.weights), elsewhere])
     assert both.files == {**one.files, **elsewhere.files} and both.checksum == one.checksum
-    changed = Bucket(one.weights, (1, 2, 3, 4), elsewhere.files)
     with pytest.raises(RuntimeError, match="gathered different weights"):
-        merged([one, changed])
+        merged([one, Bucket(one.weights, (1, 2, 3, 4), elsewhere.files)])
     with pytest.raises(RuntimeError, match="no learner rank left weights for node .*hybrid_engine"):
         elsewhere.open(CPU)
 
@@ -127,8 +109,6 @@ def test_a_weight_larger_than_a_bucket_is_refused():
     weights = [Weight(("head",), (1024, 1025), torch.float32), Weight(("norm",), (4,), torch.float32)]
     with pytest.raises(InputError, match=r"megabytes=4: the weight head has 4 MiB, .*; set at least 5"):
         staged_size(weights, 4 * 2**20)
-    with pytest.raises(InputError, match="the weight head has 4 MiB"):
-        next(packed(weights, [], 4 * 2**20, None))
     assert staged_size(weights, 5 * 2**20) == 1024 * 1025 * 4 + ALIGNMENT
 
 

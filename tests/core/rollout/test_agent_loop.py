@@ -59,60 +59,30 @@ async def two_turns(e: Episode) -> None:
     assert turn.text == "so <ask>x</ask>" and e.stop is Stop.STOP_STRING
     answer = await e.call(lambda: said("<eos> it is 4"))
     assert e.add(f"[{answer}]")
+    e.sampler.engine.update_weights((), 7)
     await e.turn(stop=ASK)
     assert e.stop is Stop.EOS
 
 
 def test_an_episode_is_one_stream_of_what_was_sampled_and_what_was_added():
     engine = scripted("so <ask>x</ask> and more", "4")
-    e = episode(engine)
+    e = episode(engine, index=5)
     asyncio.run(two_turns(e))
     t = e.trajectory()
-    first, added, second = ids("so <ask>x</ask>"), [*map(ids, "[<eos> it is 4]")], [*ids("4"), 1]
-    added = [one for (one,) in added]  # character by character: what looks like a special token stays text
+    first, second = ids("so <ask>x</ask>"), [*ids("4"), 1]
+    added = [one for (one,) in map(ids, "[<eos> it is 4]")]  # what looks like a special token stays text
     assert t.response_ids.tolist() == first + added + second
     assert t.response_mask.tolist() == [True] * len(first) + [False] * len(added) + [True] * 2
     assert t.logprobs.tolist() == [LOGPROB] * len(first) + [0.0] * len(added) + [LOGPROB] * 2
-    assert [(s.role, s.text) for s in t.segments] == [
-        ("policy", "so <ask>x</ask>"),
-        ("tool", "[<eos> it is 4]"),
-        ("policy", "4"),
-    ]
-    assert t.response_text == "so <ask>x</ask>4"
+    texts = [("policy", "so <ask>x</ask>"), ("tool", "[<eos> it is 4]"), ("policy", "4")]
+    assert [(s.role, s.text) for s in t.segments] == texts and t.response_text == "so <ask>x</ask>4"
     assert (t.turns, t.tool_calls, t.stop, t.truncated) == (2, 1, Stop.EOS, False)
-    assert [r.request.prompt_ids for r in engine.records] == [
-        tuple(ids("Q: ")),
-        (*ids("Q: "), *first, *added),
-    ]
-
-
-def test_each_turn_has_its_own_seed_and_the_first_one_is_that_of_a_single_turn():
-    engine = scripted("so <ask>x</ask>", "4")
-    e = episode(engine, index=5)
-    asyncio.run(two_turns(e))
-    assert [r.request.seed for r in engine.records] == [sampling_seed(1, 3, 5, 0), sampling_seed(1, 3, 5, 1)]
-    assert e.trajectory().seed == sampling_seed(1, 3, 5)
-
-
-def test_the_policy_version_is_the_oldest_of_the_turns():
-    engine = scripted("a", "b")
-    e = episode(engine)
-
-    async def over_an_update() -> None:
-        await e.turn()
-        engine.update_weights((), 7)
-        await e.turn()
-
-    asyncio.run(over_an_update())
-    assert e.trajectory().policy_version == 0
-
-
-def test_what_no_episode_may_do_is_an_error():
-    e = episode(scripted("a"))
-    with pytest.raises(ValueError, match="sampled"):
-        e.add("<answer>x</answer>", role="policy")
-    with pytest.raises(RuntimeError, match="wrote nothing"):
-        e.trajectory()
+    requests = [r.request for r in engine.records]
+    assert [r.prompt_ids for r in requests] == [tuple(ids("Q: ")), (*ids("Q: "), *first, *added)]
+    # each turn has its own seed, the first one is that of a single turn
+    assert [r.seed for r in requests] == [sampling_seed(1, 3, 5, 0), sampling_seed(1, 3, 5, 1)]
+    assert t.seed == sampling_seed(1, 3, 5)
+    assert t.policy_version == 0, "the oldest of the turns"
 
 
 # --- limits ---
@@ -120,6 +90,8 @@ def test_what_no_episode_may_do_is_an_error():
 
 def test_what_does_not_fit_is_not_added_at_all_and_ends_the_episode_as_truncated():
     e = episode(scripted("abc"), response=10)
+    with pytest.raises(RuntimeError, match="wrote nothing"):
+        e.trajectory()
 
     async def play() -> None:
         await e.turn()
@@ -206,10 +178,6 @@ def test_an_episode_that_waits_for_a_tool_holds_no_other():
 # --- the loop as it is configured ---
 
 
-def config(*overrides: str):
-    return compose("grpo", overrides)
-
-
 LOOP = """
 import asyncio
 
@@ -243,22 +211,13 @@ def parrot(folder: Path, pause: str = "lambda: 0", name: str = "parrot.py") -> s
 
 
 def test_a_loop_of_ones_own_is_a_class_by_its_path(tmp_path):
-    assert make_agent_loop(config(), TOKENIZER) is None
-    assert type(make_agent_loop(config(parrot(tmp_path)), TOKENIZER)).__name__ == "Parrot"
-    for spec, said in (
-        ("nowhere.at.all:Loop", "no module 'nowhere'"),
-        (f"{tmp_path}/parrot.py:Missing", "has no 'Missing'"),
-        ("core.types:Segment", "is no agent loop"),
-    ):
-        with pytest.raises(InputError, match=said):
-            make_agent_loop(config(f"{ROLLOUT}.agent_loop={spec}"), TOKENIZER)
+    assert make_agent_loop(compose("grpo", []), TOKENIZER) is None
+    assert type(make_agent_loop(compose("grpo", [parrot(tmp_path)]), TOKENIZER)).__name__ == "Parrot"
+    with pytest.raises(InputError, match="is no agent loop"):
+        make_agent_loop(compose("grpo", [f"{ROLLOUT}.agent_loop=core.types:Segment"]), TOKENIZER)
 
 
 # --- with a model ---
-
-
-def trained(folder: Path, *overrides: str):
-    return command(folder, "grpo", 4, "data.max_response_length=24", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -268,10 +227,11 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow  # three runs; kills in the default tests are those of tests/faults
-def test_a_run_with_a_tool_is_resumed_to_the_bit(files, tmp_path):
+@pytest.mark.slow  # four runs; kills in the default tests are those of tests/faults
+def test_a_run_with_tools_is_resumed_and_repeats_to_the_bit(files, tmp_path):
     """Killed in the middle and resumed: weights and metrics of the uninterrupted run, tool calls among them."""
-    make = trained(files, parrot(files))
+    length = "data.max_response_length=24"
+    make = command(files, "grpo", 4, length, parrot(files))
     whole = run_uninterrupted(make, tmp_path / "whole")
     killed = run_with_kills(make, tmp_path / "killed", [AtPoint("update", 3)], random.Random(0))
     assert len(killed.landed) == 1
@@ -279,12 +239,8 @@ def test_a_run_with_a_tool_is_resumed_to_the_bit(files, tmp_path):
     last = json.loads((whole.folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["num_turns/max"] == 4 and last["tool_call_counts/mean"] > 2 and last["agent/parrots"] == 1
     assert last["rollout_corr/logp_diff_max"] < 1e-4  # the learner reads the very tokens that were sampled
-
-
-@pytest.mark.slow
-def test_a_run_with_a_slow_tool_repeats_to_the_bit_where_that_is_asked(files, tmp_path):
     slow = parrot(files, "lambda: random.SystemRandom().random() / 100", "slow.py")
-    make = trained(files, slow, f"{ROLLOUT}.multi_turn.deterministic_tools=True", "trainer.test_freq=-1")
+    repeats = (f"{ROLLOUT}.multi_turn.deterministic_tools=True", "trainer.test_freq=-1")
     for name in ("one", "two"):
-        run_uninterrupted(make, tmp_path / name)
+        run_uninterrupted(command(files, "grpo", 4, length, slow, *repeats), tmp_path / name)
     assert compare_runs(tmp_path / "one", tmp_path / "two") == []

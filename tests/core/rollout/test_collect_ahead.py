@@ -31,13 +31,9 @@ def passes(ordinal: int, version: int, share: float) -> bool:
     return random.Random(f"{version}/{ordinal}").random() < share
 
 
-def expected(steps: int, share: float, wanted: int = P):
+def written_out(steps: int, passing, wanted: int = P):
     """(ordinal, version) of every group of every step, written out without a clock: as many ordinals as the last step
     went through, and a tenth, belong to the policy before last, the others to the last one."""
-    return written_out(steps, lambda ordinal, version: passes(ordinal, version, share), wanted)
-
-
-def written_out(steps: int, passing, wanted: int = P):
     first, window, trained = 0, 0, []
     for step in range(1, steps + 1):
         chosen, ordinal = [], first
@@ -53,16 +49,6 @@ def written_out(steps: int, passing, wanted: int = P):
     return trained
 
 
-def keep(share):
-    return lambda g: passes(g.prompt.ordinal, g.version, share)
-
-
-async def two_phases(rollouts, keep_group, state, limits):
-    """A step's collection, then the next one's with the same policy, on one event loop."""
-    collected = await collect(rollouts, keep_group, state, limits, ahead=True)
-    return collected, await collect_ahead(rollouts, keep_group, collected, limits)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     timing=st.integers(0, 10**6),
@@ -72,14 +58,22 @@ async def two_phases(rollouts, keep_group, state, limits):
 )
 def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_flight, stop_after):
     """Verdicts depend on the policy here, so a sample of another version than expected would change what is trained."""
-    state, trained = CollectState(), []
-    limits = CollectLimits(P, in_flight, 10_000)
+    state, trained, limits = CollectState(), [], CollectLimits(P, in_flight, 10_000)
+
+    def keep(g):
+        return passes(g.prompt.ordinal, g.version, share)
+
+    async def two_phases(rollouts, state):
+        """A step's collection, then the next one's with the same policy, on one event loop."""
+        collected = await collect(rollouts, keep, state, limits, ahead=True)
+        return collected, await collect_ahead(rollouts, keep, collected, limits)
+
     for step in range(1, STEPS + 1):
         rollouts = Rollouts(timing + step, version=step - 1, longest=60)
         fresh = fresh_enough(state, step - 2)
         assert set(fresh.carried) == set(state.carried)  # nothing was drawn too early
         start = state.next_ordinal
-        collected, state = asyncio.run(two_phases(rollouts, keep(share), fresh, limits))
+        collected, state = asyncio.run(two_phases(rollouts, fresh))
         trained.append([(g.prompt.ordinal, g.version) for g in collected.groups])
         assert all(g.version >= step - 2 for g in collected.groups)
         assert rollouts.most_in_flight <= in_flight
@@ -92,7 +86,7 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
         assert {verdict.version for verdict in state.carried.values()} == {step - 1}
         if step == stop_after:  # killed and resumed: only the state is left
             state = CollectState(state.next_ordinal, state.keep_rate, dict(state.carried))
-    assert trained == expected(STEPS, share)
+    assert trained == written_out(STEPS, lambda ordinal, version: passes(ordinal, version, share))
 
 
 # --- the trainer ---
@@ -142,20 +136,16 @@ def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(fold
     assert all(("timing_s/wait_ahead" in row) == (overlapping and row["step"] < STEPS) for row in rows)
 
 
-@pytest.fixture(scope="module")
-def whole(folder):
-    return fit(folder, "whole", *STALE)
-
-
-@pytest.mark.parametrize("killed_after", [1, 6])
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder, whole, killed_after):
-    part = folder / f"part{killed_after}"
-    shutil.copytree(whole.run.run_dir, part)
-    for step in range(killed_after + 1, STEPS + 1):  # what a process killed in the next step leaves
-        shutil.rmtree(part / f"global_step_{step}")
-    (part / "latest_checkpointed_iteration.txt").write_text(str(killed_after))
-    again = fit(folder, part.name, *STALE, timing=5)
-    assert whole.details[killed_after:] == again.details
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder):
+    whole = fit(folder, "whole", *STALE)
+    for killed_after in (1, 6):
+        part = folder / f"part{killed_after}"
+        shutil.copytree(whole.run.run_dir, part)
+        for step in range(killed_after + 1, STEPS + 1):  # what a process killed in the next step leaves
+            shutil.rmtree(part / f"global_step_{step}")
+        (part / "latest_checkpointed_iteration.txt").write_text(str(killed_after))
+        again = fit(folder, part.name, *STALE, timing=5)
+        assert whole.details[killed_after:] == again.details
 
 
 def test_on_policy_nothing_is_collected_ahead(folder):
@@ -164,32 +154,24 @@ def test_on_policy_nothing_is_collected_ahead(folder):
     assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.run.run_dir).metrics[0]
 
 
-def test_a_fault_in_the_update_ends_the_collection_too(folder):
+def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
     def report(step):
         if step == 2:
             raise RuntimeError("a learner died")
         return {}
 
-    config = configured(folder, "fault", *STALE)
-    run = scripted()(config, lambda request, version: "1", random_latency(0), report)
-    run.init_workers()
-    run.workers.overlaps = True
-    with pytest.raises(RuntimeError, match="a learner died"):
-        run.fit()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
-
-
-def test_a_fault_in_the_collection_surfaces_after_the_update(folder):
     def respond(request, version):
         if version == 1:
             raise RuntimeError("an engine died")
         return "1"
 
-    run = scripted()(configured(folder, "fault2", *STALE), respond, random_latency(0)).init_workers()
-    run.workers.overlaps = True
-    with pytest.raises(RuntimeError, match="an engine died"):
-        run.fit()
-    assert run.run.step == 1
+    for answer, reported, died in ((lambda *_: "1", report, "a learner"), (respond, lambda step: {}, "an engine")):
+        run = scripted()(configured(folder, died, *STALE), answer, random_latency(0), reported).init_workers()
+        run.workers.overlaps = True
+        with pytest.raises(RuntimeError, match=f"{died} died"):
+            run.fit()
+        assert run.run.step == 1  # a fault in the collection surfaces after the update
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
 
 
 def test_work_runs_beside_and_can_be_given_up():

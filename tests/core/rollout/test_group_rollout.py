@@ -1,4 +1,4 @@
-"""What samples an answer, and what waits for scores: seeds, and the barrier that makes a run repeat to the bit."""
+"""What waits for scores: the barrier that makes a run repeat to the bit."""
 
 from __future__ import annotations
 
@@ -7,28 +7,11 @@ import random
 
 from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
-from core.rollout.agent_loop import Barrier, TrajectorySampler
+from core.rollout.agent_loop import Barrier
 from core.rollout.collect import CollectLimits, CollectState, collect
 from core.types import Prompt, ScoredGroup
 from reward_scores.score import Score
 from tests.tiny import tiny_model, tiny_tokenizer
-
-
-def test_a_question_that_is_drawn_again_samples_other_answers():
-    requests = []
-
-    class Engine:
-        async def sample(self, request):
-            requests.append(request)
-
-    sampler = TrajectorySampler(Engine(), None, 1, None, Barrier())
-    for ordinal in (0, 1, 7):
-        for index in (0, 1):
-            asyncio.run(sampler.sample(Prompt(ordinal, "same", (1, 2), (), "a", "test"), index, None, None))
-    assert len({request.seed for request in requests}) == 6
-
-
-# --- the barrier ---
 
 
 class Slow:

@@ -16,7 +16,7 @@ from core.data.prompts import PromptStream
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import Episode, Limits, TrajectorySampler, check_examples, make_agent_loop
-from core.rollout.tool_agent import Call, ToolAgentLoop, parse_calls
+from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError, ToolResponse
 from core.types import Prompt, Stop
 from tests.core.data.templates import GEMMA, PHI3, tokenizer_of
@@ -37,21 +37,16 @@ ONE_AND_ONE = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 
 # --- tools and users of the tests ---
 
 
-def raises(error):
-    raise error
-
-
 def deep(level: int = 0) -> int:
     return deep(level + 1)
 
 
-RAISES = {
-    "key": lambda: raises(KeyError("x")),
-    "deep": deep,
-    "surrogate": lambda: raises(ValueError("\ud800")),
-    "long": lambda: raises(ValueError("x" * 100_000)),
-}
-RETURNS = {"none": None, "int": 3, "bytes": b"x", "list": ["x"], "nan_reward": ("x", float("nan"), {})}
+def fail(error: Exception) -> None:
+    raise error
+
+
+RAISES = {"key": lambda: fail(KeyError("x")), "deep": deep, "surrogate": lambda: fail(ValueError("\ud800"))}
+RETURNS = {"none": None, "bytes": b"x", "nan_reward": ("x", float("nan"), {})}
 TEXTS = {"huge": "9" * 500_000, "empty": "", "half": "a\ud83d b\udc00\x00", "end": "<eos><bos>"}
 
 
@@ -86,14 +81,12 @@ class Counter(BaseTool):
     counts: dict[str, int] = {}
     fails = ""
 
-    def fail(self, method):
-        if self.fails == method:
-            raise KeyError(method)
-
-    async def create(self, instance_id=None, start=0, **kwargs):
-        self.fail("create")
-        start = [start] if isinstance(start, int) else start
-        self.counts[instance_id] = start.pop()  # it may change what it is given
+    async def create(self, instance_id=None, start=(0,), **kwargs):
+        if self.fails == "create":
+            raise KeyError("create")
+        self.counts[instance_id] = list(start).pop()
+        if isinstance(start, list):
+            start.clear()  # it may change what it is given
         return instance_id, None
 
     async def execute(self, instance_id, parameters, **kwargs):
@@ -102,7 +95,8 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         del self.counts[instance_id]
-        self.fail("release")
+        if self.fails == "release":
+            raise KeyError("release")
 
 
 class Checker(BaseInteraction):
@@ -174,25 +168,18 @@ def added(trajectory) -> str:
 # --- calls ---
 
 
-def test_calls_are_read_from_the_text():
-    assert parse_calls("no call") == []
-    assert parse_calls(f"so {call('f', a=1)} and {call('g')}") == [Call("f", {"a": 1}), Call("g", {})]
-    for text, problem in (("{", "not JSON"), ('["f"]', "a call is"), ("[" * 100_000, "not JSON")):
-        (bad,) = parse_calls(f"<tool_call>{text}</tool_call>")
-        assert problem in bad.problem
-
-
 @pytest.mark.parametrize(
     ("said", "answer", "made"),
     [
         (call("calculator", expression="(3 + 4) * 12"), "84", 1),
-        (call("calculator", expression="7 / 2"), "3.5", 1),
         (call("calculator", expression="__import__('os')"), "error: cannot compute that: Call is not arithmetic", 1),
         (call("calculator", expression=3), "error: 3 is not of type 'string'", 0),
         (call("calculator"), "error: 'expression' is a required property", 0),
         (call("oracle"), "error: there is no tool 'oracle'; there are calculator", 0),
         (call(["calculator"]), "error: there is no tool", 0),
         ("<tool_call>{</tool_call>", "error: the call is not JSON: ", 0),
+        ('<tool_call>["f"]</tool_call>', "error: a call is", 0),
+        (f"<tool_call>{'[' * 1500}</tool_call>", "error: the call is not JSON: ", 0),
     ],
 )
 def test_a_call_is_answered_or_told_what_is_wrong_with_it(tmp_path, said, answer, made):
@@ -204,10 +191,9 @@ def test_a_call_is_answered_or_told_what_is_wrong_with_it(tmp_path, said, answer
 
 def test_arguments_that_break_the_check_of_the_schema_are_invalid_calls(tmp_path):
     strict = "{type: function, function: {name: any, parameters: {properties: {what: {multipleOf: 0.5}}}}}"
-    huge = call("any", what=10**400)
-    for said in (huge, huge.replace("1" + "0" * 400, "[" * 900 + "1" + "]" * 900)):
-        trajectory, loop = played(tmp_path, [said, "2"], tools=f"{own('Any')}    tool_schema: {strict}\n", length=4000)
-        assert trajectory.turns == 2 and loop.metrics()["agent/calls"] == 1
+    tools = f"{own('Any')}    tool_schema: {strict}\n"
+    trajectory, loop = played(tmp_path, [call("any", what=10**400), "2"], tools=tools)
+    assert trajectory.turns == 2 and loop.metrics()["agent/invalid_calls"] == 1
 
 
 # --- the stream of tokens ---
@@ -242,9 +228,7 @@ def framed(tmp_path, name, role, last, texts=("REPLY",), stop=Stop.EOS):
     ("name", "role", "last", "expected"),
     [
         ("gemma", "user", "<end_of_turn>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
-        ("gemma", "user", "<eos>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
         ("glm4", "tool", "<|observation|>", "\nREPLY<|assistant|>\n"),
-        ("glm4", "tool", "<|endoftext|>", "<|observation|>\nREPLY<|assistant|>\n"),
         ("gpt-oss", "user", "<|end|>", "<|start|>user<|message|>REPLY<|end|><|start|>assistant"),
         ("base with chatml", "user", "<|endoftext|>", "\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"),
     ],
@@ -283,18 +267,16 @@ def test_a_template_that_cannot_write_a_turn_is_refused_at_the_start(tmp_path, t
 
 def test_prompts_tell_of_the_tools_that_their_example_has(tmp_path):
     loop, words = loop_of(tmp_path), tokenizer()
-    chat = [{"role": "user", "content": "1+1"}]
-    rows = [plain_row(0, prompt=chat), plain_row(1, text="1+1"), plain_row(2, prompt=chat)]
-    for one, selected in zip(rows, (None, None, []), strict=True):
-        one["extra_info"]["tool_selection"] = selected
-    files = [write_parquet(tmp_path / f"{n}.parquet", [one]) for n, one in enumerate(rows)]
+    chat, told = [{"role": "user", "content": "1+1"}], "<tool calculator>\n<bos>user\n1+1<eos>\n<bos>assistant\n"
+    files = []
+    for number, selected in enumerate((None, [])):
+        row = plain_row(number, prompt=chat, extra_info={"index": number, "tool_selection": selected})
+        files.append(write_parquet(tmp_path / f"{number}.parquet", [row]))
     config = data_config(train_files=files, shuffle=False)
     stream = PromptStream(config, words, 1, tools_of=loop.tools_of)
-    told = "<tool calculator>\n<bos>user\n1+1<eos>\n<bos>assistant\n"
-    shown = [words.decode(stream.prompt(n).token_ids) for n in range(3)]
-    assert shown == [told, told, told.removeprefix("<tool calculator>\n")]
-    assert stream.files.longest == len(stream.prompt(0).token_ids)
-    config.max_prompt_length = stream.files.longest - 1
+    shown = [words.decode(stream.prompt(n).token_ids) for n in range(2)]
+    assert shown == [told, told.removeprefix("<tool calculator>\n")]
+    config.max_prompt_length = len(stream.prompt(0).token_ids) - 1
     with pytest.raises(InputError, match="is longer than data.max_prompt_length"):
         PromptStream(config, words, 1, tools_of=loop.tools_of)
 
@@ -318,9 +300,7 @@ def test_no_more_calls_are_made_than_an_episode_has(tmp_path):
     trajectory, loop = played(tmp_path, [ONE_AND_ONE, ONE_AND_ONE, "2"], f"{MULTI}.max_tool_calls=1")
     assert trajectory.tool_calls == 1
     assert "error: no call is left: an episode has 1" in added(trajectory)
-    names = ("invalid", "refused", "failed")
-    shares = dict(zip((f"agent/{name}_calls" for name in names), (0.5, 0.0, 0.0), strict=True))
-    assert loop.metrics() == {"agent/calls": 2, **shares, "agent/tool_state_failures": 0, "agent/user_turns": 0}
+    assert (loop.metrics()["agent/calls"], loop.metrics()["agent/invalid_calls"]) == (2, 0.5)
 
 
 def test_calls_of_a_turn_beyond_the_limit_are_not_answered(tmp_path):
@@ -332,26 +312,21 @@ def test_calls_of_a_turn_beyond_the_limit_are_not_answered(tmp_path):
     assert (one.tool_calls, both.tool_calls) == (1, 2)
 
 
-def test_turns_are_bounded(tmp_path):
+def test_turns_and_answers_are_bounded(tmp_path):
     with_tools, _ = played(tmp_path, [ONE_AND_ONE] * 9, f"{MULTI}.max_assistant_turns=3")
     with_user, _ = played(tmp_path, ["3"] * 9, f"{MULTI}.max_assistant_turns=3", users=USERS, extra=USER)
     for trajectory in (with_tools, with_user):
         assert added(trajectory).count("<bos>assistant") == 2 == trajectory.turns - 1
-
-
-@pytest.mark.parametrize(
-    ("side", "kept"),
-    [("left", "123456...(truncated)"), ("right", "(truncated)...567890"), ("middle", "123...(truncated)...890")],
-)
-def test_a_long_answer_is_cut_on_one_side(tmp_path, side, kept):
-    options = (f"{MULTI}.max_tool_response_length=6", f"{MULTI}.tool_response_truncate_side={side}")
-    trajectory, _ = played(tmp_path, [call("calculator", expression="1234567890"), "2"], *options)
-    assert f"<bos>tool\n{kept}<eos>" in added(trajectory)
-
-
-def test_an_answer_without_room_ends_the_episode_as_truncated(tmp_path):
-    trajectory, _ = played(tmp_path, [ONE_AND_ONE], length=len(ONE_AND_ONE) + 10)
-    assert trajectory.truncated and trajectory.turns == 1 and added(trajectory) == ""
+    cut_off, _ = played(tmp_path, [ONE_AND_ONE], length=len(ONE_AND_ONE) + 10)
+    assert cut_off.truncated and cut_off.turns == 1 and added(cut_off) == ""
+    for side, kept in (
+        ("left", "123456...(truncated)"),
+        ("right", "(truncated)...567890"),
+        ("middle", "123...(truncated)...890"),
+    ):
+        options = (f"{MULTI}.max_tool_response_length=6", f"{MULTI}.tool_response_truncate_side={side}")
+        trajectory, _ = played(tmp_path, [call("calculator", expression="1234567890"), "2"], *options)
+        assert f"<bos>tool\n{kept}<eos>" in added(trajectory)
 
 
 # --- tools that fail, and their state ---
@@ -362,7 +337,7 @@ def test_what_a_tool_raises_or_returns_is_an_error_for_the_policy(tmp_path, capl
     with caplog.at_level(logging.WARNING):
         trajectory, loop = played(tmp_path, [*turns, "2"], tools=own("Any"), length=9000)
     assert added(trajectory).count("error: the tool failed: ") == len(turns) == trajectory.turns - 1
-    assert added(trajectory).count("not text alone") == 4 and "nan as reward" in added(trajectory)
+    assert added(trajectory).count("not text alone") == 2 and "nan as reward" in added(trajectory)
     assert loop.metrics()["agent/failed_calls"] == 1 and trajectory.tool_rewards == ()
     assert caplog.text.count("any failed") == 1 and "Traceback" in caplog.text  # then counted alone
     caplog.text.encode()  # a log on disk takes it
@@ -414,10 +389,8 @@ def with_user(folder, turns, *options, length=2000, **facts):
 
 def test_the_user_answers_in_the_template_outside_the_mask_until_the_episode_ends(tmp_path):
     trajectory, loop = with_user(tmp_path, ["3", "4"])
-    words = tokenizer()
-    assert words.decode(trajectory.response_ids) == (
-        "3<eos>\n<bos>user\nnot 3, <eos> again<eos>\n<bos>assistant\n4<eos>"
-    )
+    words, expected = tokenizer(), "3<eos>\n<bos>user\nnot 3, <eos> again<eos>\n<bos>assistant\n4<eos>"
+    assert words.decode(trajectory.response_ids) == expected
     assert words.decode(trajectory.response_ids[trajectory.response_mask]) == "3<eos>4<eos>"
     ids = trajectory.response_ids[~trajectory.response_mask].tolist()
     assert ids.count(words.eos_token_id) == 1  # the template's own: the user's is text
@@ -432,9 +405,6 @@ def test_tools_and_a_user_in_one_episode_and_an_example_without_a_user(tmp_path)
     assert [segment.role for segment in trajectory.segments] == ["policy", "tool", "policy", "user", "policy"]
     assert trajectory.tool_calls == 1 and trajectory.user_scores == (-0.5, 1.0)
     assert play(loop, ["3"]).turns == 1
-
-
-def test_a_user_without_room_ends_the_episode_as_truncated(tmp_path):
     full, _ = with_user(tmp_path, ["3"], length=9)
     assert full.truncated and full.turns == 1 and full.user_scores == (-0.5,)
 

@@ -22,6 +22,7 @@ from core.ray_trainer import RayPPOTrainer
 from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
 from core.rollout.tool_agent import ToolAgentLoop
 from core.types import Prompt
+from core.vision.learner_pictures import freeze_vision_tower
 from core.vision.pictures import MARKER
 from tests.core.rollout.test_tool_agent import CALCULATOR, TEMPLATE, call
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
@@ -29,6 +30,7 @@ from tests.faults.tiny_run import REWARD, command
 from tests.pictures import model_config, picture, pictures, png, save_vision_model, vision_tokenizer
 from tests.row_files import plain_row, write_parquet
 from tests.scripted_engine import ScriptedEngine
+from tests.tiny import tiny_model
 
 KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.n=3")
 STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=sequence")
@@ -50,14 +52,9 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def arguments(files: Path, *overrides: str, steps: int = 4) -> list[str]:
-    factory = command(files, "grpo", steps, "trainer.logger=[]", "data.max_prompt_length=96", *overrides)
-    return factory(Path("unused"))[3:-1]
-
-
 def trained(files: Path, run: Path, *overrides: str, steps: int = 4) -> dict[str, torch.Tensor]:
     """The policy's weights at the end."""
-    texts = [*arguments(files, *overrides, steps=steps), f"trainer.default_local_dir={run}"]
+    texts = command(files, "grpo", steps, "trainer.logger=[]", "data.max_prompt_length=96", *overrides)(run)[3:]
     trainer = RayPPOTrainer(compose("grpo", texts)).init_workers()
     trainer.fit()
     return {name: value.clone() for name, value in trainer.workers.actor.module.state_dict().items()}
@@ -86,21 +83,19 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_it_would_have(files, tmp_p
     assert sum(not torch.equal(value, before[name]) for name, value in whole.items() if "visual" in name) > 10
 
 
-def test_a_frozen_tower_stays_and_the_rest_trains(files, tmp_path):
+def test_a_frozen_tower_stays_the_rest_trains_and_an_export_reads_pictures_again(files, tmp_path):
     before = load_policy(model_config(files / "model")).state_dict()
     after = trained(files, tmp_path / "run", "actor_rollout_ref.actor.freeze_vision_tower=True", steps=2)
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert moved and not any("visual" in name for name in moved)
-
-
-def test_an_export_reads_pictures_again(files, tmp_path):
-    after = trained(files, tmp_path / "run", steps=2)
     export.main([str(tmp_path / "run"), str(tmp_path / "model")])
     model = model_config(tmp_path / "model")
     loaded = load_policy(model).state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in after.items())
     expected = load_modality(model_config(files / "model"), load_tokenizer(model_config(files / "model")))
     assert load_modality(model, load_tokenizer(model)) == expected and expected.format is not None
+    with pytest.raises(InputError, match="freeze_vision_tower=True: .* reads text alone"):
+        freeze_vision_tower(tiny_model())
 
 
 TOOLS = "actor_rollout_ref.rollout.multi_turn"
@@ -133,11 +128,3 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(files, tmp_path):
     kills = [AtPoint("rollout", 3), AtPoint("checkpoint_rename", 4)]
     killed = run_with_kills(factory, tmp_path / "killed", kills, random.Random(0))
     assert len(killed.landed) == 2 and not compare_runs(whole.folder, killed.folder)
-
-
-def test_a_text_model_has_no_tower_to_freeze(tmp_path):
-    from core.vision.learner_pictures import freeze_vision_tower
-    from tests.tiny import tiny_model
-
-    with pytest.raises(InputError, match="freeze_vision_tower=True: .* reads text alone"):
-        freeze_vision_tower(tiny_model())

@@ -28,15 +28,9 @@ N = 3  # answers a prompt
 def engine(request, tmp_path_factory):
     folder = save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
     model = model_config(folder)
-    limits = dict(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=512)
-    made = vllm.VLLMEngine(
-        load_tokenizer(model),
-        load_policy(model, on_meta=True),
-        model=str(folder),
-        dtype="float32",
-        enforce_eager=True,
-        **limits,
-    )
+    options = dict(model=str(folder), dtype="float32", enforce_eager=True)
+    options |= dict(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=512)
+    made = vllm.VLLMEngine(load_tokenizer(model), load_policy(model, on_meta=True), **options)
     made.kind = request.param
     yield made
     made.close()
