@@ -18,8 +18,9 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,24 +60,7 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
     """Return the application. ``topk`` is used where a request names none."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")  # the one that owns the retriever
     counts: Counter[str] = Counter()
-
-    async def search_all(requests: list[SearchRequest]) -> list[Any]:
-        """Return the passages of each request, or what its batch raised."""
-        found: dict[int, Any] = {}
-        for batch in _batches(requests, max_batch):
-            queries, topk = [query for at in batch for query in requests[at][0]], requests[batch[0]][1]
-            try:
-                passages = await asyncio.get_running_loop().run_in_executor(thread, retriever.retrieve, queries, topk)
-                if len(passages) != len(queries):
-                    raise ValueError(f"{len(passages)} results for {len(queries)} items")
-                rest = iter(passages)
-                found |= {at: list(islice(rest, len(requests[at][0]))) for at in batch}
-            except Exception as error:  # the requests of this batch get it; the others go on
-                found |= dict.fromkeys(batch, error)
-            counts.update(batches=1, queries=len(queries))
-        return [found[at] for at in range(len(requests))]
-
-    calls = JoinedCalls(search_all)
+    calls = JoinedCalls(partial(_search_all, retriever, thread, max_batch, counts))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -117,6 +101,25 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
         return _json({"error": f"{'; '.join(lines)}; wanted is {wanted}"}, 422)
 
     return app
+
+
+async def _search_all(
+    retriever: Retriever, thread: Executor, max_batch: int, counts: Counter[str], requests: list[SearchRequest]
+) -> list[Any]:
+    """Return the passages of each request, or what its batch raised."""
+    found: dict[int, Any] = {}
+    for batch in _batches(requests, max_batch):
+        queries, topk = [query for at in batch for query in requests[at][0]], requests[batch[0]][1]
+        try:
+            passages = await asyncio.get_running_loop().run_in_executor(thread, retriever.retrieve, queries, topk)
+            if len(passages) != len(queries):
+                raise ValueError(f"{len(passages)} results for {len(queries)} items")
+            rest = iter(passages)
+            found |= {at: list(islice(rest, len(requests[at][0]))) for at in batch}
+        except Exception as error:  # the requests of this batch get it; the others go on
+            found |= dict.fromkeys(batch, error)
+        counts.update(batches=1, queries=len(queries))
+    return [found[at] for at in range(len(requests))]
 
 
 def _batches(requests: Sequence[SearchRequest], max_batch: int) -> list[list[int]]:
