@@ -30,19 +30,18 @@ FOLDER = "RLREPRO_FOLDER"  # the driver's working directory, where relative path
 
 
 class Facts(NamedTuple):
-    """What a process reports of itself: torch's threads, GPUs, machine, and whether that has the file asked for."""
+    """What a process reports of itself: torch's threads, GPUs, and whether its machine has the file asked for."""
 
     threads: int
     gpus: list[int | str]
-    machine: str
     sees: bool
 
 
 class Process:
     """What all of them share: threads, and a sign of its end.
 
-    The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores``, which are those of the
-    node that it runs on where the number is None. ``gpus`` are those that it may use where Ray assigned them to others.
+    The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores`` (None: its node's).
+    ``gpus`` are those that it may use where Ray assigned them to others.
     """
 
     def __init__(self, cores: int | None, parts: int = 1, gpus: Sequence[int | str] = ()):
@@ -61,7 +60,7 @@ class Process:
 
     def facts(self, own_gpus: Callable[[], list[int | str]], path: str) -> Facts:
         """Return what the driver has to know of this process, before a model loads."""
-        return Facts(self.threads, own_gpus(), os.uname().nodename, os.path.exists(path))
+        return Facts(self.threads, own_gpus(), os.path.exists(path))
 
 
 class LearnerProcess(Process):
@@ -71,10 +70,9 @@ class LearnerProcess(Process):
         super().__init__(cores, parts)
         self.learner: LearnerRank | None = None
         self.store: torch.distributed.TCPStore | None = None  # at which the ranks meet
-        # Of a weight sync: the memory of a bucket, what fills it, and the bytes of the last one
-        self.staging: Staging | None = None
+        self.staging: Staging | None = None  # the memory of a bucket in a weight sync, which these fill in turn
         self.buckets: Iterator[Bucket] = iter(())
-        self.used = 0
+        self.used = 0  # bytes of the last one
 
     def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
         """Open the store at which the ranks meet, on rank 0, and return its address."""
@@ -112,8 +110,7 @@ class LearnerProcess(Process):
     def begin_sync(self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool) -> list[Weight] | None:
         """Prepare to gather the policy's weights into buckets of ``limit`` bytes; rank 0 returns what they are.
 
-        A rank that ``stages`` keeps each bucket where engines can open it. Raises InputError for a limit that is too
-        small.
+        A rank that ``stages`` keeps each bucket where engines can open it. Raises InputError for too small a limit.
         """
         weights = self.learner.weights(dtype)
         size = staged_size(weights, limit)
@@ -135,8 +132,7 @@ class LearnerProcess(Process):
 
     def join_engines(self, size: int, timeout_s: float) -> None:
         """Join the group in which this rank broadcasts weights to all devices of engines."""
-        address = (self.store.host, self.store.port)
-        GROUP.join(address, 0, size, self.learner.device, timeout_s)
+        GROUP.join((self.store.host, self.store.port), 0, size, self.learner.device, timeout_s)
 
     def end_sync(self) -> None:
         """Free the staging memory."""
@@ -148,49 +144,38 @@ class LearnerProcess(Process):
 class EngineProcess(Process):
     """A process for one rollout engine. Its coroutines make the actor asynchronous: samples are awaited together."""
 
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        cores: int | None,
-        parts: int = 1,
-        gpus: Sequence[int | str] = (),
-    ):
-        super().__init__(cores, parts, gpus)
+    def __init__(self, config: Config, device: torch.device, *process: Any):
+        super().__init__(*process)
         self.config, self.device = config, device
         self.engine: RolloutEngine | None = None
         self.tasks: dict[int, asyncio.Task] = {}
         self.aborted: set[int] = set()  # abortions that overtook their samples
 
     async def start(self, reads_weights: bool = False) -> None:
-        """Make the engine, in a call of its own so that its error arrives unchanged.
+        """Make the engine; it ``reads_weights`` of the model itself where no learner will send any.
 
-        With ``reads_weights`` it reads the model's weights itself, because no learner will send any.
+        It is a call of its own, so that its error arrives unchanged.
         """
-        # Coroutines run on another thread than the constructor, and OpenMP counts by thread.
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(self.threads)  # coroutines run on another thread, and OpenMP counts by thread
         model = self.config.actor_rollout_ref.model
-        tokenizer = load_tokenizer(model)
         load = None if reads_weights else lambda: load_policy(model).to(self.device)
-        self.engine = make_engine(self.config, load, tokenizer, self.device)
+        self.engine = make_engine(self.config, load, load_tokenizer(model), self.device)
 
     async def sample(self, requests: Sequence[tuple[int, SampleRequest]]):
         """Yield lists of (key, trajectory or exception), each as soon as it holds something."""
         finished: asyncio.Queue[int] = asyncio.Queue()
         for key, request in requests:
-            self.tasks[key] = asyncio.ensure_future(self.engine.sample(request))
+            task = self.tasks[key] = asyncio.ensure_future(self.engine.sample(request))
+            task.add_done_callback(lambda _, key=key: finished.put_nowait(key))
             if key in self.aborted:
-                self.tasks[key].cancel()
-            self.tasks[key].add_done_callback(lambda _, key=key: finished.put_nowait(key))
+                task.cancel()
         left = len(requests)
         while left:
             keys = [await finished.get()]
             while not finished.empty():
                 keys.append(finished.get_nowait())
             left -= len(keys)
-            ended = [(key, self.tasks.pop(key)) for key in keys]
-            cancelled = asyncio.CancelledError()
-            yield [(key, cancelled if task.cancelled() else task.exception() or task.result()) for key, task in ended]
+            yield [(key, _outcome(self.tasks.pop(key))) for key in keys]
 
     async def abort(self, key: int) -> None:
         """Cancel a sample. Calls may overtake one another: it may have ended, or not have begun."""
@@ -209,6 +194,10 @@ class EngineProcess(Process):
     async def liveness(self) -> None:
         """Wait forever, without blocking the event loop."""
         await asyncio.Event().wait()
+
+
+def _outcome(task: asyncio.Task) -> Any:
+    return asyncio.CancelledError() if task.cancelled() else task.exception() or task.result()
 
 
 class RewardModelProcess(Process):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -34,11 +35,6 @@ class _Awaited:
     request: SampleRequest
     engine: str | None = None
 
-    @property
-    def prompt(self) -> tuple[Any, ...]:
-        """Return what a sample continues: equal ids with other media are another prompt."""
-        return self.request.prompt_ids, self.request.media
-
 
 class RayEngine:
     """The engine contract over engine actors.
@@ -56,9 +52,8 @@ class RayEngine:
         self._homes: dict[int, str] = {}  # episode -> the engine that wrote its latest turn with these weights
         self._aborts: list[ray.ObjectRef] = []
         self._tasks: set[asyncio.Task] = set()
+        self._sends_on: asyncio.AbstractEventLoop | None = None  # the loop that is about to send
         self._watching: asyncio.Task | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the latest request
-        self._sends = False  # whether that loop is about to send
         self._progress = 0.0
         self._closed = False
 
@@ -66,35 +61,33 @@ class RayEngine:
         if self._closed:
             raise RuntimeError("the engine is closed")
         key, loop = next(self._keys), asyncio.get_running_loop()
-        if loop is not self._loop:  # once a loop: among thousands of requests a look at each by each takes seconds
-            self._forget_closed_loops()
-            self._loop, self._sends, self._watching = loop, False, None
-        if not self._sends:
-            self._sends = True
+        if self._sends_on is not loop:
+            self._sends_on = loop
             loop.call_soon(self._send)
         entry = self._awaited[key] = _Awaited(loop.create_future(), request)
         try:
             return await entry.future
         finally:
-            if self._awaited.pop(key, None) and entry.future.cancelled():
-                self._abort(key, entry)
+            if self._awaited.pop(key, None) and entry.future.cancelled() and entry.engine in self.watch.actors:
+                self._aborts.append(self.watch.actors[entry.engine].abort.remote(key))
 
     def _send(self) -> None:
         """Send new requests: beside the same prompt, else to the episode's engine, else where least is in flight."""
-        self._sends = False
-        fresh = {key: entry for key, entry in self._awaited.items() if entry.engine is None}
-        sent = [entry for entry in self._awaited.values() if entry.engine is not None]
-        place = {entry.prompt: entry.engine for entry in sent}
-        load = {name: sum(entry.engine == name for entry in sent) for name in self.engines}
+        self._sends_on, self._progress = None, time.monotonic()
+        place: dict[tuple[Any, ...], str] = {}
+        load: Counter[str] = Counter()
         parts: dict[str, list[tuple[int, SampleRequest]]] = {}
-        for key, entry in fresh.items():
-            home = self._homes.get(entry.request.episode) or min(self.engines, key=load.__getitem__)
-            entry.engine = place.setdefault(entry.prompt, home)
+        for key, entry in self._awaited.items():  # those that were sent are the older ones, and come first
+            request = entry.request
+            prompt = request.prompt_ids, request.media  # equal ids with other media are another prompt
+            if entry.engine is None:
+                home = self._homes.get(request.episode) or min(self.engines, key=load.__getitem__)
+                entry.engine = place.get(prompt, home)
+                if request.episode is not None:
+                    self._homes[request.episode] = entry.engine
+                parts.setdefault(entry.engine, []).append((key, request))
+            place.setdefault(prompt, entry.engine)
             load[entry.engine] += 1
-            if entry.request.episode is not None:
-                self._homes[entry.request.episode] = entry.engine
-            parts.setdefault(entry.engine, []).append((key, entry.request))
-        self._progress = time.monotonic()
         for engine, requests in parts.items():
             self._begin(self._relay(engine, requests))
         if self._watching is None or self._watching.done():
@@ -116,11 +109,9 @@ class RayEngine:
                 for key, outcome in outcomes:
                     failed = isinstance(outcome, Exception) and out_of_memory(outcome, "generate", f"on {engine}")
                     self._settle(key, failed or outcome)
-        except RayError as error:
-            cause = await asyncio.to_thread(self.watch.cause, "generate", error, engine)
-            for key, _ in requests:
-                self._settle(key, cause)
-        except Exception as error:  # a fault of this process: without this the futures would never be settled
+        except Exception as error:  # without this the futures would never be settled
+            if isinstance(error, RayError):
+                error = await asyncio.to_thread(self.watch.cause, "generate", error, engine)
             for key, _ in requests:
                 self._settle(key, error)
 
@@ -147,16 +138,6 @@ class RayEngine:
         else:
             entry.future.set_result(outcome)
 
-    def _abort(self, key: int, entry: _Awaited) -> None:
-        if entry.engine in self.watch.actors and not self._closed:
-            self._aborts.append(self.watch.actors[entry.engine].abort.remote(key))
-
-    def _forget_closed_loops(self) -> None:
-        for key, entry in list(self._awaited.items()):
-            if entry.future.get_loop().is_closed():
-                self._abort(key, self._awaited.pop(key))
-        self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
-
     def begin_update(self, weights: Sequence[Weight]) -> None:
         self._refuse_in_flight("update_weights")
         self._call("update_weights", "begin_update", weights)
@@ -167,18 +148,13 @@ class RayEngine:
         self.watch.wait("update_weights", {**others, **calls})
 
     def end_update(self, version: int) -> list[Proof]:
-        """End the update and return the first engine's proof for each device.
-
-        Raises WeightSyncError where another engine received, or has, other bytes.
-        """
+        """Return the first engine's proof for each device. Raises WeightSyncError where another engine's is another."""
         first, *others = self._call("update_weights", "end_update", version)
         self.policy_version = version
         self._homes.clear()  # no prefix outlives the weights that read it
         for name, proofs in zip(self.engines[1:], others, strict=True):
-            for device, (proof, expected) in enumerate(zip(proofs, first, strict=True)):
-                if proof != expected:
-                    both = f"{name} and of {self.engines[0]}"
-                    raise WeightSyncError(f"after the weight sync device {device} of {both} differ")
+            if proofs != first:
+                raise WeightSyncError(f"after the weight sync {name} and {self.engines[0]} have different weights")
         return first
 
     def _call(self, phase: str, method: str, *arguments: Any) -> list[Any]:
@@ -193,7 +169,6 @@ class RayEngine:
         return self._call("probe", "probe", token_ids)
 
     def _refuse_in_flight(self, what: str) -> None:
-        self._forget_closed_loops()
         if self._awaited:
             raise RuntimeError(f"{what} with {len(self._awaited)} requests in flight: await or cancel them")
         aborts, self._aborts = self._aborts, []  # calls of an actor with coroutines may overtake one another
@@ -204,7 +179,6 @@ class RayEngine:
         if self._closed:
             return
         self._closed = True
-        self._forget_closed_loops()
         for entry in self._awaited.values():
             entry.future.cancel()
         calls = [self.watch.actors[name].call.remote("close") for name in self.engines]

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -92,18 +91,13 @@ def connect(config: Config, device: torch.device) -> None:
         raise InputError(f"ray_kwargs.ray_init={options}: {error}") from error
 
 
-@dataclass
 class Pool:
-    """``nodes`` nodes with ``per_node`` processes each, of ``gpus`` GPUs where there are any; ``key`` sizes it."""
+    """The processes of a section's nodes, of ``gpus`` GPUs each: a placement group a node, a bundle a process."""
 
-    key: str
-    nodes: int
-    per_node: int
-    gpus: int
-    groups: list[Any] = field(default_factory=list)  # a placement group for each node, a bundle for each process
-
-    def __len__(self) -> int:
-        return self.nodes * self.per_node
+    def __init__(self, key: str, section: Any, gpus: int, on_gpus: bool):
+        self.key, self.gpus = key, gpus if on_gpus else 0
+        self.nodes, self.per_node = section.nnodes, section.n_gpus_per_node // gpus
+        self.groups: list[Any] = []
 
     def place(self, index: int, *, beside: bool = False) -> dict[str, Any]:
         """Return the options of the actor in bundle ``index``. One ``beside`` another gets no GPU of Ray's."""
@@ -112,26 +106,8 @@ class Pool:
         return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": 0 if beside else self.gpus}
 
 
-def plan_pools(config: Config, *, learners: bool, engine_gpus: int, on_gpus: bool) -> dict[str, Pool]:
-    """Return the pools of a run: ``ranks``, and ``engines`` where they are not beside the ranks."""
-    part = config.actor_rollout_ref
-
-    def pool(key: str, section: Any, gpus: int) -> Pool:
-        return Pool(key, section.nnodes, section.n_gpus_per_node // gpus, gpus if on_gpus else 0)
-
-    if not learners:
-        return {"engines": pool("trainer", config.trainer, engine_gpus)}
-    pools = {"ranks": pool("trainer", config.trainer, 1)}
-    if not part.hybrid_engine:
-        pools["engines"] = pool("actor_rollout_ref.rollout", part.rollout, engine_gpus)
-    return pools
-
-
 def reserve(pools: Sequence[Pool], first_on: str | None, timeout_s: float) -> None:
-    """Create the pools' placement groups, the first one on a node that is named if there is room; wait for them.
-
-    Raises InputError.
-    """
+    """Create the pools' placement groups, the first one on a named node if it has room, and wait. Raises InputError."""
     for pool in pools:
         bundle = {"CPU": 1.0, **({"GPU": float(pool.gpus)} if pool.gpus else {})}
         for _ in range(pool.nodes):
@@ -146,11 +122,9 @@ def reserve(pools: Sequence[Pool], first_on: str | None, timeout_s: float) -> No
             waiting.pop(0)
     if waiting:
         asked = (f"{p.key}.nnodes={p.nodes} {p.key}.n_gpus_per_node={p.per_node * max(1, p.gpus)}" for p in pools)
-        raise InputError(
-            f"{' '.join(asked)}: no room for that many bundles on that many nodes; the cluster has "
-            f"{ray.cluster_resources()} in all and {ray.available_resources()} left. Ask for less, or wait for other "
-            "runs to end"
-        )
+        room = f"the cluster has {ray.cluster_resources()} in all and {ray.available_resources()} left"
+        rule = f"no room for that many bundles on that many nodes; {room}"
+        raise InputError(f"{' '.join(asked)}: {rule}. Ask for less, or wait for other runs to end")
 
 
 class RayProcesses:
@@ -186,12 +160,19 @@ class RayProcesses:
             if trainer.device is None and ray.cluster_resources().get("GPU"):  # this machine need not have one
                 self.device = torch.device("cuda")
             on_gpus = self.device.type == "cuda"
-            self.pools = plan_pools(config, learners=learners, engine_gpus=self.engine_gpus, on_gpus=on_gpus)
+            if learners:
+                self.pools["ranks"] = Pool("trainer", trainer, 1, on_gpus)
+            if not (learners and config.actor_rollout_ref.hybrid_engine):
+                key, section = ("actor_rollout_ref.rollout", rollout) if learners else ("trainer", trainer)
+                self.pools["engines"] = Pool(key, section, self.engine_gpus, on_gpus)
             here = ray.get_runtime_context().get_node_id() if learners else None
             reserve([*self.pools.values()], here, min(START_S, trainer.phase_timeout_s))
             self._start(learner)
-            if config.reward_model.loads_model:
-                self._start_reward_model()
+            if config.reward_model.loads_model:  # on a GPU of its own: it works while the engines decode
+                actor = SCORER.options(num_cpus=0, num_gpus=int(on_gpus)).remote(*self._cores())
+                self.watch.add(REWARD_MODEL, actor)
+                self.watch.call("load", "load", {REWARD_MODEL: (config, self.device)})
+                self.reward_model = partial(score_over_ray, self.watch)
         except BaseException:
             self.close()
             raise
@@ -208,15 +189,14 @@ class RayProcesses:
 
         The learners' actors are there before, because the engines' GPUs are theirs, but hold nothing on a GPU yet.
         """
-        cores, here = self.config.trainer.cpu_threads, self.pools.get("ranks")
         for rank in range(self.ranks):
-            self.learners.append(LEARNER.options(**here.place(rank)).remote(cores, 1 if cores else self.per_node))
+            self.learners.append(LEARNER.options(**self.pools["ranks"].place(rank)).remote(*self._cores()))
             self.watch.add(rank_name(rank), self.learners[-1])
         facts = self._facts()
         engines: list[str] = []
-        for place, parts, gpus in self._engine_places(facts) if self.config.needs_engine else ():
+        for place, *process in self._engine_places(facts) if self.config.needs_engine else ():
             engines.append(f"engine {len(engines)}")
-            self.watch.add(engines[-1], ENGINE.options(**place).remote(self.config, self.device, cores, parts, gpus))
+            self.watch.add(engines[-1], ENGINE.options(**place).remote(self.config, self.device, *process))
         # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
         self.watch.call("load", "start", dict.fromkeys(engines, (not self.learners,)))
         self.engine = RayEngine(self.watch, engines)
@@ -229,45 +209,35 @@ class RayProcesses:
             calls = {rank_name(r): one.join.remote(r, *joining, **learner) for r, one in enumerate(self.learners)}
             self.watch.wait("load", calls)
 
-    def _facts(self) -> list[Facts]:
-        """Return what the ranks report of themselves.
+    def _cores(self) -> tuple[int | None, int]:
+        """Return the cores that a process beside the ranks counts, and into how many parts it divides them."""
+        cores = self.config.trainer.cpu_threads
+        return cores, 1 if cores else self.per_node
 
-        Raises InputError for one that does not see the run folder, if it was claimed: it will write there.
-        """
+    def _facts(self) -> list[Facts]:
+        """Return what the ranks report of themselves. Raises InputError for one that does not see a claimed folder."""
         folder = run_folder(self.config).absolute()
-        found = self.watch.call(
-            "start", "facts", dict.fromkeys(self.watch.actors, (ray.get_gpu_ids, str(folder / LOCK)))
-        )
+        arguments = (ray.get_gpu_ids, str(folder / LOCK))
+        found = self.watch.call("start", "facts", dict.fromkeys(self.watch.actors, arguments))
         for name, facts in zip(self.watch.actors, found, strict=True):
             if (folder / LOCK).exists() and not facts.sees:
-                raise InputError(
-                    f"trainer.default_local_dir={folder}: {name} on {facts.machine} cannot see this folder, and every "
-                    "rank writes its part of a checkpoint there; set it to a folder that all nodes share"
-                )
+                rule = f"{name} cannot see this folder, and every rank writes its part of a checkpoint there"
+                raise InputError(f"trainer.default_local_dir={folder}: {rule}; set it to one that all nodes share")
         return found
 
-    def _engine_places(self, ranks: Sequence[Facts]) -> Iterator[tuple[dict[str, Any], int, list[Any]]]:
-        """Yield for each engine where it is, into how many parts its node's cores are divided, and its GPUs where Ray
-        assigned them to ranks."""
-        pool, each = self.pools.get("engines"), self.engine_gpus
-        if pool is not None:
-            yield from ((pool.place(index), pool.per_node, []) for index in range(len(pool)))
+    def _engine_places(self, ranks: Sequence[Facts]) -> Iterator[tuple[dict[str, Any], int | None, int, list[Any]]]:
+        """Yield for each engine where it is, its cores and their parts, and its GPUs where they are the ranks'."""
+        cores, each = self.config.trainer.cpu_threads, self.engine_gpus
+        if pool := self.pools.get("engines"):
+            yield from ((pool.place(at), cores, pool.per_node, []) for at in range(pool.nodes * pool.per_node))
             return
         pool = self.pools["ranks"]
         if self.device.type == "cpu":
-            yield from ((pool.place(rank, beside=True), 1, []) for rank in range(0, self.ranks, self.per_node))
+            yield from ((pool.place(rank, beside=True), cores, 1, []) for rank in range(0, self.ranks, self.per_node))
             return
-        parts = 1 if self.config.trainer.cpu_threads else self.per_node
         for rank in range(0, self.ranks, each):
-            yield pool.place(rank, beside=True), parts, sum((one.gpus for one in ranks[rank : rank + each]), [])
-
-    def _start_reward_model(self) -> None:
-        """Start the reward model, on a GPU of its own where there are any: it works while the engines decode."""
-        cores, gpus = self.config.trainer.cpu_threads, int(self.device.type == "cuda")
-        actor = SCORER.options(num_cpus=0, num_gpus=gpus).remote(cores, 1 if cores else self.per_node)
-        self.watch.add(REWARD_MODEL, actor)
-        self.watch.call("load", "load", {REWARD_MODEL: (self.config, self.device)})
-        self.reward_model = partial(score_over_ray, self.watch)
+            gpus = [gpu for one in ranks[rank : rank + each] for gpu in one.gpus]
+            yield pool.place(rank, beside=True), *self._cores(), gpus
 
     def close(self) -> None:
         """End the actors and what else this object started. A second call does nothing."""
@@ -277,8 +247,9 @@ class RayProcesses:
             self.engine.close()
         for actor in self.watch.actors.values():
             ray.kill(actor)
-        for group in [group for pool in self.pools.values() for group in pool.groups]:
-            remove_placement_group(group)
+        for pool in self.pools.values():
+            for group in pool.groups:
+                remove_placement_group(group)
         self.watch.actors, self.learners, self.engine, self.pools = {}, [], None, {}
         if self.owns_ray:
             ray.shutdown()

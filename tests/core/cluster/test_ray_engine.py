@@ -12,11 +12,10 @@ from core.engines import SampleRequest, SamplingParams
 
 
 class Actor:
-    """An engine's actor that answers each request at once, or never where it is ``stuck``."""
+    """An engine's actor that answers each request at once."""
 
     def __init__(self) -> None:
         self.seen: list[SampleRequest] = []
-        self.stuck = False
         self.sample = self
         self.abort = SimpleNamespace(remote=lambda *_: None)
 
@@ -26,8 +25,6 @@ class Actor:
     async def remote(self, requests):
         self.seen += [request for _, request in requests]
         for key, request in requests:
-            while self.stuck:
-                await asyncio.sleep(0.01)
             future = asyncio.get_running_loop().create_future()
             future.set_result([(key, f"answer to {request.prompt_ids}")])
             yield future
@@ -87,30 +84,6 @@ def test_requests_without_an_episode_go_where_least_is_in_flight(engine):
 
     asyncio.run(singles())
     assert [len(actor.seen) for actor in engine.watch.actors.values()] == [3, 3, 3]
-
-
-def test_a_request_looks_at_no_other(engine, monkeypatch):
-    """Thousands are made in one turn of the loop; those of a loop that was closed are forgotten by the next one."""
-    looks = []
-    forget = engine._forget_closed_loops
-    monkeypatch.setattr(engine, "_forget_closed_loops", lambda: (looks.append(len(engine._awaited)), forget())[1])
-
-    async def left_behind():
-        engine.watch.actors["engine 0"].stuck = True
-        stuck = asyncio.ensure_future(engine.sample(turn(None, 7)))
-        await asyncio.sleep(0.02)
-        return stuck
-
-    loop = asyncio.new_event_loop()
-    stuck = loop.run_until_complete(left_behind())
-    loop.close()
-    engine.watch.actors["engine 0"].stuck = False
-
-    async def many():
-        await asyncio.gather(*(engine.sample(turn(None, number)) for number in range(200)))
-
-    asyncio.run(many())
-    assert looks == [0, 1] and not engine._awaited and not stuck.done()
 
 
 def test_a_fault_on_the_way_reaches_whoever_awaits_the_sample(engine):

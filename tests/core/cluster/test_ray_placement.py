@@ -137,7 +137,7 @@ def test_ranks_and_engines_of_two_nodes(cluster):
 
 def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
     for home in gpu_nodes():
-        pool = Pool("trainer", 2, GPUS, 1)
+        pool = Pool("trainer", config(2).trainer, 1, True)
         reserve([pool], home, 20.0)
         with removed(groups := pool.groups):
             assert node_of(groups[0]) == home != node_of(groups[1])
