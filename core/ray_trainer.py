@@ -139,7 +139,7 @@ class RayPPOTrainer:
         self.val_prompts = load_val_prompts(data, self.tokenizer, modality, tools_of)
         check_examples(self.agent_loop, itertools.chain(self.stream.files.examples(), self.val_prompts))
         self.reward = RewardLayer(config)
-        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
+        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts), self.tokenizer)
         examples = list(self.stream.files.first.values())
         check_hooks(examples, self.reward.known, self.tokenizer, self.shape_reward, self.keep_group)
 

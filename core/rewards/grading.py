@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import copy
 import dataclasses
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from core.config.code_by_path import absent, load_module, load_object
@@ -101,6 +103,7 @@ class CustomFunction:
             raise InputError(f"{CUSTOM}.path={where}: importing it failed{fix}\n{trace}") from error
         self.arguments = self._arguments(f"{CUSTOM}.name={name}")
         self.examples = tuple(getattr(module, "EXAMPLES", ()))
+        self.texts = texts_of(module)
         self.check_ground_truth = getattr(module, "check_ground_truth", any_ground_truth)
 
     def _arguments(self, where: str) -> tuple[str, ...]:
@@ -130,6 +133,15 @@ class CustomFunction:
         if self.lists and len(result) != 1:
             raise ScoreError(f"a function of lists must return one result an answer: got {result!r:.100} for one")
         return result[0] if self.lists else result
+
+
+def texts_of(module: ModuleType) -> set[str]:
+    """Return the texts that stand in a module's code, which hold the tokens that it looks for."""
+    try:
+        code = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError):  # compiled, without its source
+        return set()
+    return {node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 class Scorers:

@@ -68,12 +68,12 @@ class RewardLayer:
         """Use this reward model: the workers load it after the layer is made."""
         self._reward_model = JoinedCalls(reward_model)
 
-    def check(self, rows: Iterable[Prompt | Example]) -> None:
+    def check(self, rows: Iterable[Prompt | Example], tokenizer: Any = None) -> None:
         """Check every row of the data, and grade known answers where the answers will be graded; ask for the judge.
 
         Raises InputError with all problems.
         """
-        self.known = check_scorers(self, rows)
+        self.known = check_scorers(self, rows, tokenizer)
         if self.judge is not None:
             self.judge.check()
 

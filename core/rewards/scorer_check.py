@@ -40,11 +40,12 @@ def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check_scorers(layer: RewardLayer, rows: Iterable[Row]) -> Known:
+def check_scorers(layer: RewardLayer, rows: Iterable[Row], tokenizer: Any = None) -> Known:
     """Check every row, then grade known answers where the answers will be graded.
 
     They are each scorer's own examples, and for a user's function answers of which it must be able to grade one. Return
-    one of them for each data source, with its score. Raises InputError with all problems.
+    one of them for each data source, with its score; warn of what the tokenizer takes out of them. Raises InputError
+    with all problems.
     """
     problems, first = check_rows(layer, rows)
     known: Known = {}
@@ -59,6 +60,8 @@ def check_scorers(layer: RewardLayer, rows: Iterable[Row]) -> Known:
         for row in first.values() if layer.scorers.custom else ():
             known[row.data_source] = _try(problems, layer, row)
         problems.raise_if_any()
+        if tokenizer is not None:
+            _warn_of_lost_tokens(layer, first, tokenizer)
     except WorkersLost as error:
         fix = "its traceback is above; correct the function's module, or raise reward_model.memory_limit_mb"
         raise InputError(f"reward_model.reward_manager: {error}; {fix}") from error
@@ -148,6 +151,30 @@ def _try(problems: Problems, layer: RewardLayer, row: Row) -> tuple[str, Score] 
     return None
 
 
+def _warn_of_lost_tokens(layer: RewardLayer, first: Mapping[str, Row], tokenizer: Any) -> None:
+    """Warn of special tokens that a scorer reads: it gets text that is decoded without them.
+
+    They are those without which an answer tried at start is graded otherwise, and those in the texts of a user's
+    function, whatever it was tried on.
+    """
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    ends = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token}
+    for source, row in first.items() if added else ():
+        scorer, custom = layer.scorers.scorer(source), layer.scorers.custom
+        lost = {token for token in added - ends for text in custom.texts if token in text} if custom else set()
+        answers = scorer.examples or [(text, row.ground_truth, 0) for text in trial_answers(scorer, row.ground_truth)]
+        for text, gold, _ in answers:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            read = tokenizer.decode(ids, skip_special_tokens=True)  # as text for scorers is
+            gone = {token for token in added if text.count(token) > read.count(token)}
+            if gone - lost and layer.grade_text(row, text, gold) != layer.grade_text(row, read, gold):
+                lost |= gone
+        if lost:
+            rule = "special in this tokenizer, and text for scorers is without special tokens"
+            fix = "set special to false for them in the model's tokenizer.json and tokenizer_config.json"
+            log.warning("%s looks for %s, %s; %s", scorer.name, ", ".join(map(repr, sorted(lost))), rule, fix)
+
+
 def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
     """Return answers of which a user's function should be able to grade one, right or wrong.
 
@@ -182,11 +209,6 @@ def check_hooks(
         if row.style == MODEL_STYLE:
             answer, score = "", model_score(0.0)
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
-        read = tokenizer.decode(ids, skip_special_tokens=True)  # as text for scorers is
-        if lost := [token for token in tokenizer.all_special_tokens if answer.count(token) > read.count(token)]:
-            fix = "set special to false for them in the model's tokenizer.json and tokenizer_config.json"
-            rule = "are special tokens of this tokenizer, which a scorer does not see"
-            log.warning("the scorer's example %r: %s %s; %s", answer, ", ".join(map(repr, lost)), rule, fix)
         length = len(ids)
         trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
         shaped = shape_reward(score.keeping_raw(), trajectory)

@@ -18,6 +18,8 @@ class DemonstrationConfig(DataConfig):
 
     val_files: tuple[str, ...] = files((), "parquet files of questions that a validation answers; empty: there is none")
     messages_key: str = key("messages", "column that holds a whole chat, whose assistant turns are trained on")
+    tools_key: str = key("tools", "column, where a file has it, of the tools that the chat template tells of")
+    enable_thinking_key: str = key("enable_thinking", "column, where a file has it, of a row's enable_thinking")
     response_key: str = key(
         "response",
         "column of the answers to prompt_key where a file has no chats; extra_info.answer is a field of a column",

@@ -6,6 +6,8 @@ A file has one of three forms, told by its columns, in this order:
 * ``data.messages_key``: a chat, whose assistant turns are trained on;
 * ``data.prompt_key`` and ``data.response_key``: a prompt (a chat or a plain string) and the answer to it.
 
+A column ``data.tools_key`` (a list of schemas, or JSON) or ``data.enable_thinking_key`` is an argument of the template.
+
 A chat is rendered by the chat template, stretch by stretch: what stands before an assistant turn is encoded as the
 prompt of a rollout is, and the turn by itself, as a policy would have written it. The mask of a turn ends with its
 end-of-sequence token: what the template writes behind it (a newline, mostly) no policy ever writes. A plain string and
@@ -16,6 +18,7 @@ Which lines a step draws is decided in ``core/data/prompts.py``. Everything is t
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,9 +98,17 @@ class Writer:
     """Turns lines into demonstrations with one tokenizer. ``ends`` are the ids with which a model ends its answer."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[int]):
-        self.tokenizer, self.ends = tokenizer, frozenset(ends)
+        self.tokenizer, self.template_kwargs, self.ends = tokenizer, template_kwargs, frozenset(ends)
         whole = {"add_generation_prompt": False, "continue_final_message": False}
         self.prompts, self.chats = Encoder(tokenizer, template_kwargs), Encoder(tokenizer, {**template_kwargs, **whole})
+
+    def with_arguments(self, **more: Any) -> Writer:
+        """Return a writer whose chat template gets these too; itself without any. Raises DemonstrationError."""
+        template = self.template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
+        if "tools" in more and "tools" not in str(template):
+            rule = "a row has tools (data.tools_key), and the chat template does not write them"
+            raise DemonstrationError(rule, "leave the column out, or set another chat template")
+        return Writer(self.tokenizer, {**self.template_kwargs, **more}, self.ends) if more else self
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Demonstration:
         """Return a chat whose assistant turns are trained on. Raises DemonstrationError, ChatError, InputError."""
@@ -253,11 +264,16 @@ class DemonstrationFiles:
         return None
 
     def _of(self, row: Mapping[str, Any]) -> Demonstration:
-        config = self.config
+        config, arguments = self.config, {}
         if IDS[0] in row:
             return self.writer.written(row[TEXTS], row)
+        if row.get(config.tools_key):
+            arguments["tools"] = _tools(row[config.tools_key], config.tools_key)
+        if row.get(config.enable_thinking_key) is not None:
+            arguments["enable_thinking"] = row[config.enable_thinking_key]
+        writer = self.writer.with_arguments(**arguments)
         if config.messages_key in row:
-            return self.writer.chat(_messages(row[config.messages_key], config.messages_key))
+            return writer.chat(_messages(row[config.messages_key], config.messages_key))
         prompt, response = _value(row, config.prompt_key), _value(row, config.response_key)
         if not isinstance(prompt, str):
             prompt = _messages(prompt, config.prompt_key)
@@ -265,7 +281,28 @@ class DemonstrationFiles:
             raise DemonstrationError(
                 f"{config.response_key} must be text, and not empty", "fill it or leave the row out"
             )
-        return self.writer.answer(prompt, response)
+        if arguments and isinstance(prompt, str):
+            rule = f"a plain prompt goes through no chat template, which would read {', '.join(arguments)}"
+            raise DemonstrationError(rule, "write the prompt as a list of messages, or leave the column out")
+        return writer.answer(prompt, response)
+
+
+def _tools(value: Any, key: str) -> list[dict[str, Any]]:
+    """Return schemas of tools without the fields that parquet added to them."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DemonstrationError(f"{key} is no JSON ({error})", "write a list of schemas, or its JSON") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DemonstrationError(f"{key} must hold a list of schemas of tools", "write a list of schemas, or its JSON")
+    return _filled(tools)
+
+
+def _filled(value: Any) -> Any:
+    """Return a value without the empty fields inside it: parquet gives each struct of a column all fields."""
+    if isinstance(value, list):
+        return [_filled(one) for one in value]
+    return {k: _filled(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
@@ -305,6 +342,7 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
             keys = f"data.messages_key={config.messages_key}, data.response_key={config.response_key}"
             has = ", ".join(sorted(names)) or "no column"
             raise InputError(f"{path}: has neither chats nor answers ({keys}), only {has}; name the column by its key")
+        columns = [*columns, *({config.tools_key, config.enable_thinking_key} & names - set(columns))]
         column = config.image_key
         if column in names and file.read(columns=[column])[0].null_count < file.metadata.num_rows:
             rule = f"column {column!r} (data.image_key) holds pictures, and fine-tuning reads text alone"

@@ -33,7 +33,7 @@ class SFTTrainer(RayPPOTrainer):
         self.val_prompts = load_val_prompts(data, self.tokenizer, tools_of=self.agent_loop and self.agent_loop.tools_of)
         check_examples(self.agent_loop, self.val_prompts)
         self.reward = RewardLayer(self.config)
-        self.reward.check(self.val_prompts)
+        self.reward.check(self.val_prompts, self.tokenizer)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return the tokens of the longest demonstration, which nothing follows, and of the longest question."""

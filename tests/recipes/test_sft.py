@@ -18,6 +18,7 @@ from core.errors import InputError
 from core.learner.batching import mini_batching
 from core.learner.models import load_policy
 from recipes.sft import rejection
+from recipes.sft.config_schema import DemonstrationConfig
 from recipes.sft.demonstrations import (
     Demonstration,
     DemonstrationError,
@@ -117,6 +118,52 @@ def test_the_ends_are_those_of_the_engine(files, tmp_path):
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 42]}))
     model = configured(files, f"actor_rollout_ref.model.path={other}").actor_rollout_ref.model
     assert end_ids(tokenizer(), model) == {EOS, 42}
+
+
+TOOLS = "{% for t in tools or [] %}{{ '<bos>tool ' + t.name + t.keys()|join(' ') }}{% endfor %}"
+THINKING = "add_generation_prompt %}{{ 'fast ' if enable_thinking is false else '' }}"
+TOOLS_TEMPLATE = TOOLS + TEMPLATE.replace("add_generation_prompt %}", THINKING)
+
+
+def read_rows(tmp_path, rows, template=TOOLS_TEMPLATE, **keys) -> list[str]:
+    """The texts of demonstrations of a file of these rows."""
+    config = DemonstrationConfig(apply_chat_template_kwargs={"chat_template": template}, **keys)
+    files = DemonstrationFiles(config, tokenizer(), {EOS})
+    files.load([str(write_rows(tmp_path / "rows.parquet", rows))], lambda sizes: [range(size) for size in sizes])
+    return [tokenizer().decode(one.ids) for one in files.measured]
+
+
+def test_columns_of_tools_and_thinking_are_arguments_of_the_chat_template(tmp_path):
+    """verl renders both; a column that is left out trains on another prompt than the file's author meant."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"messages": chat, "fns": [{"name": "dig", "depth": 1, "width": None}]},
+        {"messages": chat, "fns": [{"name": "fly", "depth": None, "width": 2}]},
+        {"messages": chat, "fns": None},
+    ]
+    dig, fly, none = read_rows(tmp_path, rows, tools_key="fns")
+    assert "tool dig" in dig and "depth" in dig and "width" not in dig  # the fields that parquet added are gone
+    assert "tool fly" in fly and "depth" not in fly and "tool" not in none
+    (text,) = read_rows(tmp_path, [{"messages": chat, "tools": json.dumps([{"name": "dig"}])}])
+    assert "tool dig" in text
+    prompts = [{"prompt": chat[:1], "response": "b", "enable_thinking": on} for on in (True, False)]
+    with pytest.raises(InputError, match="begins an answer with 'fast "):  # the column reached the template
+        read_rows(tmp_path, prompts)
+    for row, told in (
+        ({"messages": chat, "tools": "dig"}, "is no JSON"),
+        ({"prompt": "a", "response": "b", "tools": "[{}]"}, "a plain prompt goes through no chat template"),
+    ):
+        with pytest.raises(InputError, match=told):
+            read_rows(tmp_path, [row])
+    with pytest.raises(InputError, match="the chat template does not write them"):
+        read_rows(tmp_path, rows, TEMPLATE, tools_key="fns")
+
+
+@pytest.mark.parametrize("spelling", ["data.tools_key", "data.multiturn.tools_key"])
+def test_the_names_of_these_columns_are_verls(spelling):
+    line = [f"{spelling}=fns", "data.multiturn.enable_thinking_key=slow"]
+    data = examine("sft", line).config.data
+    assert (data.tools_key, data.enable_thinking_key) == ("fns", "slow")
 
 
 # --- files ---

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
@@ -436,15 +437,25 @@ def test_a_start_says_which_isolation_holds(make_layer, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_special_token_that_a_scorer_looks_for_is_told(caplog):
+def test_a_special_token_that_a_scorer_looks_for_is_told(make_layer, caplog):
     """Text for scorers has no special tokens: an answer's mark that is one would be scored as missing."""
-    tokenizer, row = tiny_tokenizer(), SimpleNamespace(style="rule", data_source="s", where="x", ground_truth="1")
-    known = {"s": (f"a{tokenizer.eos_token}b", Score(1.0))}
-    hooks = (lambda score, _: score), (lambda _: True)
-    check_hooks([row], {"s": ("ab", Score(1.0))}, tokenizer, *hooks)
-    assert "special" not in caplog.text
-    check_hooks([row], known, tokenizer, *hooks)
-    assert repr(tokenizer.eos_token) in caplog.text and "special to false" in caplog.text
+
+    def told(layer, asked, *special):
+        caplog.clear()
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_tokens([AddedToken(token, special=True) for token in special])
+        layer.check([asked], tokenizer)
+        return [record.getMessage() for record in caplog.records if "special" in record.getMessage()]
+
+    hops, gsm8k = row("lab/hops", "d"), row("openai/gsm8k", "72")
+    (line,) = told(make_layer(), hops, "#")
+    assert line.startswith("hops looks for '#',") and "special to false" in line
+    assert "gsm8k looks for '####'," in told(make_layer(), gsm8k, "####")[0]
+    assert not told(make_layer(), hops) and not told(make_layer(), hops, "####", "<x>")  # no example has these
+    assert not told(make_layer(), gsm8k, "So")  # is taken out of an example, which is graded as before
+    marked = make_layer("return float('<ans>' + ground_truth in solution_str)")
+    assert "looks for '<ans>'," in told(marked, row(), "<ans>", "<other>")[0]
+    assert not told(marked, row(), "<other>")
 
 
 @pytest.mark.parametrize(
