@@ -85,7 +85,6 @@ def test_a_closed_terminal_a_warning_and_a_damaged_line_leave_no_trace_in_the_we
 
     lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
     (run / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"\xff" + lines[1][:30], *lines[2:]]))
-    (run / "manifest.json").write_text("{")
     run_uninterrupted(factory, run)
     assert status(run) == "finished"
     assert [int(json.loads(line)["step"]) for line in read_lines(run / "metrics.jsonl")] == [0, 2, 3, 4, 5, 6]
