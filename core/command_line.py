@@ -9,13 +9,11 @@ Nothing here imports torch before the configuration is known to be good.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import io
 import logging
 import os
 import shutil
-import socket
 import sys
 import textwrap
 import traceback
@@ -23,14 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, verl_names
 from core.config.defaults import resolve
 from core.config.section import Limit, show
 from core.errors import FULL, InputError, OutOfMemory, UnhealthyRun, WorkersLost, WriteFailed, printable, write_failed
-from core.files import is_url
 
 log = logging.getLogger("core")
 
@@ -99,22 +94,23 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
 
 def _missing_here(config: Config) -> list[str]:
     """Return what this machine lacks for a run of the configuration, a line each: key, value, rule, fix."""
-    trainer, name, packages = config.trainer, config.actor_rollout_ref.rollout.name, {}
-    engine = registry.ENGINES[name]
+    trainer, name = config.trainer, config.actor_rollout_ref.rollout.name
+    engine, lines = registry.ENGINES[name], []
+    packages = {"trainer.backend=ray": "ray"} if trainer.backend == "ray" else {}
     if config.needs_engine and engine.package is not None:
         packages[f"actor_rollout_ref.rollout.name={name}"] = engine.package
-    if trainer.backend == "ray":
-        packages["trainer.backend=ray"] = "ray"
-    absent = [f"{key}: {package} is not" for key, package in packages.items() if find_spec(package) is None]
-    lines = [f"{text} installed; make setup installs it where it can" for text in absent]
+    for key, package in packages.items():
+        if find_spec(package) is None:
+            lines.append(f"{key}: {package} is not installed; make setup installs it where it can")
     if config.needs_engine and engine.problems:
         lines += code_by_path.load_object(engine.problems)(config)
     if trainer.backend == "local" and trainer.device == "cuda":  # over Ray the driver's own machine may have no GPU
         import torch
 
         if not torch.cuda.is_available():
-            rule = f"PyTorch {torch.__version__} finds no GPU on this machine"
-            lines.append(f"trainer.device=cuda: {rule}; use cpu, or check nvidia-smi and that this PyTorch has CUDA")
+            lines.append(
+                f"trainer.device=cuda: PyTorch {torch.__version__} finds no GPU here; use cpu, or see nvidia-smi"
+            )
     no_cluster = paths.address_problem(config)
     return [*lines, str(no_cluster)] if no_cluster else lines
 
@@ -176,15 +172,13 @@ def _report(recipe: str, composed: Composed) -> str:
     """Return what a dry run prints."""
     from core.plan import plan_lines
 
-    config, notes = composed.config, _notes(composed)
+    config = composed.config
     changes = diff(resolve(recipes.schema_of(recipe)(), recipe), config).items()
     effective = ((key, old, new) for key, (old, new) in changes if key not in composed.without_effect)
     no_cluster = paths.address_problem(config)
     blocks = {
         "differs from the defaults": [f"{key}={show(n, key)} (default {show(o, key)})" for key, o, n in effective],
-        "read as": notes["read as"],
-        "has no effect in this configuration": notes["no effect"],
-        "warnings": notes["warning"],
+        **_notes(composed),
         "not checked here": [*paths.not_checked(config), *([f"cluster: {no_cluster}"] if no_cluster else [])],
         f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(config),
     }
@@ -206,18 +200,25 @@ def _help(recipe: str, arguments: Sequence[str]) -> NoReturn:
 
 def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tuple[str, bool]:
     """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all of them."""
-    entries, others = list(explained(recipe, overrides)), list(verl_names.described(recipe)) if words else []
-    hits, older = ([one for one in some if _matches(words, " ".join(one))] for some in (entries, others))
     presets = sorted(path.stem for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
     lines = [] if words else USAGE.format(recipe=recipe, presets=", ".join(presets) or "none").splitlines()
-    lines += [line for entry in hits for line in _item(*entry)]
-    lines += ["keys of other versions:"] * bool(older) + [line for entry in older for line in _item(*entry)]
+    wrap = textwrap.TextWrapper(
+        width=max(40, min(120, shutil.get_terminal_size((120, 24)).columns)),
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    for title, entries in (
+        ("", explained(recipe, overrides)),
+        ("keys of other versions:", verl_names.described(recipe)),
+    ):
+        hits = [entry for entry in entries if all(word.lower() in " ".join(entry).lower() for word in words)]
+        if hits and (words or not title):
+            lines += [title] * bool(title)
+            lines += [line for head, text in hits for line in (*wrap.wrap(head), *wrap.wrap(f"    {text}"))]
     if lines:
         return "\n".join(lines), True
-    by_name = {key.rpartition(".")[2]: key for key in reversed(convert.all_keys(recipes.schema_of(recipe)))}
-    near = difflib.get_close_matches("_".join(words).lower(), by_name, n=3, cutoff=0.7)
-    nothing = f"--help {' '.join(words)}: no key has this in its name, its comment or its choices"
-    return f"{nothing}; close names: {', '.join(by_name[name] for name in near) or 'none'}", False
+    return f"--help {' '.join(words)}: no key has this in its name, its comment or its choices", False
 
 
 def explained(recipe: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -238,16 +239,6 @@ def choices(hint: Any) -> str:
         return f"one of {', '.join(get_args(hint))}"
     parts = [part.rule if isinstance(part, Limit) else choices(part) for part in get_args(hint)]
     return ", ".join(filter(None, parts))
-
-
-def _matches(words: Sequence[str], text: str) -> bool:
-    return all(word.lower() in text.lower() for word in words)
-
-
-def _item(head: str, text: str) -> list[str]:
-    width = max(40, min(120, shutil.get_terminal_size((120, 24)).columns))
-    options = {"width": width, "subsequent_indent": "    ", "break_on_hyphens": False, "break_long_words": False}
-    return [*textwrap.wrap(head, **options), *textwrap.wrap(text, initial_indent="    ", **options)]
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -272,23 +263,12 @@ def work(trainer: str, config: Config) -> None:
     handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
-    _offline_where_no_hub_is(config)
     try:
         run = train(load_trainer(trainer), config).run
     except KeyboardInterrupt:  # before the first step, or after the last: in between a signal is a request
         print("SIGINT: stopped before the first step; the same command begins again", file=sys.stderr)
         raise SystemExit(130) from None
     print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
-
-
-def _offline_where_no_hub_is(config: Config) -> None:
-    """Tell Hugging Face's libraries, which then are not imported yet, that the hub is away: they try for a minute."""
-    models = [path for path in paths.models(config).values() if path and not (paths.is_local(path) or is_url(path))]
-    if models and not getproxies():
-        try:
-            socket.getaddrinfo(urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname, 443)
-        except OSError:
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def train(trainer: Callable[[Config], Any], config: Config) -> Any:

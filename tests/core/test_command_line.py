@@ -102,20 +102,6 @@ def test_a_failure_of_our_code_keeps_its_traceback(tmp_path):
         command_line.train(lambda made: scripted()(made, respond), configured(prepare(tmp_path), "run"))
 
 
-def test_without_a_network_a_hub_id_is_tried_once(tmp_path, monkeypatch):
-    def unknown(*address):
-        raise OSError("no network")
-
-    prepare(tmp_path)
-    monkeypatch.setattr(command_line.socket, "getaddrinfo", unknown)
-    for model, offline in ((f"{tmp_path}/model", None), ("org/name", "1")):
-        config = configured(tmp_path, "run", f"actor_rollout_ref.model.path={model}")
-        with monkeypatch.context() as patch:
-            patch.setattr(command_line.os, "environ", environ := {})
-            command_line._offline_where_no_hub_is(config)
-        assert environ.get("HF_HUB_OFFLINE") == offline
-
-
 def test_a_ctrl_c_before_the_first_step_is_a_line(tmp_path, capsys, monkeypatch):
     def interrupted(self):
         raise KeyboardInterrupt
