@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -200,7 +199,7 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
         raise InputError("data.val_files=[]: there are no questions; give parquet files")
     try:
         here = is_local(call.path) or is_url(call.path)  # else a hub's id, which is known by its name
-        weights = f"sha256:{base_of(os.path.expanduser(call.path)).sha256}" if here else call.path
+        weights = f"sha256:{base_of(call.path)}" if here else call.path
     except FileNotFoundError as error:
         raise InputError(f"--model={call.path}: {error}; give a folder that core.export wrote") from error
     data = run_manifest.data_hashes(call.config.data.val_files)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.checkpoint.provenance import MODELS
 from core.checkpoint.store import Checkpoint, CheckpointStore, checkpoint_at
 from core.errors import InputError
 from core.files import written_here
@@ -35,9 +36,9 @@ def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint
             from core.learner.models import quiet
             from core.vision.pictures import modality_of
 
-            saved = found.provenance.models["actor"].base if found.provenance else None
+            saved = found.provenance.contents.get(MODELS["actor"]) if found.provenance else None
             with quiet():
-                model = merge_saved(actor, saved, base)
+                model = merge_saved(actor, saved and saved[0], base)
             modality_of(model.config).load_processor(model, str(actor))
             export_hf(model, AutoTokenizer.from_pretrained(actor), unfinished)
         else:

@@ -23,7 +23,7 @@ import torch
 
 from core.algorithm.losses import KLController
 from core.checkpoint import run_state
-from core.checkpoint.provenance import Change, ModelFingerprint, Provenance, check_resume
+from core.checkpoint.provenance import MODELS, Change, Provenance, bases, check_resume
 from core.checkpoint.store import Checkpoint, CheckpointStore, RemoteCopy, resolve_resume
 from core.config import convert, defaults
 from core.config.paths import run_folder
@@ -72,7 +72,6 @@ class Run:
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
         self.saved_step: int | None = None
         self.workers: LocalWorkers | None = None
-        self.models: Mapping[str, ModelFingerprint] = {}
         self.contents: Mapping[str, list[str]] = {}
         self.changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
         self.tracker: Tracker | None = None
@@ -96,13 +95,12 @@ class Run:
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
         """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.
 
-        Raises InputError where an epoch has no whole batch, or where the checkpoint is damaged, holds other models, or
-        is of a run with another base, other data or another objective.
+        Raises InputError where an epoch has no whole batch, or where the checkpoint is damaged, or is of a run with
+        another base, other data or another objective.
         """
-        from core.learner.saving import planned_fingerprints
-
         trainer, batch_size, prompts = self.trainer, self.config.data.train_batch_size, len(stream)
-        self.prompt_of, self.contents = stream.prompt, run_manifest.contents(self.config)
+        self.prompt_of = stream.prompt
+        self.contents = {**run_manifest.contents(self.config), **bases(self.config)}
         self.total_steps = trainer.total_training_steps
         if self.total_steps is None:
             self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
@@ -112,8 +110,9 @@ class Run:
             raise InputError(f"data.train_batch_size={batch_size}: {rule}")
         checkpoint = resolve_resume(trainer, self.store)
         if checkpoint is not None:
-            if checkpoint.provenance is not None:
-                self.models = planned_fingerprints(self.config, critic=critic)
+            if critic and not (checkpoint.folder / "critic").is_dir():
+                rule = "this run trains a critic, which algorithm.adv_estimator decides"
+                raise InputError(f"{checkpoint.folder} holds none: {rule}; set it to that of the run that wrote it")
             self._compare(checkpoint)
             own = checkpoint.folder.parent == self.store.root
             if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
@@ -136,7 +135,7 @@ class Run:
     def attach(self, workers: LocalWorkers, checkpoint: Checkpoint | None) -> LoopState:
         """Take the models into the run and return the state to go on from, as if the run had never stopped."""
         self.workers = workers
-        self.models = workers.fingerprints()  # once: a checkpoint records what was loaded
+        self.contents |= bases(self.config)  # of a hub id only now on this machine
         if checkpoint is None:
             return self.state
         self._compare(checkpoint)
@@ -158,7 +157,7 @@ class Run:
         processes = self.workers or saved
         ranks, threads = (processes.ranks, processes.threads) if processes else (0, 0)
         run = {"seed": self.trainer.seed, "config": convert.as_json(self.config), "contents": self.contents}
-        return Provenance(models=self.models, ranks=ranks, threads=threads, **run)
+        return Provenance(ranks=ranks, threads=threads, **run)
 
     # -- around the loop -------------------------------------------------------------------------
 
@@ -203,7 +202,11 @@ class Run:
             text = "the run is finished: step %d of %d is done; raise trainer.total_training_steps or total_epochs"
             log.warning(text, self.step, self.total_steps)
         resume_step = self.step if self.saved_step is not None and not only_validates else None
-        models = {name: model.base for name, model in self.models.items()}
+        models = {
+            name: {"path": convert.get(self.config, key), "sha256": self.contents[key][0]}
+            for name, key in MODELS.items()
+            if key in self.contents
+        }
         changes = {change.key: [change.there, change.here] for change in self.changes}
         tracker = Tracker(folder, self.config, resume_step, self.run_dir.parent.name, models=models, changes=changes)
         if not only_validates:

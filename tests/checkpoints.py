@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.checkpoint.provenance import ModelFingerprint, Provenance
+from core.checkpoint.provenance import Provenance
 from core.checkpoint.store import CheckpointStore, resolve_resume
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("actor/model.safetensors", "actor/optimizer.pt", "driver.json")
 RUN = Provenance(
-    models={"actor": ModelFingerprint("Qwen2ForCausalLM", {"embed": (100, 32), "head": (100, 32)})},
     seed=1,
     ranks=1,
     threads=2,

@@ -1,4 +1,4 @@
-"""Which run a checkpoint or a result belongs to, and what a run that resumes has otherwise than the run that wrote it.
+"""Which run a checkpoint belongs to, and what a run that resumes has otherwise than the run that wrote it.
 
 What a change of a key means is said by its field's role. This module imports neither torch nor transformers.
 """
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -20,29 +21,19 @@ from core.config.section import BOOKKEEPING, FILES, IDENTITY, brief, show
 from core.errors import InputError
 from core.files import file_sha256, local_path
 
+log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "ray")
 FORMATS = ("model*.safetensors", "pytorch_model*.bin")  # of weights, in the order in which transformers looks for them
 MODELS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
 
 
-@dataclass(frozen=True)
-class Base:
-    """The weights that a model started from: where they were, and their SHA-256."""
-
-    path: str
-    sha256: str
-
-    def __str__(self) -> str:
-        return f"{self.path} (SHA-256 {self.sha256[:12]})"
-
-
-def base_of(path: str) -> Base:
+def base_of(path: str) -> str:
     """Return the SHA-256 of the weights in a Hugging Face folder (or of a hub id's or URL's, as this machine has them).
 
     Of safetensors every tensor counts by name, type, shape and bytes, so a copy that is cut into other files is the
     same base; of other formats the files do. Raises FileNotFoundError.
     """
-    folder = Path(local_path(path, "model"))
+    folder = Path(local_path(path, "model")).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
@@ -51,7 +42,19 @@ def base_of(path: str) -> Base:
     if files is None:
         raise FileNotFoundError(f"{path}: no weights ({', '.join(FORMATS)}) there")
     lines = [line for file in files for line in _tensors(file, file.stat().st_size, file.stat().st_mtime_ns)]
-    return Base(path, hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest())
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def bases(config: Any) -> dict[str, list[str]]:
+    """Return key -> SHA-256 of the weights that it names, of the models that train and are on this machine."""
+    found = {}
+    for name, key in MODELS.items():
+        if name == "actor" or config.critic.enable:
+            try:
+                found[key] = [base_of(convert.get(config, key))]
+            except (OSError, ValueError) as error:
+                log.info("the weights that the %s starts from are not recorded: %s", name, error)
+    return found
 
 
 @functools.cache
@@ -70,25 +73,6 @@ def _tensors(file: Path, size: int, changed: int) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class ModelFingerprint:
-    """What two models must have in common for the weights of one to fit the other."""
-
-    architecture: str
-    shapes: Mapping[str, tuple[int, ...]]
-    base: Base | None = None  # None where it is not known: of weights out of reach
-
-    @classmethod
-    def of(cls, module: Any, base: Base | None = None) -> ModelFingerprint:
-        """Return the class name of a torch module and the (global) shape of every parameter, on the meta device too."""
-        shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
-        return cls(type(module).__name__, shapes, base)
-
-    @property
-    def has_adapters(self) -> bool:
-        return any(".lora_" in name for name in self.shapes)
-
-
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Return the installed versions, by default of the packages that decide the numbers."""
     versions = {}
@@ -102,27 +86,12 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
 class Provenance:
     """Which run a checkpoint belongs to: written into its manifest, compared at a resume."""
 
-    models: Mapping[str, ModelFingerprint]  # "actor", and "critic" where there is one
     seed: int
     ranks: int
     threads: int
     config: Mapping[str, Any]  # flat key -> value, as JSON has it
     contents: Mapping[str, list[str]] = field(default_factory=dict)  # key -> SHA-256 of the files that it names
     versions: Mapping[str, str] = field(default_factory=package_versions)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Provenance:
-        models = {}
-        for name, model in value["models"].items():
-            shapes = {key: tuple(shape) for key, shape in model["shapes"].items()}
-            base = Base(**model["base"]) if model["base"] else None
-            models[name] = ModelFingerprint(model["architecture"], shapes, base)
-        return cls(**{**value, "models": models})
-
-    def hashes(self) -> dict[str, list[str]]:
-        """Return key -> SHA-256 of the files that it names, models included, as far as they are known."""
-        bases = {MODELS[name]: [model.base.sha256] for name, model in self.models.items() if model.base is not None}
-        return {**self.contents, **bases}
 
 
 @dataclass(frozen=True)
@@ -132,7 +101,7 @@ class Change:
     key: str
     there: Any
     here: Any
-    refused: bool = False  # another objective, other data or another base: not without trainer.resume_with_changes
+    refused: bool = False  # another objective, other data or weights: not without trainer.resume_with_changes
 
     def __str__(self) -> str:
         return f"{self.key} was {brief(show(self.there, self.key))}, is {brief(show(self.here, self.key))}"
@@ -143,32 +112,11 @@ def check_resume(folder: Path, saved: Provenance | None, run: Provenance, *, all
 
     Returns what differs and is allowed to (ranks, threads, package versions, keys that change no objective; with
     ``allow`` all): the resumed run is then not bit-identical to an uninterrupted one. Raises InputError for another
-    model or seed (which decides the prompts) and, without ``allow``, for another base, other data or objective.
+    seed (which decides the prompts) and, without ``allow``, for other weights at the start, other data or objective.
     """
     fix = "or choose another trainer.experiment_name"
     if saved is None:
         raise InputError(f"{folder}: the manifest does not say which run it is of, so it cannot be resumed")
-    if saved.models.keys() != run.models.keys():
-        there, here = (", ".join(sorted(one.models)) for one in (saved, run))
-        rule = f"algorithm.adv_estimator decides whether a run has a critic: this one has {here}"
-        raise InputError(f"{folder} holds {there}; {rule}. Resume with the configuration of the run, {fix}")
-    for name, there in saved.models.items():
-        key, here = MODELS[name], run.models[name]
-        odd = [
-            part for part in sorted({*there.shapes, *here.shapes}) if there.shapes.get(part) != here.shapes.get(part)
-        ]
-        if odd or there.architecture != here.architecture:
-            shapes = (f"{one.architecture} {[one.shapes.get(part) for part in odd[:3]]}" for one in (there, here))
-            kinds = " there, ".join(shapes)
-            raise InputError(
-                f"{folder} is a checkpoint of another model ({name}: {', '.join(odd[:3])} of {kinds} here); a resumed "
-                f"run must keep its model: set {key} to the one the run started from, {fix}"
-            )
-        if here.has_adapters and there.base and here.base and there.base.sha256 != here.base.sha256:
-            raise InputError(
-                f"{key}={here.base}: {folder} holds adapters of another base, {there.base}, which alone they "
-                f"fit. Give the run that base, wherever it is now, {fix}"
-            )
     if saved.seed != run.seed:
         rule = f"{folder} has seed {saved.seed}, which decides the order of the data"
         raise InputError(f"trainer.seed={run.seed}: {rule}; set it to {saved.seed}, {fix}")
@@ -188,11 +136,10 @@ def _changes(saved: Provenance, run: Provenance) -> Iterator[Change]:
     schemas = recorded.schemas()
     schema = next((one for one in schemas if run.config.keys() <= convert.all_keys(one).keys()), schemas[0])
     there, here = (recorded.completed(each.config, schema) for each in (saved, run))
-    sums_there, sums_here = saved.hashes(), run.hashes()
-    for key in sorted({*there, *here, *sums_there, *sums_here} - {"trainer.seed"}):
+    for key in sorted({*there, *here, *saved.contents, *run.contents} - {"trainer.seed"}):
         role, pair = recorded.role_of(key), [there.get(key), here.get(key)]
-        sums = [sums_there.get(key), sums_here.get(key)]
-        unread = key.startswith("critic.") and "critic" not in run.models  # those keys follow the policy's
+        sums = [saved.contents.get(key), run.contents.get(key)]
+        unread = key.startswith("critic.") and not here.get("critic.enable")  # those keys follow the policy's
         same = pair[0] == pair[1]
         if None not in sums:  # a file may have moved
             same = sums[0] == sums[1] and (same or role == FILES)

@@ -117,7 +117,7 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
             if digest != body["files"][name]["sha256"]:
                 raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
         saved = body["provenance"]
-        return Checkpoint(folder, body["step"], body["files"], Provenance.from_json(saved) if saved else None)
+        return Checkpoint(folder, body["step"], body["files"], Provenance(**saved) if saved else None)
     except OSError as error:
         name = Path(error.filename or MANIFEST).name
         raise DamagedCheckpoint(f"{folder}: {name} is missing or cannot be read ({error.strerror})") from error

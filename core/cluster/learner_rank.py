@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, own_part, reshard, shard
 from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner.learner import Actor, Critic
@@ -30,7 +29,6 @@ from core.learner.passes import BasePolicy, Policy, Traced, pass_size, probe_ids
 from core.learner.saving import (
     OPTIMIZER,
     export_hf,
-    fingerprints,
     load_optimizer,
     load_weights,
     optimizer_tensors,
@@ -136,10 +134,6 @@ class Learner:
         """Return what the last policy update computed of the tokens of these rows of the step's batch."""
         return self.actor.traced.of(rows)
 
-    def fingerprints(self) -> dict[str, ModelFingerprint]:
-        """Return architecture, shapes and base of each model: what a checkpoint must agree on to be loaded."""
-        return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config)
-
 
 class LearnerRank(Learner):
     """This rank's part of policy, reference and critic, for the phases of a step on the rank's share of a batch.
@@ -201,10 +195,6 @@ class LearnerRank(Learner):
             move_state(part.stepper.optimizer, torch.device("cpu"))
         if self.device.type == "cuda" and (config.param_offload or config.optimizer_offload):
             torch.cuda.empty_cache()
-
-    def fingerprints(self) -> dict[str, ModelFingerprint]:
-        """Return the models' fingerprints on rank 0; others have nothing to add."""
-        return super().fingerprints() if self.lead else {}
 
     def probe(self) -> tuple[tuple[int, ...], Any]:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
@@ -295,7 +285,7 @@ class LearnerRank(Learner):
     def read(self, name: str, folder: Path) -> nn.Module | dict[str, Tensor]:
         """Return a checkpoint's weights, whole."""
         if has_adapters(self.skeletons[name]):
-            return load_adapters(list(trained_weights(self.skeletons[name])), folder)
+            return load_adapters(trained_weights(self.skeletons[name]), folder)
         whole = copy.deepcopy(self.skeletons[name]).to_empty(device="cpu")
         whole.tie_weights()
         load_weights(whole, folder)

@@ -16,7 +16,6 @@ import ray
 import torch
 from torch import Tensor
 
-from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.ray_pools import RayProcesses, rank_name
 from core.data.vocabulary import known_ids
 from core.engines.weight_buckets import Checksum, Proof, merged
@@ -127,9 +126,6 @@ class RayWorkers(RayProcesses):
     def overlaps(self) -> bool:
         """Whether engine and learner can work at once: not where they alternate on a GPU."""
         return self.device.type == "cpu" or not self.config.actor_rollout_ref.hybrid_engine
-
-    def fingerprints(self) -> dict[str, ModelFingerprint]:
-        return self._all("fingerprints", "fingerprints")[0]
 
     def save(self, folder: Path) -> Mapping[str, str]:
         hashes = self._all("save_checkpoint", "save", str(folder.absolute()))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from core.errors import InputError
 
 if TYPE_CHECKING:
-    from core.checkpoint.provenance import Base
     from core.config.training_keys import CriticModelConfig, ModelConfig
 
 ADAPTER = "default"  # peft's name of the one adapter there is
@@ -132,23 +131,30 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def load_adapters(names: list[str], folder: Path) -> dict[str, Tensor]:
-    """Return what :func:`save_adapters` wrote, by the ``names`` of :func:`trained_weights`. Raises InputError."""
+def load_adapters(trained: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Return what :func:`save_adapters` wrote, by the names of ``trained``, as :func:`trained_weights` has them.
+
+    Raises InputError for other names or shapes.
+    """
     from safetensors.torch import load_file
 
     found = load_file(folder / WEIGHTS)
-    wanted = {PREFIX + name.replace(INSIDE, "."): name for name in names}
-    if wanted.keys() != found.keys():
-        odd = ", ".join(sorted(wanted.keys() ^ found.keys())[:5])
+    wanted = {PREFIX + name.replace(INSIDE, "."): name for name in trained}
+    there, here = (
+        {key: value.shape for key, value in found.items()},
+        {key: trained[wanted[key]].shape for key in wanted},
+    )
+    if there != here:
+        odd = ", ".join(sorted(key for key in {*there, *here} if there.get(key) != here.get(key))[:5])
         raise InputError(f"{folder / WEIGHTS} holds adapters of another shape: {odd}")
     return {wanted[name]: value for name, value in found.items()}
 
 
-def merge_saved(folder: Path, saved: Base | None, path: str | None = None) -> nn.Module:
+def merge_saved(folder: Path, saved: str | None, path: str | None = None) -> nn.Module:
     """Return the policy of a checkpoint that :func:`save_adapters` wrote: its base, with the adapters merged.
 
-    ``path`` is where the base is now, if not where the run found it; ``saved`` what it was then (the checkpoint's
-    manifest). Raises InputError where the weights there are others.
+    ``path`` is where the base is now, if not where the run found it; ``saved`` its SHA-256 then (the
+    checkpoint's manifest). Raises InputError where the weights there are others.
     """
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
@@ -161,9 +167,9 @@ def merge_saved(folder: Path, saved: Base | None, path: str | None = None) -> nn
         raise InputError(f"{folder}: its adapter_config.json is none that a run here writes, and may name code to run")
     path = resolve_path(path or config.base_model_name_or_path, "--base")
     found = base_of(path)
-    if saved is not None and saved.sha256 != found.sha256:
-        rule = f"{folder} holds adapters of another base, {saved.path} of SHA-256 {saved.sha256[:12]}: give that one"
-        raise InputError(f"--base={path} (weights of SHA-256 {found.sha256[:12]}): {rule}")
+    if saved not in (None, found):
+        rule = f"{folder} holds adapters of another base, {config.base_model_name_or_path} of SHA-256 {saved[:12]}"
+        raise InputError(f"--base={path} (weights of SHA-256 {found[:12]}): {rule}: give that one")
     shape = AutoConfig.from_pretrained(folder)
     base = tied(auto_class(shape).from_pretrained(path, config=shape, dtype=torch.float32))
     return PeftModel.from_pretrained(base, folder).merge_and_unload()

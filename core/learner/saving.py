@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
 from core.checkpoint.store import DamagedCheckpoint
 from core.errors import InputError
 from core.files import file_sha256, fsync
 from core.learner.lora import CONFIG as ADAPTERS
-from core.learner.lora import add_adapters, has_adapters, load_adapters, save_adapters, trained_weights
-from core.learner.models import load_critic, load_policy, located, quiet
+from core.learner.lora import has_adapters, load_adapters, save_adapters, trained_weights
+from core.learner.models import quiet
 
 if TYPE_CHECKING:
-    from core.config.schema import Config
     from core.learner.learner import Actor, Critic
 
 log = logging.getLogger(__name__)
@@ -61,7 +59,7 @@ def load_model(module: nn.Module, folder: Path) -> None:
         load_weights(module, folder)
         return
     trained = trained_weights(module)
-    for name, value in load_adapters(list(trained), folder).items():
+    for name, value in load_adapters(trained, folder).items():
         trained[name].copy_(value)
 
 
@@ -207,36 +205,3 @@ def load_optimizer(
             raise DamagedCheckpoint(f"{folder}: holds the optimizer of another model, with {name}")
         parameter = trained[name]
         state[parameter][key] = value.to(parameter.device) if place is None else place(parameter, value)
-
-
-# -- what a checkpoint belongs to --------------------------------------------------------------------
-
-
-def planned_fingerprints(config: Config, *, critic: bool) -> dict[str, ModelFingerprint]:
-    """Return what is known of the models that ``config`` names before any is loaded; see :func:`fingerprints`."""
-    part, seed = config.actor_rollout_ref, config.trainer.seed
-    made = {"actor": add_adapters(load_policy(part.model, on_meta=True), part.model, seed)}
-    if critic:
-        made["critic"] = add_adapters(load_critic(config.critic.model, seed, on_meta=True), config.critic.model, seed)
-    return fingerprints(made, config, loaded=False)
-
-
-def fingerprints(
-    modules: Mapping[str, nn.Module], config: Config, *, loaded: bool = True
-) -> dict[str, ModelFingerprint]:
-    """Return architecture, shapes and base of each model (``actor``, ``critic``); the weights are those on disk now.
-
-    Where the weights are not on this machine there is no base: a hub's before they are ``loaded``, and in a format that
-    is not known. The base of adapters has to be known once it is loaded, since their checkpoint does not hold it.
-    """
-    paths = {"actor": config.actor_rollout_ref.model.path, "critic": config.critic.model.path}
-    bases: dict[str, Base | None] = dict.fromkeys(modules)
-    for name, module in modules.items():
-        try:
-            bases[name] = base_of(located(paths[name]))
-        except (OSError, ValueError) as error:
-            if loaded and has_adapters(module):
-                raise
-            if loaded:
-                log.warning("the weights that the %s starts from are not recorded: %s", name, error)
-    return {name: ModelFingerprint.of(module, bases[name]) for name, module in modules.items()}

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint.provenance import Base, package_versions
+from core.checkpoint.provenance import package_versions
 from core.config import Config, convert, paths
 from core.config.defaults import resolve
 from core.config.section import command_line, hidden
@@ -37,11 +37,12 @@ def now() -> str:
 
 
 def begun(
-    path: Path, config: Config, recipe: str, resume: int | None, models: Mapping[str, Base | None], changes: Changes
+    path: Path, config: Config, recipe: str, resume: int | None, models: Mapping[str, Any], changes: Changes
 ) -> dict[str, Any]:
     """Return the manifest of a run that starts, or goes on after step ``resume``, with an entry for this process.
 
-    ``models`` are the bases of its models. Raises InputError for one that is damaged.
+    ``models`` are where the weights came from that it starts with, and their SHA-256. Raises InputError for a manifest
+    that is damaged.
     """
     manifest = {"run": path.parent.resolve().name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
     if path.exists():
@@ -57,7 +58,7 @@ def begun(
         "seeds": {"trainer.seed": config.trainer.seed, "data.seed": config.data.seed},
         "changed_from_defaults": {key: [hidden(one.get(key), key) for one in (before, after)] for key in changed},
         "data": data_of(config),
-        "models": {name: base and {"path": base.path, "sha256": base.sha256} for name, base in models.items()},
+        "models": dict(models),
     }
     manifest["sessions"].append(session(resume, changes))
     return manifest

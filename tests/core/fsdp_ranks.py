@@ -73,8 +73,7 @@ def train(rank, world, config, batch, dtype="float64", updates=3, save=None, loa
     log_probs = one.compute_log_probs(batch)[0]  # every rank the whole batch
     values = one.compute_values(batch)
     weights = {name: gather(merged_weights(part.module)) for name, part in one.trained.items()}
-    bases = {name: model.base.sha256 for name, model in one.fingerprints().items() if model.base}
-    found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values, "bases": bases}
+    found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
     if save:
         with patch("core.learner.saving.FILE_SIZE", file_size or FILE_SIZE):
             torch.save(one.save(str(save)), f"{save}_rank_{rank}.pt")

@@ -16,7 +16,6 @@ import torch
 
 from core.config import compose
 from core.engines import SampleRequest
-from core.learner.saving import planned_fingerprints
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch
 from tests.scripted_engine import ScriptedEngine
@@ -115,9 +114,6 @@ class ScriptedWorkers:
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights([], version)
         return {"rollout_corr/probe_diff": 0.0}
-
-    def fingerprints(self):
-        return planned_fingerprints(self.config, critic=False)
 
     def save(self, folder: Path) -> dict[str, str]:
         (folder / "actor").mkdir(parents=True)

@@ -249,7 +249,7 @@ def test_examples_tokenizers_and_bases_of_a_url_are_those_of_the_files(tmp_path,
     assert sha256_of(rows) == sha256_of(str(made / "train.parquet"))
     load_tokenizer(compose("grpo", [f"actor_rollout_ref.model.path={url}"]).actor_rollout_ref.model)
     assert not list(copies.rglob("*.safetensors")), "a tokenizer needs no weights"
-    assert base_of(url).path == url and base_of(url).sha256 == base_of(str(made / "model")).sha256
+    assert base_of(url) == base_of(str(made / "model"))
 
 
 def test_commands_take_urls_of_checkpoints_and_runs(model, tmp_path, copies, capsys):

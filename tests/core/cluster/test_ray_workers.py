@@ -80,7 +80,6 @@ def test_two_ranks_report_and_compute_what_one_process_does(pair):
     torch.testing.assert_close(ranks.compute_ref_log_prob(batch), alone.compute_ref_log_prob(batch))
     torch.testing.assert_close(ranks.compute_values(batch), alone.compute_values(batch), rtol=1e-6, atol=1e-6)
     assert not torch.equal(ranks.compute_log_probs(batch)[0], ranks.compute_ref_log_prob(batch))
-    assert ranks.fingerprints() == alone.fingerprints()
 
 
 def test_without_old_log_probs_the_update_measures_the_same(model, pair):

@@ -122,7 +122,7 @@ def test_no_message_dry_run_or_help_shows_a_secret(monkeypatch, capsys):
 
 
 def provenance(config):
-    return Provenance(models={}, seed=1, ranks=1, threads=1, config=config, versions={})
+    return Provenance(seed=1, ranks=1, threads=1, config=config, versions={})
 
 
 def test_another_secret_is_the_same_run(tmp_path):
