@@ -9,10 +9,7 @@ A run folder at a URL is a copy of the one here.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fcntl
-import functools
-import hashlib
 import json
 import logging
 import os
@@ -84,14 +81,13 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
         fsync(path)
     names = [str(path.relative_to(folder)) for path in paths if path.is_file()]
     sums = {**_hash_all(folder, [name for name in names if name not in hashes]), **hashes}
-    body = {
+    manifest = {
         "format": FORMAT,
         "step": step,
         "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sums[name]} for name in names},
         "provenance": None if provenance is None else dataclasses.asdict(provenance),
     }
-    body = json.loads(json.dumps(body))  # as a reader will see it, so that the digest is of the same thing
-    write_atomic(folder / MANIFEST, json.dumps({"sha256": _digest(body), "body": body}, indent=1))
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
@@ -102,31 +98,26 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        body = manifest["body"]
-        if manifest["sha256"] != _digest(body):
-            raise DamagedCheckpoint(f"{folder}: {MANIFEST} was altered: its own SHA-256 does not match")
-        if body["format"] != FORMAT:
-            rule = f"has format {body['format']}, this code reads {FORMAT}"
+        if manifest["format"] != FORMAT:
+            rule = f"has format {manifest['format']}, this code reads {FORMAT}"
             raise InputError(f"{folder} {rule}: resume with the code that wrote it")
-        if (named := NAME.fullmatch(folder.name)) and int(named[1]) != body["step"]:
-            raise DamagedCheckpoint(f"{folder}: the manifest is of step {body['step']}: the folder was renamed")
-        for name, recorded in body["files"].items():
+        step, files, saved = manifest["step"], manifest["files"], manifest["provenance"]
+        if (named := NAME.fullmatch(folder.name)) and int(named[1]) != step:
+            raise DamagedCheckpoint(f"{folder}: the manifest is of step {step}: the folder was renamed")
+        for name, recorded in files.items():
             if (size := inside(folder, name, folder / MANIFEST).stat().st_size) != recorded["bytes"]:
                 raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {recorded['bytes']}")
-        for name, digest in _hash_all(folder, body["files"] if hashes else ()).items():
-            if digest != body["files"][name]["sha256"]:
+        for name, digest in _hash_all(folder, files if hashes else ()).items():
+            if digest != files[name]["sha256"]:
                 raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
-        saved = body["provenance"]
-        return Checkpoint(folder, body["step"], body["files"], Provenance(**saved) if saved else None)
+        return Checkpoint(folder, step, files, Provenance(**saved) if saved else None)
     except OSError as error:
         name = Path(error.filename or MANIFEST).name
         raise DamagedCheckpoint(f"{folder}: {name} is missing or cannot be read ({error.strerror})") from error
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except InputError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
-
-
-def _digest(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
@@ -201,16 +192,14 @@ class CheckpointStore:
             return
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             # A POSIX record lock: a forked worker that outlives a killed driver does not inherit it.
-            self._lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            taken = error.errno in (errno.EACCES, errno.EAGAIN) and self._lock is not None
             what = f"checkpoints cannot be written there ({error.strerror})"
-            what = "another process is writing checkpoints there" if taken else what
-            self._lock = None
-            fix = "wait for it to end, or set another folder"
-            raise InputError(f"{KEY}={self.root}: {what}; {fix}") from error
+            what = "another process is writing checkpoints there" if isinstance(error, BlockingIOError) else what
+            raise InputError(f"{KEY}={self.root}: {what}; wait for it to end, or set another folder") from error
+        self._lock = lock
         self._clear()
 
     @contextmanager
@@ -236,8 +225,7 @@ class CheckpointStore:
                 raise
             raise WriteFailed(
                 f"{self.root}: the checkpoint of step {step} could not be written ({error}; {free_space(self.root)}); "
-                f"intact are those of steps {self.complete_steps()}. Make room for trainer.max_actor_ckpt_to_keep and "
-                "one more, or set another trainer.default_local_dir, and resume"
+                f"intact are those of steps {self.complete_steps()}. Make room, or set another {KEY}, and resume"
             ) from error
 
     def adopt(self, folder: Path, step: int) -> None:
@@ -289,15 +277,16 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
         store.claim()
     if trainer.resume_mode == "auto":
         return store.latest(tidy=not trainer.val_only)
-    chosen, what = None, "trainer.resume_mode=disable starts at step 0"
+    chosen = None
     if trainer.resume_mode == "resume_path":
         chosen = checkpoint_at(trainer.resume_from_path, "trainer.resume_from_path")
-        what = f"trainer.resume_from_path={trainer.resume_from_path} starts at step {chosen.step}"
-    newer = [step for step in store.steps() if step > (chosen.step if chosen else -1)]
+    start = chosen.step if chosen else 0
+    newer = [step for step in store.steps() if step > start or chosen is None]
     if newer and not trainer.val_only:
         raise InputError(
-            f"{what}, but {store.root} already holds global_step_{newer[-1]}; choose another trainer.experiment_name, "
-            "move the newer checkpoints away, or continue that run with trainer.resume_mode=auto"
+            f"trainer.resume_mode={trainer.resume_mode} starts at step {start}, but {store.root} already holds "
+            f"global_step_{newer[-1]}; choose another trainer.experiment_name, move the newer checkpoints away, or "
+            "continue that run with trainer.resume_mode=auto"
         )
     return chosen
 
@@ -315,13 +304,9 @@ class RemoteCopy:
         self.newest = -1  # step that this process has seen or put there
         self._sent: dict[str, tuple[int, int]] = {}  # file of the run -> its state when it was sent
 
-    @functools.cached_property
-    def place(self) -> tuple[Any, str]:
-        return place(self.url, KEY)
-
     def files(self) -> list[str]:
         """Return the names of all files there, relative to the URL. Raises InputError where it cannot be read."""
-        fs, path = self.place
+        fs, path = place(self.url, KEY)
         with explained(self.url, KEY):
             fs.invalidate_cache()
             return [full.removeprefix(f"{path}/") for full in fs.find(path)]
@@ -338,16 +323,16 @@ class RemoteCopy:
         """
         if writes:
             check_writable(self.url, KEY)
-        there, here = self.steps(), self.store.complete_steps()
-        self.newest, own = max(there, default=-1), max(here, default=-1)
+        there, own = self.steps(), max(self.store.complete_steps(), default=-1)
+        self.newest = max(there, default=-1)
         if self.newest > own or not (self.store.root / MANIFEST).exists():
             self._fetch([name for name in self.files() if not name.startswith(CHECKPOINTS)], self.store.root)
         newer = [step for step in reversed(there) if step > own]
-        if newer and not any(map(self._fetch_checkpoint, newer)) and not here:
+        if newer and not any(map(self._fetch_checkpoint, newer)) and own < 0:
             raise InputError(f"{KEY}={self.url}: every checkpoint there is damaged; to start over choose another")
 
     def _fetch(self, names: Collection[str], folder: Path, within: str = "") -> None:
-        fs, path = self.place
+        fs, path = place(self.url, KEY)
         for name in names:
             download(fs, f"{path}/{name}", inside(folder, name.removeprefix(within), self.url), KEY, self.url)
 
@@ -355,8 +340,7 @@ class RemoteCopy:
         """Fetch one checkpoint; return whether it arrived as it was written."""
         final = self.store.folder(step)
         log.info("fetching %s/%s to %s", self.url, final.name, final)
-        partial = final.with_name(f".tmp-{final.name}-{os.getpid()}")
-        within = f"{final.name}/"
+        partial, within = final.with_name(f".tmp-{final.name}-{os.getpid()}"), f"{final.name}/"
         self._fetch([name for name in self.files() if name.startswith(within)], partial, within)
         self.store.adopt(partial, step)
         try:
@@ -372,13 +356,12 @@ class RemoteCopy:
 
         Raises WriteFailed; InputError where another run writes there.
         """
-        there = self.steps()
+        there, folder = self.steps(), self.store.folder(step)
         if there and there[-1] > max(self.newest, step):
             rule = f"global_step_{there[-1]} there is of another run that goes on; give this one another URL"
-            raise InputError(f"{KEY}={self.url}: {rule}. Its step {step} is complete in {self.store.folder(step)}")
+            raise InputError(f"{KEY}={self.url}: {rule}. Its step {step} is complete in {folder}")
         self.send_files()
-        fs, path = self.place
-        folder = self.store.folder(step)
+        fs, path = place(self.url, KEY)
         with explained(self.url, KEY, writing=True):
             if step in there:  # written anew: not complete until the new manifest is there
                 fs.rm_file(f"{path}/{folder.name}/{MANIFEST}")
