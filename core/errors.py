@@ -41,7 +41,7 @@ class WorkersLost(RuntimeError):
 
 
 class UnhealthyRun(RuntimeError):
-    """A bound of ``trainer.health`` with ``action=stop`` was crossed; the run is saved and ended."""
+    """A bound of ``trainer.health`` that ends a run was crossed; the run is saved and ended."""
 
 
 # --- disks ---
@@ -96,11 +96,8 @@ class OutOfMemory(RuntimeError):
 _ENGINE = "actor_rollout_ref.rollout.gpu_memory_utilization or max_num_seqs"
 MEMORY_KEYS = {
     **dict.fromkeys(("gen", "gen_ahead", "wait_ahead", "generate", "testing"), _ENGINE),
-    "old_log_prob": "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    "ref": "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    "values": "critic.ppo_max_token_len_per_gpu",
-    "update_critic": "critic.ppo_max_token_len_per_gpu",
-    "update_actor": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    **dict.fromkeys(("old_log_prob", "ref", "update_actor"), "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+    **dict.fromkeys(("values", "update_critic"), "critic.ppo_max_token_len_per_gpu"),
     "reward_model": "reward_model.forward_max_token_len_per_gpu",
 }
 

@@ -141,17 +141,13 @@ def width(dtype: str) -> int:
     return 4 if dtype in FULL_PRECISION else 2
 
 
-def pass_tokens(config: Config, part: Any, prefix: str = "ppo_") -> int:
-    """Return the tokens in one pass of a rank: a budget, or sequences that some ranks share.
-
-    ``part`` is the actor or the critic, for an update; for log-probs it is the rollout section, with its prefix.
-    """
-    updates = prefix == "ppo_"
-    ranks = (part if updates else config.actor_rollout_ref.actor).ulysses_sequence_parallel_size
-    share = -(-(config.data.max_prompt_length + config.data.max_response_length) // ranks)
-    if part.use_dynamic_bsz if updates else part.log_prob_use_dynamic_bsz:
-        return max(share, getattr(part, f"{prefix}max_token_len_per_gpu"))
-    return share * (getattr(part, f"{prefix}micro_batch_size_per_gpu") or 1)
+def pass_tokens(config: Config, part: Any) -> int:
+    """Return the tokens in one pass of a rank, a budget or sequences that some ranks share, of actor or critic."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    share = -(-longest // part.ulysses_sequence_parallel_size)
+    if part.use_dynamic_bsz:
+        return max(share, part.ppo_max_token_len_per_gpu)
+    return share * (part.ppo_micro_batch_size_per_gpu or 1)
 
 
 def block_bytes(shape: Shape, width: int) -> int:
@@ -269,7 +265,7 @@ class Plan:
             size = width(fsdp.dtype)
             gathered = gathered_bytes(self.shape, size) if self.sharded or size == 2 else 0.0
             if role == "policy" and self.sharded and config.generates:  # else no pass takes log-probs
-                tokens = pass_tokens(config, roles.rollout, "log_prob_")
+                tokens = pass_tokens(config, roles.actor)
                 highest = gathered + log_prob_bytes(shape, tokens, size, logits)
                 yield Part(role, f"activations of {tokens} tokens, a layer's weights", highest, (LOG_PROBS,))
             tokens, checkpointing = pass_tokens(config, part), model.enable_gradient_checkpointing

@@ -25,7 +25,7 @@ from core.algorithm.losses import KLController
 from core.checkpoint import run_state
 from core.checkpoint.provenance import MODELS, Change, Provenance, bases, check_resume
 from core.checkpoint.store import Checkpoint, CheckpointStore, RemoteCopy, resolve_resume
-from core.config import convert, defaults
+from core.config import convert
 from core.config.paths import run_folder
 from core.errors import InputError, UnhealthyRun, WriteFailed, memory_phase
 from core.files import check_writable, is_url
@@ -288,18 +288,17 @@ class Run:
 
     def _check_health(self, metrics: StepMetrics) -> list[str]:
         """Compare the step with ``trainer.health``, warn of every bound that it crossed, and return what stops."""
-        exact = defaults.EXACT if defaults.exact(self.config) else None
-        violations = self.health.check(self.step, metrics.values, self.trainer.health, exact)
+        violations = self.health.check(self.step, metrics.values, self.trainer.health)
         last = self.health.last_healthy_step
         metrics.add({"health/crossed_bounds": len(violations), "health/last_healthy_step": last})
         self.tracker.manifest["last_healthy_step"] = last
         for violation in violations:
-            if violation.check not in self.crossed or violation.action == "stop":
+            if violation.check not in self.crossed or violation.stops:
                 log.warning("step %d: %s (last healthy step %d)", self.step, violation.text, last)
         self.crossed = {violation.check for violation in violations}
         if reason := self.health.stuck():
             log.warning("step %d: %s", self.step, reason)
-        return [violation.text for violation in violations if violation.action == "stop"]
+        return [violation.text for violation in violations if violation.stops]
 
     def _stop_unhealthy(self, texts: Sequence[str]) -> None:
         """Save and raise UnhealthyRun."""

@@ -4,7 +4,7 @@ python -m tests.public_lines [--list]
 
 ``commands/public_lines.jsonl`` has 302 lines of verl 0.2 to main, of its recipes and of other repositories: source,
 script, module, recipe here, arguments. ``$DATA`` and ``$SRC`` stand for folders of data and of the source's checkout.
-Composing is what ``DRY_RUN=1`` does. A line that is refused with the same command for another recipe is that command. A
+Composing is what ``DRY_RUN=1`` does. A line that is refused with another recipe's name is that recipe's. A
 line *composes*; or is *mended*: what its messages advise, and nothing else,
 ends in a configuration; or it asks for something that is *not here*.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ FEATURES = {  # name -> pattern of a problem
     "adapters of an earlier run": r"adapters start fresh",
     "engines over several nodes": r"must divide the \d+ GPUs of a node",
     "pictures over SGLang, in SFT or split": r"sends no pictures|reads pictures",
-    "a file that is not given": r"there is no such folder|--config-name=|does not exist",
+    "a file that is not given": r"--config-(name|path)|does not exist",
     "distillation, quantisation": r"distils|other numbers than the learner",
 }
 
@@ -114,9 +113,9 @@ def command(line: Line, folder: Path) -> tuple[str, tuple[str, ...]]:
     args = tuple(arguments(line, folder))
     _, problems = composed(line.recipe, args)
     advised = next(
-        filter(None, (re.search(r"; run python -m recipes\.(\w+)\.main_\1 (.*)$", one) for one in problems)), None
+        filter(None, (re.search(r"; run python -m recipes\.(\w+)\.main_\1$", one) for one in problems)), None
     )
-    return (advised[1], tuple(shlex.split(advised[2]))) if advised else (line.recipe, args)
+    return (advised[1] if advised else line.recipe, args)
 
 
 def verdict(line: Line, folder: Path) -> tuple[str, list[str]]:

@@ -25,7 +25,7 @@ from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
-from core.learner.passes import BasePolicy, Policy, Traced, pass_size, probe_ids, probe_log_probs
+from core.learner.passes import BasePolicy, Policy, Traced, probe_ids, probe_log_probs, training_size
 from core.learner.saving import (
     OPTIMIZER,
     export_hf,
@@ -108,12 +108,12 @@ class Learner:
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each and 0 elsewhere."""
         with self.at_work("actor"):
-            return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
+            return self.actor.log_probs(batch, training_size(self.config.actor_rollout_ref.actor))
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         """Return the reference policy's log-probs, [N]."""
         with self.at_work("ref"):
-            return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
+            return self.ref.log_probs(batch, training_size(self.config.actor_rollout_ref.actor))[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
         """Return the critic's values, [N]."""

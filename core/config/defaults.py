@@ -13,13 +13,10 @@ from core.config.schema import Config
 from core.config.section import FULL_PRECISION, mark
 from core.files import is_url
 
-ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-PASSES = {  # whether passes are packed by tokens -> their size where they are not
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-    f"{REF}.log_prob_use_dynamic_bsz": f"{REF}.log_prob_micro_batch_size_per_gpu",
-    "critic.use_dynamic_bsz": "critic.ppo_micro_batch_size_per_gpu",
-    f"{ACTOR}.use_dynamic_bsz": f"{ACTOR}.ppo_micro_batch_size_per_gpu",  # last: the others read what it was given
-}
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+# Mean difference of log-probs between engine and learner, in nats a token: what float32 explains, and what bfloat16
+# does. A small published model in bfloat16 differs by 0.045; a gap of 0.13 cost accuracy (results/dapo/ablation.md).
+EXACT, ROUNDED = 1e-4, 0.06
 
 
 def has_accelerator() -> bool:
@@ -27,21 +24,29 @@ def has_accelerator() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
-def _dynamic(config: Config, micro: str) -> bool:
+def _dynamic(config: Config, part: str) -> bool:
     """Return the actor's choice; if null, packing by tokens unless a micro-batch size is given here or there."""
     actor = config.actor_rollout_ref.actor
-    none_given = convert.get(config, micro) is None and actor.ppo_micro_batch_size_per_gpu is None
-    return none_given if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
+    given = convert.get(config, f"{part}.ppo_micro_batch_size_per_gpu") or actor.ppo_micro_batch_size_per_gpu
+    return given is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
 
 
 def _precision(config: Config, other: str) -> str:
     """Return the number format of engine or learner, where ``other`` is the key of the other one's.
 
-    Two programs that round to bfloat16 differ by 0.03 nats a token on a small published model. In one process, where
-    runs are small, both are float32 and agree.
+    Two programs that round to bfloat16 differ by 0.03 nats a token on a small published model, whatever is the same in
+    them. In one process, where runs are small, both are float32 and agree.
     """
     alone = config.trainer.backend == "local" and config.actor_rollout_ref.rollout.name == "hf"
     return (convert.get(config, other) or "float32") if alone else "bfloat16"
+
+
+def logp_diff(config: Config) -> float | None:
+    """Return the bound between engine and learner; None where more is expected and corrected."""
+    correction, part = config.algorithm.rollout_correction, config.actor_rollout_ref
+    if config.trainer.max_staleness or correction.weighs or correction.bypass_mode:
+        return None
+    return EXACT if {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION} else ROUNDED
 
 
 def _judge_folder(config: Config) -> str | None:
@@ -49,36 +54,26 @@ def _judge_folder(config: Config) -> str | None:
     return f"{run_folder(config) if is_url(folder) else folder}/judge" if config.reward_model.judged else None
 
 
-def _agent_loop(config: Config) -> str | None:
-    return registry.TOOL_AGENT if config.actor_rollout_ref.rollout.multi_turn.enable else None
-
-
 def _run_name(config: Config) -> str:
     model = config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
     return f"{model or 'model'}-seed{config.trainer.seed}"
-
-
-def _micro(config: Config, dynamic: str) -> int | None:
-    """Return the actor's micro-batch size, where one is needed."""
-    return None if convert.get(config, dynamic) else config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
 
 
 def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
     actor_dtype, engine_dtype = f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"
     return {
-        **{dynamic: lambda c, micro=micro: _dynamic(c, micro) for dynamic, micro in PASSES.items()},
-        **{micro: lambda c, dynamic=dynamic: _micro(c, dynamic) for dynamic, micro in PASSES.items()},
+        "critic.use_dynamic_bsz": lambda c: _dynamic(c, "critic"),  # it reads what the actor was given
+        f"{ACTOR}.use_dynamic_bsz": lambda c: _dynamic(c, ACTOR),
         f"{ROLLOUT}.name": lambda c: "vllm" if find_spec("vllm") and has_accelerator() else "hf",
         actor_dtype: lambda c: _precision(c, engine_dtype),
         engine_dtype: lambda c: _precision(c, actor_dtype),
-        f"{ROLLOUT}.agent_loop": _agent_loop,
+        f"{ROLLOUT}.agent_loop": lambda c: "tool_agent" if c.actor_rollout_ref.rollout.multi_turn.enable else None,
         "critic.enable": lambda c: registry.estimator(c.algorithm.adv_estimator).critic,
         "trainer.health.logp_diff.bound": logp_diff,
         "trainer.project_name": lambda c: f"rlrepro-{recipe}",
         "trainer.experiment_name": _run_name,
         "trainer.default_local_dir": lambda c: f"outputs/{recipe}/{c.trainer.experiment_name}",
-        "reward_model.use_dynamic_bsz": lambda c: c.reward_model.micro_batch_size_per_gpu is None,
         "reward_model.max_length": lambda c: c.data.max_prompt_length + c.data.max_response_length,
         "reward_model.judge.cache_dir": _judge_folder,
     }
@@ -109,31 +104,3 @@ def resolve(config: Config, recipe: str) -> Config:
         if followed and convert.get(config, key) is None:
             config = convert.replaced(config, {key: convert.get(config, followed)})
     return config
-
-
-# --- bounds of trainer.health that depend on the rest ---
-
-EXACT = 1e-4  # mean nats a token that float32 explains
-# The same of bfloat16: recorded runs of SmolLM2-135M have 0.02 to 0.053 (results/grpo/real-*). On a lab task 0.04 cost
-# nothing and 0.13 some accuracy (results/dapo/ablation.md).
-EXACT_BFLOAT16 = 0.06
-
-
-def logp_diff(config: Config) -> float | None:
-    """Return what rounding explains between engine and learner; None where more is expected and corrected."""
-    correction = config.algorithm.rollout_correction
-    if config.trainer.max_staleness or correction.weighs or correction.bypass_mode:
-        return None
-    return EXACT if _full_precision(config) else EXACT_BFLOAT16
-
-
-def exact(config: Config) -> bool:
-    """Return whether engine and learner must agree to rounding: the same policy in float32, its whole distribution."""
-    rollout = config.actor_rollout_ref.rollout
-    whole = rollout.do_sample and rollout.top_p == 1 and rollout.top_k < 0
-    return bool(_full_precision(config) and whole and not config.trainer.max_staleness)
-
-
-def _full_precision(config: Config) -> bool:
-    part = config.actor_rollout_ref
-    return {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}

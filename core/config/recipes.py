@@ -1,8 +1,7 @@
 """What recipes' folders add to the configuration: presets, keys of their own, rules on these.
 
 A recipe is found by its name, here or in a folder ``recipes/`` on Python's path. ``config_schema.py`` has ``SCHEMA``, a
-subclass of :class:`Config`, ``PAPER``, its name in messages, and ``SWITCHES``, the keys that switch its techniques on:
-other recipes accept these keys where they leave a technique off. ``config_rules.py`` has ``PROBLEMS`` and ``WARNINGS``,
+subclass of :class:`Config`, and ``PAPER``, its name in messages. ``config_rules.py`` has ``PROBLEMS`` and ``WARNINGS``,
 ``main_<recipe>.py`` a ``TRAINER``, ``module:class`` where it is not the core's.
 """
 
@@ -13,7 +12,6 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 
@@ -57,12 +55,12 @@ def extended() -> Iterator[tuple[str, ModuleType]]:
 
 
 @functools.cache
-def switch_of(key: str) -> tuple[str, str] | None:
-    """Return the recipe and the switch of the technique that the key belongs to, or None."""
+def owner_of(key: str) -> tuple[str, str] | None:
+    """Return the recipe that has a key of its own, and the key that switches its technique on; None: no recipe has."""
     for recipe, module in extended():
-        for switch, pattern in getattr(module, "SWITCHES", {}).items():
-            if fnmatchcase(key, pattern) and key in convert.all_keys(module.SCHEMA):
-                return recipe, switch
+        if convert.known(key, module.SCHEMA) and not convert.known(key):
+            switch = f"{key.rpartition('.')[0]}.enable"
+            return recipe, switch if switch in convert.all_keys(module.SCHEMA) else key
     return None
 
 

@@ -1,4 +1,4 @@
-"""Trees to typed configurations: composed ones, and those that a run, a checkpoint or a file of answers recorded.
+"""Configurations that a run, a checkpoint or a file of answers recorded, and what their keys mean.
 
 What a change of a key means (its role) is said by its field in the schema. Code is named on the command line, never by
 a record, which may come from anybody: a command that takes settings from one first calls
@@ -102,18 +102,24 @@ def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (first.get(key), second.get(key)) for key in first | second if first.get(key) != second.get(key)}
 
 
+def marked(key: str, schema: type[Config], which: str) -> tuple[Any, Any]:
+    """Return what the field of a flat key, or the nearest section around it, is marked with, and the key's type.
+
+    A key inside a user's own mapping has the mark of the mapping. The type is None where the schema lacks the key.
+    """
+    found, hint = None, schema
+    for name in key.split("."):
+        if not is_section(hint):
+            break
+        if name not in hints(hint):
+            return None, None
+        found, hint = mark(hint, name, which) or found, hints(hint)[name]
+    return found, hint
+
+
 def role_of(key: str) -> str:
     """Return the role of a flat key, or of one inside a user's own mapping; IDENTITY where no schema has it."""
-    for section in schemas():
-        role = None
-        for name in key.split("."):
-            if name not in section.model_fields:
-                break
-            role = mark(section, name, "role") or role
-            section = hints(section)[name]
-            if not is_section(section):
-                return role or IDENTITY
-    return IDENTITY
+    return next(filter(None, (marked(key, schema, "role")[0] for schema in schemas())), IDENTITY)
 
 
 # --- code ---
@@ -125,22 +131,18 @@ def _names_code(kind: str, name: str, value: Any) -> bool:
         return any(_names_code(kind, key, item) for key, item in value.items())
     if isinstance(value, list | tuple):
         return any(_names_code(kind, name, item) for item in value)
-    text = isinstance(value, str) and value != ""
-    allows = value is True or value == 1
-    return {
-        CONSENT: allows and name in ("trust_remote_code", "allow_unisolated"),
-        ARGUMENTS: allows or text,
-        CODE: text,
-    }.get(kind, text and ":" in value)  # other texts are names of tables here
+    text, allows = isinstance(value, str) and value != "", value is True or value == 1
+    if kind == CONSENT:
+        return allows and name in ("trust_remote_code", "allow_unisolated")
+    return {ARGUMENTS: allows or text, CODE: text}.get(kind, text and ":" in value)  # other texts are names of tables
 
 
 def kind_of(key: str, schema: type[Config]) -> str:
     """Return which values of a key name code (see :func:`_names_code`), or nothing where none does."""
-    section, _, name = key.rpartition(".")
-    section = convert.sections(schema)[section] if section else schema
-    limits = [part for one in (hints(section)[name], *get_args(hints(section)[name])) for part in get_args(one)]
+    kind, hint = marked(key, schema, "code")
+    limits = [part for one in (hint, *get_args(hint)) for part in get_args(one)]
     own = any(isinstance(limit, Limit) and OWN_CODE in limit.rule for limit in limits)
-    return mark(section, name, "code") or ("plugin" if own else "")
+    return kind or ("plugin" if own else "")
 
 
 def code_in(config: Config) -> dict[str, Any]:

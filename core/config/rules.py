@@ -7,118 +7,60 @@ recipe's in its ``config_rules.py``. Bounds on a single key are its type's.
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable
 
 from core.config import convert, recipes, registry, rules_training
 from core.config.schema import Config
 from core.config.section import Problem, Section, mark
 
-SHORT = {
-    **{name: f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")},
-    **{"policy": "actor_rollout_ref", "val": "actor_rollout_ref.rollout.val_kwargs", "kl": "algorithm.kl_ctrl"},
-    **{"reward": "reward_model", "judge": "reward_model.judge", "custom": "custom_reward_function"},
-    **{"correction": "algorithm.rollout_correction", "ray": "ray_kwargs"},
-}
-
-
-class RefusedValue(Exception):
-    """A rule reads a key whose own value was refused: what depends on it is judged once it is mended."""
-
-
-class Watched:
-    """A section whose refused values cannot be read, so that no rule judges the default that stands for one."""
-
-    def __init__(self, section: Any, prefix: str, refused: Collection[str]):
-        self._section, self._prefix, self._refused = section, prefix, refused
-
-    def __getattr__(self, name: str) -> Any:
-        value, key = getattr(self._section, name), self._prefix + name
-        if key in self._refused:
-            raise RefusedValue(key)
-        return Watched(value, f"{key}.", self._refused) if isinstance(value, Section) else value
-
 
 class View:
     """What rules read: sections under short names (``c.actor.clip_ratio``), facts, and what of it was ``given``."""
 
-    def __init__(self, config: Config, given: Collection[str] = (), recipe: str = "", refused: Collection[str] = ()):
-        self.config, self.given, self.recipe, self._refused = config, frozenset(given), recipe, refused
-
-    def __getattr__(self, name: str) -> Any:
-        path = SHORT.get(name, name).split(".")
-        return functools.reduce(getattr, path, Watched(self.config, "", self._refused))
+    def __init__(self, config: Config, given: Collection[str] = (), recipe: str = ""):
+        self.config, self.given, self.recipe = config, frozenset(given), recipe
+        self.data, self.algorithm, self.trainer = config.data, config.algorithm, config.trainer
+        self.policy, self.critic = config.actor_rollout_ref, config.critic
+        self.reward, self.custom = config.reward_model, config.custom_reward_function
+        self.actor, self.ref, self.rollout = self.policy.actor, self.policy.ref, self.policy.rollout
+        self.model, self.val, self.correction = (
+            self.policy.model,
+            self.rollout.val_kwargs,
+            config.algorithm.rollout_correction,
+        )
+        self.generates, self.needs_engine = config.generates, config.needs_engine
+        self.plays_episodes, self.drops_groups = config.plays_episodes, config.drops_groups
+        self.estimator = registry.estimator(config.algorithm.adv_estimator)
+        self.loss = registry.policy_loss(self.actor.policy_loss.loss_mode)
+        self.engine = registry.ENGINES[self.rollout.name]
+        self.needs_ref = config.algorithm.use_kl_in_reward or self.actor.use_kl_loss  # the objective holds a KL to it
+        # Samples of another distribution than the learner's are weighed for it
+        self.corrects = self.correction.weighs or (self.correction.bypass_mode and self.loss.has_ratio)
+        self.cluster, self.ranks = config.trainer.backend == "ray", config.learner_ranks
+        # Ranks that share a sequence, or a layer, get the same sequences
+        self.data_ranks = max(self.ranks // self.actor.together, 1)
+        self.longest = config.data.max_prompt_length + config.data.max_response_length
 
     def gives(self, key: str) -> bool:
         """Return whether an override set the key, or one inside it."""
         return any(given == key or given.startswith(f"{key}.") for given in self.given)
 
-    @property
-    def estimator(self) -> registry.EstimatorEntry:
-        """The chosen estimator's entry."""
-        return registry.estimator(self.algorithm.adv_estimator)
 
-    @property
-    def loss(self) -> registry.LossEntry:
-        """The chosen policy loss's entry."""
-        return registry.policy_loss(self.actor.policy_loss.loss_mode)
-
-    @property
-    def engine(self) -> registry.EngineEntry:
-        """The chosen engine's entry."""
-        return registry.ENGINES[self.rollout.name]
-
-    @property
-    def needs_ref(self) -> bool:
-        """Whether the objective holds a KL to the reference policy."""
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
-
-    @property
-    def corrects(self) -> bool:
-        """Whether samples of another distribution than the learner's are weighed for it."""
-        return self.correction.weighs or (self.correction.bypass_mode and self.loss.has_ratio)
-
-    @property
-    def cluster(self) -> bool:
-        """Whether ranks and engines are on the GPUs of nodes."""
-        return self.trainer.backend == "ray"
-
-    @property
-    def ranks(self) -> int:
-        """Learner ranks; the local backend has one."""
-        return self.trainer.nnodes * self.trainer.n_gpus_per_node if self.cluster else 1
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that get different sequences: those that share a sequence, or a layer, get the same."""
-        return max(self.ranks // self.actor.together, 1)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence there can be."""
-        return self.data.max_prompt_length + self.data.max_response_length
-
-
-def _broken(which: str, view: View) -> Iterator[Problem]:
+def _broken(which: str, view: View) -> list[Problem]:
     modules = filter(None, (rules_training, recipes.module_of(view.recipe, "config_rules")))
-    for rule in (rule for module in modules for rule in getattr(module, which, ())):
-        try:
-            for key, text, fix in rule(view):
-                yield Problem(key, convert.get(view.config, key), text, fix)
-        except RefusedValue:
-            continue
+    found = (each for module in modules for rule in getattr(module, which, ()) for each in rule(view))
+    return [Problem(key, convert.get(view.config, key), text, fix) for key, text, fix in found]
 
 
 def problems(view: View) -> list[Problem]:
     """Return what is broken."""
-    return list(_broken("PROBLEMS", view))
+    return _broken("PROBLEMS", view)
 
 
 def warnings(view: View) -> list[str]:
     """Return what can be run and is probably not meant, a line each."""
-    return [str(one) for one in _broken("WARNINGS", view)]
+    return list(map(str, _broken("WARNINGS", view)))
 
 
 # --- keys without effect ---
@@ -126,7 +68,7 @@ def warnings(view: View) -> list[str]:
 FACTS = {  # of a View that conditions of fields name -> what is said where it does not hold
     "generates": "no step of this recipe samples answers",
     "needs_engine": "nothing is answered in this run, and there is no engine",
-    "never": "the reward model scores while answers are generated, does not train, and stays where it is",
+    "plays_episodes": "the trainer of this recipe does not search",
 }
 
 
@@ -159,7 +101,7 @@ def unmet(view: View, key: str) -> str:
 def _holds(view: View, condition: str) -> bool:
     key, operator, value = re.fullmatch(r"([\w.]+)(!?=)?(.*)", condition).groups()
     if key in FACTS:
-        return key != "never" and getattr(view, key)
+        return getattr(view, key)
     found = convert.get(view.config, key)
     return bool(found) if not operator else (str(found) == value) == (operator == "=")
 

@@ -44,7 +44,6 @@ from core.config.training_keys import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
-    LogProbPasses,
     ModelConfig,
     RefConfig,
 )
@@ -88,7 +87,7 @@ class ValKwargs(Section):
     top_k: OffOrCount = key(-1, "top-k for validation; -1 disables", ".do_sample")
 
 
-class RolloutConfig(LogProbPasses):
+class RolloutConfig(Section):
     name: EngineName | None = execution(None, "engine that generates; null: vllm where it and a GPU are there, else hf")
     nnodes: Count = execution(1, "nodes of engines' own pool", OWN_POOL)
     n_gpus_per_node: Count | None = execution(None, "GPUs a node there", OWN_POOL, follows="trainer.n_gpus_per_node")
@@ -203,20 +202,9 @@ class RewardModelConfig(Section):
     model: RewardModelModelConfig = key(RewardModelModelConfig(), used_if=CLASSIFIER)
     judge: JudgeConfig = key(JudgeConfig(), used_if="reward_model.enable & reward_model.judge.url!=None")
     max_length: Count | None = key(None, "tokens that the model sees; null: longest prompt and answer", CLASSIFIER)
-    micro_batch_size_per_gpu: Count | None = execution(
-        None, "answers of a pass; null: filled by tokens", f"{CLASSIFIER} & .use_dynamic_bsz=False"
-    )
-    use_dynamic_bsz: bool | None = execution(
-        None, "fill passes by tokens; null: where no micro-batch size is given", CLASSIFIER
-    )
     forward_max_token_len_per_gpu: Count | None = execution(
-        None, "tokens of a pass", f"{CLASSIFIER} & .use_dynamic_bsz", follows="critic.ppo_max_token_len_per_gpu"
+        None, "tokens of a pass", CLASSIFIER, follows="critic.ppo_max_token_len_per_gpu"
     )
-
-    @property
-    def pass_size(self) -> str:
-        """The key that bounds the model's passes, whose value may be lowered."""
-        return "forward_max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
 
     @property
     def judged(self) -> bool:
@@ -234,13 +222,12 @@ class RewardModelConfig(Section):
 
 class HealthBound(Section):
     bound: NonNegative | None = key(None, "the bound that such a number may not cross; null: off")
-    action: Literal["warn", "stop"] = key("warn", "a crossed bound; stop saves a checkpoint first", ".bound!=None")
 
 
 class HealthConfig(Section):
-    """What a step's metrics may be; see core.tracking.health for what each bound is compared with."""
+    """What a step's metrics may be. A run warns beyond a bound; nonfinite ends it, with a checkpoint."""
 
-    nonfinite: HealthBound = key(HealthBound(bound=3, action="stop"), "steps in a row that skipped an update")
+    nonfinite: HealthBound = key(HealthBound(bound=3), "steps in a row that skipped an update")
     entropy: HealthBound = key(HealthBound(), "least mean entropy, nats a token")
     reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best", "generates")
     reward_window: Count = key(
@@ -250,7 +237,7 @@ class HealthConfig(Section):
     )
     logp_diff: HealthBound = key(
         HealthBound(),
-        "mean |engine - learner| of log-probs; null: 1e-4 in float32, else 0.06; off where the difference is corrected",
+        "mean |engine - learner| of log-probs; null: 1e-4 in float32, else 0.06, and off where it is corrected",
         "generates",
     )
     entropy_gap: HealthBound = key(

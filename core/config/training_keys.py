@@ -40,6 +40,7 @@ FSDP = f"{ACTOR}.fsdp_config"
 # When a key has an effect, as rules.unmet reads it: a name that begins with a dot is of the key's own section
 OVER_RAY = "trainer.backend=ray"
 EPISODES = "actor_rollout_ref.rollout.agent_loop!=None"
+SEARCHES = "plays_episodes"
 BY_NUMBER, DIVIDED = ".use_dynamic_bsz=False", ".loss_agg_mode=seq-mean-token-sum-norm"
 
 AdvEstimator = Annotated[str, names(*registry.ESTIMATORS)]
@@ -56,8 +57,8 @@ class DataConfig(Section):
     reward_fn_key: str = key("data_source", "column that names the data source, which chooses the scorer")
     max_prompt_length: Count = key(512, "tokens of the prompt; in a search episode, of prompt and episode")
     max_response_length: Count = key(512, "tokens of the answer, tools' included; search episodes: of one turn")
-    max_start_length: Count | None = key(None, "search episodes: tokens of the prompt; null: max_prompt_length")
-    max_obs_length: Count = key(500, "search episodes: tokens of what a search returns")
+    max_start_length: Count | None = key(None, "search episodes: prompt's tokens; null: max_prompt_length", SEARCHES)
+    max_obs_length: Count = key(500, "search episodes: tokens of what a search returns", SEARCHES)
     train_batch_size: Count = key(1024, "prompts a step")
     gen_batch_size: Count | None = key(None, "prompts in flight at most", "generates", follows="data.train_batch_size")
     train_max_samples: OffOrCount = key(-1, "examples of all training files together; -1: all")
@@ -166,22 +167,7 @@ class ActorConfig(LearnerConfig):
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
-class LogProbPasses(Section):
-    """The passes for log-probs without an update; what is null is the actor's."""
-
-    log_prob_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a log-prob pass", "generates & .log_prob_use_dynamic_bsz=False"
-    )
-    log_prob_use_dynamic_bsz: bool | None = execution(None, "fill log-prob passes by tokens", "generates")
-    log_prob_max_token_len_per_gpu: Count | None = execution(
-        None,
-        "tokens of a log-prob pass",
-        "generates & .log_prob_use_dynamic_bsz",
-        follows=f"{ACTOR}.ppo_max_token_len_per_gpu",
-    )
-
-
-class RefConfig(LogProbPasses, Sharing):
+class RefConfig(Sharing):
     ulysses_sequence_parallel_size: Count | None = execution(
         None, "ranks that share each sequence", OVER_RAY, follows=f"{ACTOR}.ulysses_sequence_parallel_size"
     )
@@ -205,6 +191,9 @@ class CriticModelConfig(AdaptedModel):
 class CriticConfig(LearnerConfig):
     enable: bool | None = key(None, "train a critic; null: where the estimator reads values")
     ppo_mini_batch_size: Count | None = key(None, "prompts an update", follows=f"{ACTOR}.ppo_mini_batch_size")
+    ppo_micro_batch_size_per_gpu: Count | None = execution(
+        None, "trajectories of a rank's pass", BY_NUMBER, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    )
     ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass, if filled by tokens", ".use_dynamic_bsz")
     ppo_epochs: Count | None = key(None, "times that trajectories are trained on", follows=f"{ACTOR}.ppo_epochs")
     shuffle: bool | None = key(None, "trajectories in a random order", follows=f"{ACTOR}.shuffle")

@@ -10,17 +10,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from core.config import convert, recipes, registry
 from core.config.schema import Config
-from core.config.section import Problem, hints, show
+from core.config.section import Problem
 
 FILE = Path(__file__).with_name("verl_names.yaml")
-ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
-CORRECTION = "algorithm.rollout_correction"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CHOICES = {  # a misspelt name of these tables is told the nearest one
+    "algorithm.adv_estimator": registry.ESTIMATORS,
+    f"{ACTOR}.policy_loss.loss_mode": registry.POLICY_LOSSES,
+    f"{ROLLOUT}.name": registry.ENGINES,
+    "trainer.logger": registry.LOGGERS,
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,6 @@ def unknown_key(key: str, value: Any, line: CommandLine) -> Problem:
     reading = read(key, value, line)
     if reading and reading.rule:
         return Problem(key, value, reading.rule, reading.fix)
-    for recipe, module in recipes.extended():
-        own_sections = hints(module.SCHEMA).keys() - hints(line.schema).keys()
-        if key in convert.all_keys(module.SCHEMA) or key.partition(".")[0] in own_sections:
-            fix = f"use the recipe that has it: python -m recipes.{recipe}.main_{recipe}"
-            return Problem(key, value, f"belongs to {module.PAPER}, and this recipe has no such key", fix)
     near = nearest(key, convert.all_keys(line.schema))
     nothing = "no such key here; if only a fork reads it, leave it out (--help WORD lists the keys with a word)"
     return Problem(key, value, "unknown key", f"the nearest known key is {near}" if near else nothing)
@@ -72,28 +73,17 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     It is the one key (of several the actor's) that ends like this one, whose first sections were left out, or one that
     differs by a misspelling of one name.
     """
-    known = list(known)
-    ends = [other for other in known if other.endswith(f".{key}")]
+    ends = [other for other in known if f".{other}".endswith(f".{key}")]
     ends = [other for other in ends if other.startswith(ACTOR)] if len(ends) > 1 else ends
-    if key in known or len(ends) == 1:
-        return key if key in known else ends[0]
-    parts, found = key.split("."), {}
+    if len(ends) == 1:
+        return ends[0]
+    names, found = key.split("."), {}
     for other in known:
-        if other.count(".") == key.count("."):
-            differing = [pair for pair in zip(parts, other.split("."), strict=True) if pair[0] != pair[1]]
-            if len(differing) == 1 and (name := misspelt(*differing[0])):
-                found[other] = name
-    return min(found, key=found.get, default=None)
-
-
-def misspelt(typed: str, name: str) -> int:
-    """Return the letters to change, at most two and a third of them, to get a name; 0 where it is no misspelling."""
-    row = list(range(len(name) + 1))
-    for i, letter in enumerate(typed, 1):
-        above, row = row, [i]
-        for j, other in enumerate(name, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != other)))
-    return row[-1] if row[-1] <= min(2, len(name) // 3) else 0
+        pairs = [(one, two) for one, two in zip(names, other.split("."), strict=False) if one != two]
+        if other.count(".") == key.count(".") and len(pairs) == 1:
+            found[other] = SequenceMatcher(None, *pairs[0]).ratio()
+    best = max(found, key=found.get, default=None)
+    return best if best and found[best] >= 0.9 else None
 
 
 # --- reading ---
@@ -101,8 +91,7 @@ def misspelt(typed: str, name: str) -> int:
 
 def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Return what an override means whose key the schema lacks, or None."""
-    names = table(line.recipe)
-    parts = key.split(".")
+    names, parts = table(line.recipe), key.split(".")
     starts = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     forms = [key, *(f"*{key.removeprefix(start)}" for start in starts if start in convert.sections(line.schema))]
     if any(_same(value, one) for form in forms for one in names["asks_nothing"].get(form, ())):
@@ -135,35 +124,28 @@ def read_value(key: str, value: Any, line: CommandLine) -> Interpretation | None
     for there, here in names["values"].get(key, {}).items():
         if _same(value, there):
             return Interpretation(settings={key: here})
-    near = [name for one in given for name in CHOICES.get(key, ()) if misspelt(str(one), name)]
-    if near and value not in CHOICES[key]:
-        return Interpretation(fix=f"the nearest name is {near[0]}")
+    for one in given:
+        if key in CHOICES and (near := get_close_matches(str(one), CHOICES[key], 1, 0.7)) and near[0] != one:
+            return Interpretation(fix=f"the nearest name is {near[0]}")
     hint = next((text for name, text in names["hints"].items() if fnmatchcase(key, name)), None)
     return Interpretation(fix=hint) if hint else None
-
-
-CHOICES = {
-    "algorithm.adv_estimator": registry.ESTIMATORS,
-    f"{ACTOR}.policy_loss.loss_mode": registry.POLICY_LOSSES,
-    f"{ROLLOUT}.name": registry.ENGINES,
-    "trainer.logger": registry.LOGGERS,
-}
 
 
 def older_defaults(line: CommandLine) -> list[str]:
     """Return a warning for each default of verl up to 0.3 that differs here and that a line of it relied on."""
     marks = [key for key in table()["older"] if key in line.given]
-    entropy, reward, coefficient = f"{ACTOR}.entropy_coeff", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
-    marks += [coefficient] if coefficient in line.given and reward not in line.given else []  # it was on by default
+    entropy, reward = f"{ACTOR}.entropy_coeff", "algorithm.use_kl_in_reward"
+    if "algorithm.kl_ctrl.kl_coef" in line.given and reward not in line.given:
+        marks.append("algorithm.kl_ctrl.kl_coef")  # it was on by default
     if not marks or line.recipe == "sft":
         return []
+    lines = {}
+    if entropy not in line.given:
+        lines[entropy] = "0.001 was verl's default up to 0.3, and it is 0 here"
+    if not {reward, f"{ACTOR}.use_kl_loss"} & line.given.keys():
+        lines[reward] = "verl up to 0.3 took a KL off the reward (algorithm.kl_ctrl.kl_coef=0.001), it is off here"
     told = f"this line has {marks[0]}, as lines of verl's older versions have; give the value that is meant"
-    lines = {
-        f"{entropy}: 0.001 was verl's default up to 0.3, and it is 0 here": entropy in line.given,
-        f"{reward}: verl up to 0.3 took the KL off the reward (algorithm.kl_ctrl.kl_coef=0.001) unless use_kl_loss was "
-        "on, and it is off here": {reward, f"{ACTOR}.use_kl_loss"} & line.given.keys(),
-    }
-    return [f"{text}; {told}" for text, given in lines.items() if not given]
+    return [f"{key}: {text}; {told}" for key, text in lines.items()]
 
 
 def described(recipe: str) -> Iterator[tuple[str, str]]:
@@ -213,7 +195,7 @@ def _target(key: str, same: Mapping[str, str], schema: type[Config]) -> str | No
     for depth in range(len(parts) - 1, 0, -1):
         if there := same.get(".".join([*parts[:depth], "*"])):
             target = ".".join([there.removesuffix(".*"), *parts[depth:]])
-            return target if convert.known(target, schema) or recipes.switch_of(target) else None
+            return target if convert.known(target, schema) or recipes.owner_of(target) else None
     return None
 
 
@@ -250,34 +232,8 @@ def sampled_validation(key: str, value: Any, line: CommandLine) -> Interpretatio
     return Interpretation(settings={f"{ROLLOUT}.val_kwargs.{name}": value, **sampling})
 
 
-def response_limit(key: str, value: Any, line: CommandLine) -> Interpretation:
-    """Read the length that the length penalty counts from, which here is the response's."""
-    name = "data.max_response_length"
-    if value == line.value(name):
-        return Interpretation(unused=f"the length penalty counts from {name}, which is the same")
-    rule = f"is another length than {name}={show(line.value(name))}, from which the length penalty counts"
-    return Interpretation(rule=rule, fix="leave it out")
-
-
-def importance_weights(key: str, value: Any, line: CommandLine) -> Interpretation | None:
-    """Read the switch of verl 0.6.0's importance weights, whose level and mode are keys beside it."""
-    if key != "algorithm.rollout_is" or value is False:
-        return Interpretation(unused="read with algorithm.rollout_is=True")
-    level, mode = (
-        line.given.get(f"algorithm.rollout_is_{n}", d) for n, d in (("level", "token"), ("mode", "truncate"))
-    )
-    weights = {f"{CORRECTION}.rollout_is": level}
-    if mode == "mask":
-        upper = line.given.get("algorithm.rollout_is_threshold") or line.value(f"{CORRECTION}.rollout_is_threshold")
-        weights |= {f"{CORRECTION}.rollout_rs": level, f"{CORRECTION}.rollout_rs_threshold": upper}
-    return Interpretation(settings=weights)
-
-
-MICRO = [f"{ACTOR}.ppo_micro_batch_size", "critic.ppo_micro_batch_size"]
-MICRO += [f"{part}.log_prob_micro_batch_size" for part in (ROLLOUT, REF)]
+MICRO = (f"{ACTOR}.ppo_micro_batch_size", "critic.ppo_micro_batch_size")
 CONVERSIONS: dict[str, Conversion] = {
-    **{key: over_all_ranks(f"{key}_per_gpu") for key in (*MICRO, "reward_model.micro_batch_size")},
+    **{key: over_all_ranks(f"{key}_per_gpu") for key in MICRO},
     **dict.fromkeys((f"{ROLLOUT}.n_val", f"{ROLLOUT}.val_temperature"), sampled_validation),
-    **{f"{section}.reward_kwargs.max_resp_len": response_limit for section in ("reward", "reward_model")},
-    **dict.fromkeys([f"algorithm.rollout_is{end}" for end in ("", "_level", "_mode")], importance_weights),
 }

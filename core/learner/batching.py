@@ -172,7 +172,7 @@ def micro_batches(
     for index in torch.argsort(batch.lengths, descending=True, stable=True).tolist():
         if lengths[index] > size:
             rule = f"a sequence of {lengths[index]} tokens is longer than the token budget of {size}"
-            raise ValueError(f"{rule}: raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu)")
+            raise ValueError(f"{rule}: raise ppo_max_token_len_per_gpu")
         place = next((number for number, left in enumerate(room) if left >= lengths[index]), len(room))
         if place == len(room):
             pieces.append([])

@@ -36,8 +36,7 @@ from core.vision.pictures import modality_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from core.config.schema import RolloutConfig
-    from core.config.training_keys import ActorConfig, CriticConfig, RefConfig
+    from core.config.training_keys import ActorConfig, CriticConfig
 
 Traced = dict[int, dict[str, np.ndarray]]  # TracedTokens.rows
 NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
@@ -51,17 +50,10 @@ class MicroBatchSize(NamedTuple):
 
 
 def training_size(part: ActorConfig | CriticConfig) -> MicroBatchSize:
-    """Return the micro-batch size of the passes that train. ``part`` is the actor or critic section."""
+    """Return the micro-batch size of passes. ``part`` is the actor section, also for log-probs, or the critic's."""
     if part.use_dynamic_bsz:
         return MicroBatchSize(max_tokens=part.ppo_max_token_len_per_gpu)
     return MicroBatchSize(max_sequences=part.ppo_micro_batch_size_per_gpu)
-
-
-def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
-    """Return the micro-batch size of log-prob passes. ``part`` is the rollout or ref section."""
-    if part.log_prob_use_dynamic_bsz:
-        return MicroBatchSize(max_tokens=part.log_prob_max_token_len_per_gpu)
-    return MicroBatchSize(max_sequences=part.log_prob_micro_batch_size_per_gpu)
 
 
 class Ranks:

@@ -78,12 +78,11 @@ class RewardModel:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the answers of each pass, longest first, within its bound of sequences or padded tokens; none empty."""
+        """Yield the answers of each pass, longest first, within its bound of padded tokens; none empty."""
         order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
         budget = self.config.forward_max_token_len_per_gpu
         while order:
-            dynamic = self.config.use_dynamic_bsz
-            rows = max(1, budget // lengths[order[0]]) if dynamic else self.config.micro_batch_size_per_gpu
+            rows = max(1, budget // lengths[order[0]])
             yield order[:rows]
             order = order[rows:]
 

@@ -1,7 +1,7 @@
 """Health checks: bounds on a step's metrics, and the last step that was within all of them.
 
-A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). Beyond the bound the run warns
-or, with ``action=stop``, saves a checkpoint and ends. The state is plain data, a part of every checkpoint.
+A check compares a number of the step with ``trainer.health.<check>.bound`` (null: off). Beyond the bound the run warns;
+beyond that of ``nonfinite`` it saves a checkpoint and ends. The state is plain data, a part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -45,10 +45,6 @@ CHECKS = {
     "shortening": "the length of answers has fallen by {:.0%} since the start: " + READ,
     "scorer_errors": "the scorer failed on {:.1%} of the answers of the last steps: the first failure was printed",
 }
-FAULT = (
-    "log-probs of engine and learner differ by {:.3g} on average, though both compute one policy in float32: a fault "
-    "of the program, which no correction weighs for; look for stale weights or caches, or shifted tokens"
-)
 # metric -> what is true of a step, and the key to look at, where the share is 1 in STUCK_STEPS steps in a row
 STUCK_STEPS = 3
 STUCK = {
@@ -66,8 +62,12 @@ class BoundViolation:
     """A bound of ``trainer.health`` that a step exceeded."""
 
     check: str
-    action: str
     text: str
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends: updates are skipped, so that it only costs time."""
+        return self.check == "nonfinite"
 
 
 @dataclass
@@ -80,28 +80,18 @@ class Health:
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def check(
-        self, step: int, values: Values, config: HealthConfig, exact: float | None = None
-    ) -> list[BoundViolation]:
-        """Remember a step's metrics and return the bounds that it crossed. ``config`` is trainer.health.
-
-        ``exact`` is what rounding explains between engine and learner where nothing else does (None: something may):
-        beyond it logp_diff is a fault of the program, also where samples are corrected.
-        """
+    def check(self, step: int, values: Values, config: HealthConfig) -> list[BoundViolation]:
+        """Remember a step's metrics and return the bounds that it crossed. ``config`` is trainer.health."""
         for name in REMEMBERED & values.keys():
             self.history.setdefault(name, []).append(values[name])
         skipped = sum(values.get(f"{part}/{SKIPPED}", 0) for part in ("actor", "critic"))
         self.history.setdefault(SKIPPED, []).append(skipped)
         violations = []
         for name, (value, side) in self.measured(values, config.reward_window).items():
-            limit, text = getattr(config, name), CHECKS[name]
-            bound = limit.bound
-            if name == "logp_diff":
-                bound = exact if bound is None else bound
-                text = text if exact is None else FAULT
+            bound = getattr(config, name).bound
             if bound is not None and value is not None and not _within(value, bound, side):
-                text = f"{text.format(value)} (trainer.health.{name}.bound={bound:g})"
-                violations.append(BoundViolation(name, limit.action, text))
+                text = f"{CHECKS[name].format(value)} (trainer.health.{name}.bound={bound:g})"
+                violations.append(BoundViolation(name, text))
         if not violations:
             self.last_healthy_step = step
         return violations

@@ -9,12 +9,6 @@ from core.config.section import NonNegative, Section, Size, bookkeeping, key
 from core.config.training_keys import ActorConfig, AlgorithmConfig
 
 PAPER = "DAPO"
-# A key that switches a technique on -> the keys that it needs. Off, other recipes' command lines may hold them
-SWITCHES = {
-    "algorithm.filter_groups.enable": "algorithm.filter_groups.*",
-    "reward_model.overlong_buffer.enable": "reward_model.overlong_buffer.*",
-    "actor_rollout_ref.actor.overlong_filtering": "actor_rollout_ref.actor.overlong_filtering",
-}
 
 
 class FilterGroupsConfig(Section):

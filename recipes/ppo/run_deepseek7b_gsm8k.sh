@@ -35,7 +35,6 @@ exec "$python" -m recipes.ppo.main_ppo \
     actor_rollout_ref.rollout.n=1 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \
     critic.optim.lr=1e-5 \
     critic.model.enable_gradient_checkpointing=True \
     critic.ppo_micro_batch_size_per_gpu=32 \

@@ -78,8 +78,8 @@ def count(script: Script, plan: Plan, layers: int) -> Count:
             first_step(rank, meter)
             found.bytes["optimizer"] = meter.now[place] - found.bytes["weights"]
             resident = meter.now[GPU]
-            for phase, tokens in ((LOG_PROBS, _log_prob_tokens(config)), (UPDATE, _update_tokens(plan))):
-                batch = full_batch(config, max(1, tokens * together // longest))
+            batch = full_batch(config, max(1, _tokens(plan) * together // longest))
+            for phase in (LOG_PROBS, UPDATE):
                 meter.reset()
                 if phase == LOG_PROBS:
                     rank.compute_log_probs(batch)
@@ -105,11 +105,7 @@ def sync(rank: LearnerRank, config: Config) -> None:
         pass
 
 
-def _log_prob_tokens(config: Config) -> int:
-    return pass_tokens(config, config.actor_rollout_ref.rollout, "log_prob_")
-
-
-def _update_tokens(plan: Plan) -> int:
+def _tokens(plan: Plan) -> int:
     return pass_tokens(plan.config, plan.config.actor_rollout_ref.actor)
 
 
@@ -137,7 +133,7 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
         yield f"{phase}, all-gather", gathers * units, gathers * size * shape.parameters
         if phase == UPDATE:
             yield f"{phase}, reduce-scatter", units, 4.0 * shape.parameters
-        tokens = _log_prob_tokens(plan.config) if phase == LOG_PROBS else _update_tokens(plan)
+        tokens = _tokens(plan)
         if together > 1:
             kv_size = shape.kv_size * max(1, together // shape.kv_heads)
             exchanged = 2 * (shape.q_size + kv_size) * size * tokens
@@ -173,9 +169,8 @@ def lines(plan: Plan, counted: Count) -> list[Line]:
     out.append(
         Line(f"{SYNC}, peak beyond what rests and a bucket", "GiB", counted.bytes[SYNC] / GIB, 2 * largest / GIB)
     )
-    tokens = {LOG_PROBS: _log_prob_tokens(plan.config), UPDATE: _update_tokens(plan)}
     for phase, passes in ((LOG_PROBS, 1), (UPDATE, 3 + roles.model.enable_gradient_checkpointing)):
-        work = passes * tokens[phase] * forward_flops(shape, plan.longest)
+        work = passes * _tokens(plan) * forward_flops(shape, plan.longest)
         out.append(Line(f"{phase}, FLOPs of a pass", "TFLOP", counted.flops[phase] / 1e12, work / 1e12))
     return out
 
@@ -191,7 +186,7 @@ def world(script: Script, full: bool = False) -> tuple[Plan, list[Line]]:
 
 def render(name: str, plan: Plan, found: Sequence[Line]) -> str:
     """Return the table of a script."""
-    tokens = f"{_log_prob_tokens(plan.config):,} tokens for log-probs, {_update_tokens(plan):,} in an update"
+    tokens = f"{_tokens(plan):,} tokens in a pass"
     rows = [
         f"| {one.what} | {one.unit} | {one.counted:,.3f} | {one.formula:,.3f} | {100 * one.deviation:+.1f} % |"
         if one.unit != "calls"

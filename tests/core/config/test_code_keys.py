@@ -88,13 +88,6 @@ def test_what_is_no_code_passes():
     composition.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
 
 
-def test_the_repositorys_own_presets_are_no_foreign_code():
-    for recipe in recipes.names():
-        for path in (recipes.folder(recipe) / "preset").glob("*.yaml"):
-            config = examine(recipe, [f"preset={path.stem}"]).config
-            composition.refuse_code("ARTEFACT", config, recipe)
-
-
 def test_a_recipes_name_is_no_path():
     for recipe in ("../evil", "/tmp/evil", "a.b", "a/b", ""):
         with pytest.raises(InputError):

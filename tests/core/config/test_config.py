@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import pickle
 import re
 import subprocess
@@ -18,9 +17,7 @@ from pydantic import ValidationError
 from core.config import Config, compose, convert, diff, examine, recipes, recorded, registry, to_yaml
 from core.config.code_by_path import load_object
 from core.config.defaults import resolve
-from core.config.rules_training import HF_OPTIONS
 from core.config.section import BOOKKEEPING, EXECUTION, FILES, IDENTITY, thaw
-from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.tracking.health import CHECKS
 
@@ -38,7 +35,7 @@ ADDED = {
     *(f"reward_model.sandbox_fusion.{name}" for name in ("give_up_s", "api_key_env")),
     *("trainer.backend", "trainer.cpu_threads", "trainer.seed"),
     *("trainer.max_staleness", "trainer.health.reward_window", "trainer.reference"),
-    *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
+    *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound",)),
     *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
     *(f"{ACTOR}.freeze_vision_tower", f"{ACTOR}.state_masking"),
     *(f"{part}.tensor_model_parallel_size" for part in (ACTOR, "actor_rollout_ref.ref", "critic")),
@@ -71,7 +68,6 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     clipping = {name for name, entry in registry.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
     assert clipping == set(registry.POLICY_LOSSES) - {"sapo", "gpg", "reinforce", "kl_cov"}
     assert [name for name, entry in registry.ESTIMATORS.items() if entry.critic] == ["gae"]
-    assert set(HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
 
 
 def test_roles_of_keys():
@@ -124,8 +120,15 @@ def test_layers_win_in_order():
     assert compose("grpo").actor_rollout_ref.rollout.n == 5
     assert compose("grpo", ["preset=paper"]).actor_rollout_ref.rollout.n == 64
     assert compose("grpo", [f"{ROLLOUT}.n=7", "preset=paper"]).actor_rollout_ref.rollout.n == 7
-    assert compose("grpo", ["trainer.seed=2", "trainer.seed=3"]).trainer.seed == 3
+    assert compose("grpo", ["trainer.seed=2", "--", "trainer.seed=3"]).trainer.seed == 3
     assert compose("grpo", ["preset=script", "preset=paper"]).actor_rollout_ref.rollout.n == 64
+
+
+def test_the_last_of_two_values_counts_and_both_are_told():
+    found = examine("grpo", ["trainer.seed=2", "data.shuffle=True", "trainer.seed=3", "data.shuffle=True"])
+    (line,) = found.warnings
+    assert found.config.trainer.seed == 3 and line.startswith("trainer.seed=3: is given twice, before as 2; ")
+    assert examine("grpo", ["trainer.seed=2", "--", "trainer.seed=3"]).warnings == ()  # over a script's
 
 
 def test_a_typed_preset_wins_over_what_it_names_and_leaves_a_scripts_other_keys():
@@ -168,14 +171,14 @@ def test_an_unknown_recipe_and_an_unknown_preset_name_the_known_ones(tmp_path, m
     monkeypatch.setattr(recipes, "RECIPES", tmp_path)
     assert examine("nope", ()).problems == ("recipe=nope: has no config file; choose one of plain",)
     lines = examine("plain", ["preset=x"]).problems
-    assert lines[:2] == (
+    assert lines[0].startswith("data.nope=4: unknown key")  # a recipe's file is held to the same rules
+    assert lines[1:] == (
         "preset=x: unknown preset; leave it out: this recipe has none",
         "trainer.seed=???: cannot be read (Missing mandatory value: seed); give it a value, or mend it",
     )
-    assert lines[-1].startswith("data.nope=4: unknown key")  # a recipe's file is held to the same rules
     (folder / "preset").mkdir()
     (folder / "preset" / "one.yaml").touch()
-    assert examine("plain", ["preset=x"]).problems[0] == "preset=x: unknown preset; choose one of one"
+    assert examine("plain", ["preset=x"]).problems[1] == "preset=x: unknown preset; choose one of one"
 
 
 def test_a_users_file_takes_the_recipes_place_and_typed_keys_win(tmp_path):
@@ -194,16 +197,10 @@ def test_a_users_file_takes_the_recipes_place_and_typed_keys_win(tmp_path):
     assert composed.config.trainer.experiment_name == "1024-tokens"
     assert "data.return_raw_chat" in composed.unused  # keys of other versions are read as typed ones are
     assert examine("grpo", options).config.algorithm.adv_estimator == "gae"  # the recipe's grpo is not named
-    over = examine("grpo", ["--config-path", str(tmp_path), "--config-name", "over_recipe.yaml"]).config
-    assert (over.algorithm.adv_estimator, over.actor_rollout_ref.rollout.n, over.data.max_prompt_length) == (
-        "grpo",
-        5,
-        99,
-    )
+    (line,) = examine("grpo", [options[0], "--config-name=over_recipe.yaml"]).problems
+    assert "its defaults list names grpo" in line
     (line,) = examine("grpo", ["--config-path=nowhere/at/all", "--config-name=x"]).problems
-    assert "there is no such folder" in line
-    (line,) = examine("grpo", [options[0], "--config-name=absent"]).problems
-    assert line.startswith("--config-name=absent: ") and "mend or name a file of" in line and "\n" not in line
+    assert line.startswith("--config-name=nowhere/at/all/x.yaml: cannot be read") and "\n" not in line
 
 
 # --- resolving ---
@@ -227,28 +224,22 @@ def test_nulls_follow_other_keys(monkeypatch):
         assert compose("ppo").actor_rollout_ref.rollout.name == engine
 
 
-ROLLOUT_MICRO = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
-
-
 @pytest.mark.parametrize(
-    "overrides, actor, rollout, critic",
+    "overrides, actor, critic",
     [
-        ([], (True, None), (True, None), (True, None)),
-        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"], (False, 16), (False, 16), (False, 16)),
-        ([f"{ROLLOUT_MICRO}=32"], (True, None), (False, 32), (True, None)),
-        ([f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT_MICRO}=32"], (True, None), (True, 32), (True, None)),
+        ([], (True, None), (True, None)),
+        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"], (False, 16), (False, 16)),
+        (["critic.ppo_micro_batch_size_per_gpu=8"], (True, None), (False, 8)),
         (
             [f"{ACTOR}.use_dynamic_bsz=True", "critic.use_dynamic_bsz=False", "critic.ppo_micro_batch_size_per_gpu=8"],
-            *((True, None), (True, None), (False, 8)),
+            *((True, None), (False, 8)),
         ),
     ],
 )
-def test_passes_are_packed_by_tokens_unless_a_micro_batch_is_given(overrides, actor, rollout, critic):
+def test_passes_are_packed_by_tokens_unless_a_micro_batch_is_given(overrides, actor, critic):
     config = compose("ppo", overrides)
-    part = config.actor_rollout_ref
-    assert (part.actor.use_dynamic_bsz, part.actor.ppo_micro_batch_size_per_gpu) == actor
-    assert (part.rollout.log_prob_use_dynamic_bsz, part.rollout.log_prob_micro_batch_size_per_gpu) == rollout
-    assert (config.critic.use_dynamic_bsz, config.critic.ppo_micro_batch_size_per_gpu) == critic
+    for part, expected in ((config.actor_rollout_ref.actor, actor), (config.critic, critic)):
+        assert (part.use_dynamic_bsz, part.ppo_micro_batch_size_per_gpu) == expected
 
 
 # --- recorded ---

@@ -15,6 +15,7 @@ from core.config import examine, rules_training
 from core.config.rules import View, unmet
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
+ULYSSES = "ulysses_sequence_parallel_size"
 
 
 def cases(kind):
@@ -99,8 +100,8 @@ def test_a_key_without_effect_is_listed_with_the_reason():
     [
         ("trainer.nnodes", (), "needs trainer.backend=ray"),
         ("critic.optim.min_lr_ratio", (), "needs critic.optim.lr_scheduler_type=cosine"),  # of its own section
-        (f"{REF}.log_prob_max_token_len_per_gpu", (), f"needs algorithm.use_kl_in_reward or {ACTOR}.use_kl_loss"),
-        (f"{REF}.log_prob_max_token_len_per_gpu", (f"{ACTOR}.use_kl_loss=True",), ""),  # one of two will do
+        (f"{REF}.{ULYSSES}", (), f"needs algorithm.use_kl_in_reward or {ACTOR}.use_kl_loss"),
+        (f"{REF}.{ULYSSES}", (f"{ACTOR}.use_kl_loss=True", "trainer.nnodes=2"), ""),  # one of two will do
         (
             "algorithm.lam",
             ("algorithm.adv_estimator=remax",),
@@ -119,7 +120,7 @@ def test_a_key_with_effect_is_not_listed():
     given = (
         *("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.01", f"{ACTOR}.clip_ratio=0.1"),
         *("algorithm.gamma=0.99", "algorithm.lam=0.95", "critic.optim.lr=1e-4"),
-        *(f"{REF}.log_prob_micro_batch_size_per_gpu=4", "trainer.seed=3"),
+        "trainer.seed=3",
         *(f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=0.6"),
     )
     assert dict(examined("ppo", given).unused) == {}

@@ -14,19 +14,17 @@ HALF = ["actor_rollout_ref.rollout.dtype=bfloat16"]
 @pytest.mark.parametrize(
     ("overrides", "bound"),
     [
-        (FULL, defaults.EXACT),
-        ([*FULL, *HALF], defaults.EXACT_BFLOAT16),
-        ([*FULL, *HALF, "trainer.health.logp_diff.bound=0.3"], 0.3),
+        (FULL, 1e-4),
+        ([*FULL, *HALF], 0.06),
+        ([*HALF, "trainer.max_staleness=1", WEIGHTED], None),
         ([*FULL, "algorithm.rollout_correction.bypass_mode=True"], None),
         ([*FULL, *HALF, WEIGHTED], None),
         ([*FULL, *HALF, "trainer.max_staleness=1"], None),
     ],
 )
 def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound):
-    """``action`` has an effect where there is a bound."""
-    composed = examine("grpo", ["preset=lab", *overrides, "trainer.health.logp_diff.action=stop"])
-    assert composed.config.trainer.health.logp_diff.bound == bound
-    assert ("trainer.health.logp_diff.action" in composed.unused) == (bound is None)
+    config = compose("grpo", ["preset=lab", *overrides])
+    assert defaults.logp_diff(config) == bound == config.trainer.health.logp_diff.bound
 
 
 LOCAL = ["actor_rollout_ref.rollout.name=hf", "trainer.backend=local"]
@@ -49,17 +47,3 @@ def test_engine_and_learner_compute_alike_by_default(overrides, engine, learner)
     for key in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model"):
         assert convert.get(config, f"{key}.fsdp_config.dtype") == learner
     assert config.reward_model.model.fsdp_config.dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "exact"),
-    [
-        (FULL, True),
-        ([*FULL, WEIGHTED], True),
-        ([*FULL, *HALF], False),
-        ([*FULL, "trainer.max_staleness=1", WEIGHTED], False),
-        ([*FULL, "actor_rollout_ref.rollout.top_p=0.9", WEIGHTED], False),
-    ],
-)
-def test_engine_and_learner_agree_exactly_where_nothing_but_rounding_parts_them(overrides, exact):
-    assert defaults.exact(compose("grpo", ["preset=lab", *overrides])) is exact

@@ -27,11 +27,6 @@ def lines(*overrides, recipe="ppo"):
         ([f"{ACTOR}.optim.warmup_style=cosine"], {f"{ACTOR}.optim.lr_scheduler_type": "cosine"}),
         ([f"{ACTOR}.optim.lr_scheduler_type=constant_with_warmup"], {f"{ACTOR}.optim.lr_scheduler_type": "constant"}),
         ([f"{ACTOR}.ppo_micro_batch_size=64", *HYBRID], {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}),
-        (
-            [f"{ROLLOUT}.log_prob_micro_batch_size=64", f"{ACTOR}.ulysses_sequence_parallel_size=2", *HYBRID]
-            + ["actor_rollout_ref.model.use_remove_padding=True"],
-            {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8},
-        ),
         ([f"{ACTOR}.fsdp_config.strategy=fsdp2"], {f"{ACTOR}.strategy": "fsdp2"}),
         ([f"{ACTOR}.policy_loss.tau_neg=1.1"], {f"{ACTOR}.tau_neg": 1.1}),
         (
@@ -50,8 +45,8 @@ def lines(*overrides, recipe="ppo"):
         (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
         (["max_steps=7"], {"trainer.total_training_steps": 7}),
         (
-            ["algorithm.rollout_is=True", "algorithm.rollout_is_level=sequence", "algorithm.rollout_is_mode=mask"],
-            {f"algorithm.rollout_correction.rollout_{kind}": "sequence" for kind in ("is", "rs")},
+            ["algorithm.rollout_is=True", "algorithm.rollout_is_mode=truncate"],
+            {"algorithm.rollout_correction.rollout_is": "token"},
         ),
         (["+ray_init.num_cpus=4"], {"ray_kwargs.ray_init": {"num_cpus": 4}}),
     ],
@@ -66,6 +61,8 @@ def test_another_name_is_read_and_said(overrides, settings):
 
 def test_two_names_of_one_thing_may_not_differ():
     assert lines(f"{ROLLOUT}.prompt_length=99", "data.max_prompt_length=99") == ()
+    kwarg = "reward.reward_kwargs.max_resp_len"  # from which the length penalty of a fork counts
+    assert lines(f"{kwarg}=99", "data.max_response_length=98")[0].startswith(f"{kwarg}=99: means ")
     (line,) = lines(f"{ROLLOUT}.prompt_length=99", "data.max_prompt_length=98")
     assert "means data.max_prompt_length=99, and data.max_prompt_length=98 is given too" in line
 
@@ -85,7 +82,9 @@ def test_two_names_of_one_thing_may_not_differ():
         (f"{ROLLOUT}.mode=async", "already the behaviour"),
         (f"{ROLLOUT}.load_format=safetensors", "in memory"),
         (f"{ACTOR}.checkpoint.save_contents=[model]", "holds everything"),
-        ("reward.reward_kwargs.max_resp_len=512", "which is the same"),
+        (f"{ROLLOUT}.log_prob_micro_batch_size=64", "as large as the actor's"),
+        ("do_search=False", "is off"),
+        ("algorithm.filter_groups.metric=acc", "algorithm.filter_groups.enable is off"),
     ],
 )
 def test_what_asks_for_nothing_is_accepted_and_listed(override, reason):
@@ -107,7 +106,7 @@ def test_what_asks_for_nothing_is_accepted_and_listed(override, reason):
         ("rollout.nnodes=1", "trainer.max_staleness=1"),
         ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
         ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
-        ("reward.reward_kwargs.max_resp_len=513", "is another length than data.max_response_length=512"),
+        ("algorithm.rollout_is_mode=mask", "is an older name"),
         ("reward.reward_model.judge_mode=1", "judge.url"),
         ("hydra.sweep.dir=x", "leave it out"),
         (f"{ROLLOUT}.mode=sync_with_tool", "requests are asynchronous"),
@@ -134,7 +133,7 @@ def test_the_tables_name_keys_that_exist_and_no_key_of_the_schema(recipe):
         target = here.removesuffix(".*")
         known = any(target in there for there in (convert.all_keys(schema), convert.sections(schema)))
         assert (
-            known or convert.known(target, schema) or recipes.switch_of(f"{target}.enable") or recipes.switch_of(target)
+            known or convert.known(target, schema) or recipes.owner_of(target) or recipes.owner_of(f"{target}.enable")
         )
         assert there not in convert.all_keys(schema), there
     for key, values in names["values"].items():
