@@ -16,10 +16,8 @@ HALF = ["actor_rollout_ref.rollout.dtype=bfloat16"]
     [
         (FULL, 1e-4),
         ([*FULL, *HALF], 0.06),
-        ([*HALF, "trainer.max_staleness=1", WEIGHTED], None),
         ([*FULL, "algorithm.rollout_correction.bypass_mode=True"], None),
         ([*FULL, *HALF, WEIGHTED], None),
-        ([*FULL, *HALF, "trainer.max_staleness=1"], None),
     ],
 )
 def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from core.config.defaults import EXACT, EXACT_BFLOAT16
+from core.config.defaults import EXACT, ROUNDED
 from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.learner import packing
@@ -78,5 +78,5 @@ def test_an_engine_in_bf16_is_as_far_from_the_learner_as_the_bounds_allow(real_w
         inputs = forward_inputs(torch.tensor(ids), torch.arange(24) > 0, torch.tensor([24]))
         with torch.no_grad():
             distances.append(float(np.abs(policy.forward(inputs)[0].numpy() - engine.probe(ids)).mean()))
-    assert EXACT < distances[0] < EXACT_BFLOAT16
+    assert EXACT < distances[0] < ROUNDED
     assert distances[1] < EXACT  # one pass in one precision on both sides: sums between layers and the head included

@@ -40,7 +40,7 @@ def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **co
 def settings(folder, *, input_tokenizer="policy", **given):
     sharding = ScoringFSDPConfig(dtype="float32")
     model = RewardModelModelConfig(path=str(folder), input_tokenizer=input_tokenizer, fsdp_config=sharding)
-    filled = {"max_length": 200, "use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 400, **given}
+    filled = {"max_length": 200, "forward_max_token_len_per_gpu": 400, **given}
     return RewardModelConfig(enable=True, model=model, **filled)
 
 

@@ -79,8 +79,8 @@ def test_a_replay_without_a_server_gives_the_same_rewards(folder):
         scripted()(config(folder, "new", NOBODY, elsewhere), answer).init_workers()
 
 
-def test_failures_are_masked_counted_and_stop_at_a_bound(folder):
-    """Answers that end in an even number get nothing but refusals: they leave their groups, and the run stops."""
+def test_failures_are_masked_counted_and_told_at_a_bound(folder, caplog):
+    """Answers that end in an even number get nothing but refusals: they leave their groups."""
 
     def reply(number, body):
         return {"status": 400} if shown(body)[1] in "0246" else generous(number, body)

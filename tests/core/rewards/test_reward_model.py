@@ -48,7 +48,7 @@ def direct(folder, kind, ids):
     [
         ("token", "qwen2", {}, {}),
         ("sequence", "llama", {"pad_token_id": None}, {}),
-        ("sequence", "bert", {}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}),
+        ("sequence", "bert", {}, {"forward_max_token_len_per_gpu": 300}),
     ],
 )
 def test_batches_give_what_each_answer_gives_alone(tmp_path, kind, arch, config, packing):
@@ -88,8 +88,6 @@ def test_passes_stay_within_their_bounds(tmp_path):
     passes = list(model._passes(lengths))
     assert sorted(sum(passes, [])) == list(range(40)) and len(passes) < 40
     assert all(max(lengths[at] for at in rows) * len(rows) <= 100 for rows in passes)
-    rows = RewardModel(settings(tmp_path, use_dynamic_bsz=False, micro_batch_size_per_gpu=16))
-    assert [len(one) for one in rows._passes(lengths)] == [16, 16, 8]
 
 
 def test_a_chat_that_the_template_refuses_costs_its_own_score_only(tmp_path):
