@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import InputError, UnhealthyRun
+from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import judge as judge_module
 from core.rewards.judge import JudgeLost
@@ -87,10 +87,8 @@ def test_failures_are_masked_counted_and_told_at_a_bound(folder, caplog):
 
     bound = "trainer.health.scorer_errors"
     with serve(reply) as server:
-        run = scripted()(config(folder, "bad", server.url, f"{bound}.action=stop"), answer).init_workers()
-        told = f"the scorer failed on .*{bound}.bound=0.1"
-        with pytest.raises(UnhealthyRun, match=told):
-            run.fit()
+        scripted()(config(folder, "bad", server.url), answer).init_workers().fit()
+    assert f"({bound}.bound=0.1)" in caplog.text
     line = lines(folder, "bad")[-1]
     assert line["reward/crash_rate"] == line["reward/masked_share"] > 0.1
     assert line["perf/judge_failures"] > 0

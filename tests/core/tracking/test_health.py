@@ -155,8 +155,8 @@ def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
     assert again.run.step == 3
 
 
-def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
-    run = run_of(folder / "command", "nonfinite")
+def test_the_command_ends_with_a_line_and_status_one(tmp_path, capsys):
+    run = run_of(prepare(tmp_path), "nonfinite")
     with pytest.raises(SystemExit) as ended:
         train(lambda _: run, run.config)
     assert ended.value.code == 1 and "trainer.health.nonfinite.bound=2" in capsys.readouterr().err
