@@ -61,15 +61,14 @@ def unwritten(error: OSError, path: str | os.PathLike[str], what: str) -> str:
 
 def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> WriteFailed:
     """Return what to raise in place of an OSError: what :func:`unwritten` returns, and what to do."""
-    fix = "make room there, or set another trainer.default_local_dir, and repeat the command: a run continues"
-    return WriteFailed(f"{unwritten(error, path, what)}; {fix} from its last checkpoint")
+    fix = "make room there, or set another trainer.default_local_dir, and repeat the command"
+    return WriteFailed(f"{unwritten(error, path, what)}; {fix}")
 
 
 def free_space(path: Path) -> str:
     """Return the space that is free where a path is or would be, in words."""
     disk = os.statvfs(next((one for one in (path.absolute(), *path.absolute().parents) if one.exists()), "/"))
-    room = f"{disk.f_bavail * disk.f_frsize / 2**30:.1f} GiB free"
-    return f"{room}, but no file more" if disk.f_files and not disk.f_favail else room
+    return f"{disk.f_bavail * disk.f_frsize / 2**30:.1f} GiB free"
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -326,8 +325,7 @@ def prepare_torch(trainer: TrainerConfig) -> torch.device:
 
 # -- signals --------------------------------------------------------------------------------------
 
-# Ctrl-C; a scheduler's warning; a terminal that closes; the warning that `sbatch --signal=USR1@600` asks SLURM for
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; a scheduler's warning; sbatch --signal=USR1@600
 ENDED_BY_SIGNAL = 128  # plus its number: what shells report for a program that a signal ended
 FIRST = ": finishing this step, then saving a checkpoint; the same command continues from it. Once more stops at once."
 AGAIN = " again: stopping at once; the last complete checkpoint stands, and the same command continues from it"
@@ -348,9 +346,7 @@ class GracefulStop:
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
-            # A SIGHUP that is ignored stays so: ``nohup`` asks for it
-            handled = (n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
-            self._before = {number: signal.signal(number, self._handle) for number in handled}
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -361,13 +357,10 @@ class GracefulStop:
         if os.getpid() != self._pid:
             # A forked child inherits this handler: it must die of terminate(), and leave a Ctrl-C to its parent.
             if number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+                os._exit(ENDED_BY_SIGNAL + number)
             return
-        if number == signal.SIGHUP:
-            _drop_closed_terminal()
         again, self.requested, self.cause = self.requested, True, signal.Signals(number).name
-        with suppress(OSError):  # the terminal that closed, say: nobody reads it
+        with suppress(OSError):  # nobody may read it any more
             os.write(2, f"\n{self.cause}{AGAIN if again else FIRST}\n".encode())  # safe while it interrupts a print
         if again:
             os._exit(ENDED_BY_SIGNAL + number)
@@ -375,12 +368,3 @@ class GracefulStop:
     def request(self) -> None:
         """Request a stop after the step, as a first signal does."""
         self.requested = True
-
-
-def _drop_closed_terminal() -> None:
-    """Send what is still printed nowhere if it went to the terminal that has closed: a print must not end the run."""
-    for stream in (1, 2):
-        if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream)
-            os.close(nowhere)

@@ -115,10 +115,10 @@ def test_what_this_machine_cannot_start_is_one_line(data, capsys, monkeypatch):
     monkeypatch.setattr("core.command_line.find_spec", lambda name: None)
     cluster = [RAY, "actor_rollout_ref.rollout.name=vllm"]
     lines = ends(2, "ppo", [*data, *cluster], capsys=capsys).err.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["actor_rollout_ref.rollout.name=vllm", RAY]
+    assert [line.split(":")[0] for line in lines] == [RAY, "actor_rollout_ref.rollout.name=vllm"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (line,) = ends(2, "ppo", [*data, "trainer.device=cuda", "trainer.backend=local"], capsys=capsys).err.splitlines()
-    assert line.startswith("trainer.device=cuda: PyTorch ") and "finds no GPU on this machine; use cpu" in line
+    assert line.startswith("trainer.device=cuda: PyTorch ") and "finds no GPU here; use cpu" in line
     monkeypatch.setenv("DRY_RUN", "1")
     text = ends(0, "ppo", [*data, *cluster], capsys=capsys).out
     assert "vllm can be imported" in text and "ray can be imported" in text
