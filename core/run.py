@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -30,7 +30,7 @@ from core.errors import InputError, UnhealthyRun, WriteFailed, memory_phase
 from core.files import check_writable, is_url
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest
-from core.tracking.health import Health
+from core.tracking.health import NONFINITE, Health
 from core.tracking.metrics import REST, time_parts
 from core.tracking.tracker import Tracker
 from core.types import Prompt, StepMetrics
@@ -235,7 +235,7 @@ class Run:
         The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
         """
         self.step, self.state = metrics.step, state
-        stopping = self._check_health(metrics)
+        faults = self._check_health(metrics)
         if self.saving_s:
             metrics.add({"timing_s/save_checkpoint": self.saving_s})
         now = time.perf_counter()
@@ -252,8 +252,8 @@ class Run:
                     raise
                 # A run of days may find room before its next save
                 log.warning("%s. Training goes on, and the next checkpoint is another try", error)
-        if stopping:
-            self._stop_unhealthy(stopping)
+        if NONFINITE in faults:
+            self._stop_unhealthy(faults[NONFINITE])
 
     def outcome(self) -> str:
         """Return how the run ended, in a few words."""
@@ -285,35 +285,29 @@ class Run:
 
     # -- health ----------------------------------------------------------------------------------
 
-    def _check_health(self, metrics: StepMetrics) -> list[str]:
-        """Compare the step with ``trainer.health``, warn of every bound that it crossed, and return what stops."""
-        violations = self.health.check(self.step, metrics.values, self.trainer.health)
+    def _check_health(self, metrics: StepMetrics) -> Mapping[str, str]:
+        """Compare the step with ``trainer.health``, warn of bounds that are newly crossed, and return all of those."""
+        faults = self.health.check(self.step, metrics.values, self.trainer.health)
         last = self.health.last_healthy_step
-        metrics.add({"health/crossed_bounds": len(violations), "health/last_healthy_step": last})
+        metrics.add({"health/crossed_bounds": len(faults), "health/last_healthy_step": last})
         self.tracker.manifest["last_healthy_step"] = last
-        for violation in violations:
-            if violation.check not in self.crossed or violation.stops:
-                log.warning("step %d: %s (last healthy step %d)", self.step, violation.text, last)
-        self.crossed = {violation.check for violation in violations}
+        for check, text in faults.items():
+            if check not in self.crossed:
+                log.warning("step %d: %s (last healthy step %d)", self.step, text, last)
+        self.crossed = {*faults}
         if reason := self.health.stuck():
             log.warning("step %d: %s", self.step, reason)
-        return [violation.text for violation in violations if violation.stops]
+        return faults
 
-    def _stop_unhealthy(self, texts: Sequence[str]) -> None:
+    def _stop_unhealthy(self, text: str) -> NoReturn:
         """Save and raise UnhealthyRun."""
         saved = f"saved in {self.store.folder(self.step)}"
         try:
             self.save()
         except WriteFailed as error:  # must not hide why the run stops
             saved = f"not saved ({error})"
-        last = self.health.last_healthy_step
-        sound = max((step for step in self.store.steps() if step <= last), default=None)
-        path = f"trainer.resume_mode=resume_path trainer.resume_from_path={self.store.folder(sound or 0)}"
-        back = "no checkpoint is that old" if sound is None else f"go back to it with {path}"
-        raise UnhealthyRun(
-            f"stopped after step {self.step}, {saved}: {'; '.join(texts)}. The last healthy step is {last}: {back}. "
-            "The same command goes on from here and stops again unless the bound is raised"
-        )
+        back = f"the last healthy step is {self.health.last_healthy_step}, trainer.resume_from_path goes back to one"
+        raise UnhealthyRun(f"stopped after step {self.step}, {saved}: {text}; {back}")
 
 
 def prepare_torch(trainer: TrainerConfig) -> torch.device:

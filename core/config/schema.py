@@ -244,9 +244,6 @@ class HealthConfig(Section):
         HealthBound(bound=6), "standard errors between entropy and -log p of sampled tokens", "generates"
     )
     zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores", "generates")
-    repetition: HealthBound = key(HealthBound(bound=0.2), "rise of the share of repeated trigrams since the start")
-    unfinished: HealthBound = key(HealthBound(bound=0.2), "rise of the share of answers that reach the length limit")
-    shortening: HealthBound = key(HealthBound(bound=0.5), "fall of the mean response length, as a share of the start's")
     scorer_errors: HealthBound = key(
         HealthBound(bound=0.1), "share of answers without a score, over reward_window", "generates"
     )

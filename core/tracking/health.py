@@ -17,21 +17,13 @@ if TYPE_CHECKING:
     from core.config.schema import HealthConfig
 
 Values = Mapping[str, float]
-SCORE, TRIGRAMS = "critic/score/mean", "response/repeated_trigrams"
-CUT, LENGTH = "response_length/clip_ratio", "response_length/mean"
+SCORE = "critic/score/mean"
 FAILED = "reward/failed_rate"  # share of all answers of a step, dropped groups included, that have no score
 SKIPPED = "skipped_updates"
-TREND_STEPS = 3  # a trend compares the mean of the last steps with that of the first, so many of each
+NONFINITE = "nonfinite"  # the check that ends a run
 
-# check -> the metric that is beyond its bound, and on which side; other checks are in measured()
-SIMPLE = {
-    "entropy": ("actor/entropy", "below"),
-    "logp_diff": ("rollout_corr/logp_diff_mean", "above"),
-    "zero_variance": ("reward/zero_variance_share", "above"),
-}
-READ = "read samples: the policy may have found a reward without an answer (let the scorer require a text, or use a KL)"
 CHECKS = {
-    "nonfinite": "{:g} steps in a row skipped an update whose gradients were not finite: lower optim.lr or grad_clip",
+    NONFINITE: "{:g} steps in a row skipped an update whose gradients were not finite: lower optim.lr or grad_clip",
     "entropy": "the policy's entropy is {:.3g} nats a token: it has stopped exploring; raise clip_ratio_high, lower lr",
     "reward_drop": "the mean score over reward_window steps is {:.3g} below its best: look at samples of both times",
     "logp_diff": "log-probs of engine and learner differ by {:.3g} on average: samples are off-policy; "
@@ -39,35 +31,19 @@ CHECKS = {
     "entropy_gap": "entropy and -log p of the sampled tokens are {:.3g} standard errors apart: "
     "look at the temperature of each, at the mask, and at what draws the tokens",
     "zero_variance": "{:.0%} of the groups have equal scores and teach nothing: the data may be too easy or too hard",
-    "repetition": "the share of repeated trigrams in answers rose by {:.2f} since the start: " + READ,
-    "unfinished": "the share of answers that reach the length limit rose by {:.0%} since the start: read samples, "
-    "raise data.max_response_length, or shape the reward of long answers",
-    "shortening": "the length of answers has fallen by {:.0%} since the start: " + READ,
     "scorer_errors": "the scorer failed on {:.1%} of the answers of the last steps: the first failure was printed",
 }
 # metric -> what is true of a step, and the key to look at, where the share is 1 in STUCK_STEPS steps in a row
 STUCK_STEPS = 3
 STUCK = {
-    CUT: "answers are cut off; raise data.max_response_length, or look at the model's end-of-sequence token",
+    "response_length/clip_ratio": "answers are cut off; raise data.max_response_length, or look at the model's "
+    "end-of-sequence token",
     "reward/parse_error_rate": "answers cannot be read by the scorer; look at the form that prompts require, and at "
     "data_source or custom_reward_function.path",
     "reward/zero_variance_share": "groups have equal scores and teach nothing; look at actor_rollout_ref.rollout.n, "
     "the scorer, and how hard data.train_files is",
 }
-REMEMBERED = {SCORE, FAILED, TRIGRAMS, CUT, LENGTH, *STUCK}
-
-
-@dataclass(frozen=True)
-class BoundViolation:
-    """A bound of ``trainer.health`` that a step exceeded."""
-
-    check: str
-    text: str
-
-    @property
-    def stops(self) -> bool:
-        """Whether the run ends: updates are skipped, so that it only costs time."""
-        return self.check == "nonfinite"
+REMEMBERED = {SCORE, FAILED, *STUCK}
 
 
 @dataclass
@@ -80,43 +56,38 @@ class Health:
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def check(self, step: int, values: Values, config: HealthConfig) -> list[BoundViolation]:
-        """Remember a step's metrics and return the bounds that it crossed. ``config`` is trainer.health."""
+    def check(self, step: int, values: Values, config: HealthConfig) -> dict[str, str]:
+        """Remember a step's metrics and return check -> text for each bound of trainer.health that it crossed."""
         for name in REMEMBERED & values.keys():
             self.history.setdefault(name, []).append(values[name])
         skipped = sum(values.get(f"{part}/{SKIPPED}", 0) for part in ("actor", "critic"))
         self.history.setdefault(SKIPPED, []).append(skipped)
-        violations = []
-        for name, (value, side) in self.measured(values, config.reward_window).items():
+        crossed = {}
+        for name, value in self.measured(values, config.reward_window).items():
             bound = getattr(config, name).bound
-            if bound is not None and value is not None and not _within(value, bound, side):
-                text = f"{CHECKS[name].format(value)} (trainer.health.{name}.bound={bound:g})"
-                violations.append(BoundViolation(name, text))
-        if not violations:
+            if bound is not None and value is not None and not _within(name, value, bound):
+                crossed[name] = f"{CHECKS[name].format(value)} (trainer.health.{name}.bound={bound:g})"
+        if not crossed:
             self.last_healthy_step = step
-        return violations
+        return crossed
 
-    def measured(self, values: Values, window: int) -> dict[str, tuple[float | None, str]]:
-        """Return what each check compares, None where there is nothing yet, and the side that is beyond its bound."""
-        found = {name: (values.get(metric), side) for name, (metric, side) in SIMPLE.items()}
-        gap, lengths = values.get("rollout_corr/entropy_gap_z"), self.history.get(LENGTH, [0.0])
-        start, fall = fmean(lengths[:TREND_STEPS]), self._rise(LENGTH)
-        scores, failed = self.history.get(SCORE, []), self.history.get(FAILED)
+    def measured(self, values: Values, window: int) -> dict[str, float | None]:
+        """Return what each check compares, None where there is nothing yet."""
+        gap, scores, failed = (
+            values.get("rollout_corr/entropy_gap_z"),
+            self.history.get(SCORE, []),
+            self.history.get(FAILED),
+        )
         means = [fmean(scores[end - window : end]) for end in range(window, len(scores) + 1)]
-        return found | {
-            "nonfinite": (len(list(takewhile(bool, reversed(self.history[SKIPPED])))), "reached"),
-            "entropy_gap": (None if gap is None else abs(gap), "above"),
-            "reward_drop": (max(means) - means[-1] if means else None, "above"),
-            "repetition": (self._rise(TRIGRAMS), "above"),
-            "unfinished": (self._rise(CUT), "above"),
-            "shortening": (-fall / start if fall is not None and start else None, "above"),
-            "scorer_errors": (fmean(failed[-window:]) if failed else None, "above"),
+        return {
+            NONFINITE: len(list(takewhile(bool, reversed(self.history[SKIPPED])))),
+            "entropy": values.get("actor/entropy"),
+            "reward_drop": max(means) - means[-1] if means else None,
+            "logp_diff": values.get("rollout_corr/logp_diff_mean"),
+            "entropy_gap": None if gap is None else abs(gap),
+            "zero_variance": values.get("reward/zero_variance_share"),
+            "scorer_errors": fmean(failed[-window:]) if failed else None,
         }
-
-    def _rise(self, name: str) -> float | None:
-        """Return how far the metric's mean over TREND_STEPS steps has risen since the start."""
-        found = self.history.get(name, [])
-        return fmean(found[-TREND_STEPS:]) - fmean(found[:TREND_STEPS]) if len(found) >= TREND_STEPS else None
 
     def stuck(self) -> str | None:
         """Return the likeliest reason why STUCK_STEPS steps taught nothing, at the last of them and not again."""
@@ -127,6 +98,8 @@ class Health:
         return None
 
 
-def _within(value: float, bound: float, side: str) -> bool:
-    """Return whether a value is within its bound; NaN is beyond any."""
-    return {"above": value <= bound, "below": value >= bound, "reached": value < bound}[side]
+def _within(name: str, value: float, bound: float) -> bool:
+    """Return whether a check's value is within its bound; NaN is beyond any."""
+    if name == "entropy":
+        return value >= bound
+    return value < bound if name == NONFINITE else value <= bound

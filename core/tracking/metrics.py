@@ -62,7 +62,6 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
     means = {
         "critic/acc/mean": [score.acc for score in scores],
         "response_length/clip_ratio": [t.truncated for t in trajectories],
-        "response/repeated_trigrams": [repeated_share(t.response_ids) for t in trajectories],
         "tool_call_counts/mean": [t.tool_calls for t in trajectories],
         "reward/masked_share": [score.masked for score in scores],
     }
@@ -79,14 +78,6 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         metrics["critic/vf_explained_var"] = explained_variance(batch.stored["values"], batch.returns, written)
     tokens = sum(len(t.response_ids) + len(t.prompt_ids) for t in trajectories)
     return {**metrics, **status_rates(scores), "perf/total_num_tokens": float(tokens)}
-
-
-def repeated_share(ids: np.ndarray, size: int = 3) -> float:
-    """Return the share of an answer's n-grams that occurred in it before: 0 without any, near 1 in a loop."""
-    if len(ids) < size:
-        return 0.0
-    ngrams = np.lib.stride_tricks.sliding_window_view(ids, size)
-    return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)
 
 
 def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str, float]:

@@ -6,7 +6,7 @@
 #   bash recipes/grpo/run_smollm2_135m.sh [passages|arithmetic|naive] [random|shuffled] [key=value ...]
 #
 # naive rewards the constraints of instructions alone and has no KL loss: the policy learns to repeat the requested
-# words, and the run warns of it (trainer.health). random and shuffled are controls: the reward is a coin, or the ground
+# words. random and shuffled are controls: the reward is a coin, or the ground
 # truth is another prompt's. The hyper-parameters are in config/preset/smollm2_135m*.yaml; recipes/real/train.sh does the
 # work. The run goes to outputs/grpo/. DRY_RUN=1 only checks the configuration.
 set -euo pipefail

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 
-import numpy as np
 import pytest
 
 from core.checkpoint.run_state import DriverState
@@ -14,7 +13,6 @@ from core.command_line import train
 from core.config.schema import HealthConfig
 from core.errors import UnhealthyRun
 from core.tracking.health import CHECKS, SCORE, SKIPPED, Health
-from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run
 from results.reporting.summaries import summarise
 from tests.core.scripted_run import configured, prepare, scripted
@@ -30,11 +28,11 @@ def folder(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("health"))
 
 
-def answers(bad=(), text="3", good="{}"):
+def answers(bad=(), text="3"):
     """Groups of unequal answers 0..4, but ``text`` from the versions in ``bad``."""
 
     def respond(request, version):
-        return text if version + 1 in bad else good.format(request.seed % 5)
+        return text if version + 1 in bad else str(request.seed % 5)
 
     return respond
 
@@ -51,9 +49,6 @@ PLANTED = {
     "logp_diff": (0.5, {}, at("rollout_corr/logp_diff_mean", 0.7)),
     "entropy_gap": (6, {}, at("rollout_corr/entropy_gap_z", -6.1)),
     "zero_variance": (0.99, {"bad": (4, 5)}, at("", 0, ())),
-    "repetition": (0.1, {"bad": (4, 5), "text": "3333"}, at("", 0, ())),
-    "unfinished": (0.3, {"bad": (4, 5), "text": "123456789"}, at("", 0, ())),
-    "shortening": (0.1, {"bad": (4, 5), "text": "3", "good": "000{}"}, at("", 0, ())),
     "scorer_errors": (0.9, {"bad": (4, 5), "text": "x"}, at("", 0, ())),
 }
 WINDOW = {"reward_drop": 2, "scorer_errors": 1}
@@ -66,24 +61,20 @@ def run_of(folder, name):
     return scripted()(configured(folder, name, *keys), answers(**replies), report=report)
 
 
-def test_every_check_is_planted_here():
-    assert set(PLANTED) == set(CHECKS)
-
-
 def test_updates_that_are_skipped_stop_the_run_after_saving(folder):
     run = run_of(folder, "nonfinite").init_workers()
     with pytest.raises(UnhealthyRun) as stopped:
         run.fit()
     assert run.run.step == 5 and run.run.store.steps()[-1] == 5
     text = str(stopped.value)
-    assert "trainer.health.nonfinite.bound" in text and f"resume_from_path={run.run.store.folder(4)}" in text
+    assert "trainer.health.nonfinite.bound" in text and "last healthy step is 4" in text
     manifest = json.loads((run.run.run_dir / "manifest.json").read_text())
     assert manifest["status"] == "stopped" and manifest["last_healthy_step"] == 4
     assert manifest["stopped_because"] == text
     assert summarise(load_run(run.run.run_dir))["last_healthy_step"] == 4
 
 
-@pytest.mark.parametrize("name", sorted(PLANTED.keys() - {"nonfinite"}))
+@pytest.mark.parametrize("name", sorted(CHECKS.keys() - {"nonfinite"}))
 def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
     with caplog.at_level(logging.WARNING, logger="core"):
         run = run_of(folder, name).init_workers()
@@ -92,8 +83,7 @@ def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
     assert run.run.step == 6 and told and told[0].startswith(f"step {4}: ")
     crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics}
     assert crossed[4] == 1 and crossed[3] == 0
-    recovers = name not in ("reward_drop", "repetition", "unfinished", "shortening")  # whose windows still hold step 5
-    assert run.run.health.last_healthy_step == (6 if recovers else 3)
+    assert run.run.health.last_healthy_step == (3 if name == "reward_drop" else 6)  # whose window still holds step 5
 
 
 def test_what_comes_at_every_step_is_told_once_and_again_after_a_healthy_step(folder, caplog):
@@ -106,16 +96,6 @@ def test_what_comes_at_every_step_is_told_once_and_again_after_a_healthy_step(fo
     told = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "logp_diff" in text]
     assert [text.partition(":")[0] for text in told] == ["step 1", "step 5"]
     assert [row["health/crossed_bounds"] for row in load_run(run.run.run_dir).metrics] == [1, 1, 1, 0, 1, 1]
-
-
-def test_a_run_within_its_bounds_warns_of_nothing(folder, caplog):
-    bounds = {"entropy": 0.05, "reward_drop": 3.9, "zero_variance": 0.99, "scorer_errors": 0.1}
-    keys = [f"trainer.health.{name}.bound={bound}" for name, bound in bounds.items()]
-    with caplog.at_level(logging.WARNING, logger="core"):
-        run = scripted()(configured(folder, "well", *keys, "trainer.health.reward_window=2"), answers()).init_workers()
-        run.fit()
-    assert not [r for r in caplog.records if "trainer.health" in r.getMessage()]
-    assert run.run.health.last_healthy_step == 6
 
 
 def test_a_run_that_cannot_learn_is_warned_of_once(folder, caplog):
@@ -179,9 +159,9 @@ def test_the_command_ends_with_a_line_and_status_one(tmp_path, capsys):
 def test_a_bound_is_crossed_beyond_it(name, values, crossed):
     health = Health(last_healthy_step=6)
     found = health.check(7, values, bounded(**{name: 0.1}))
-    assert [one.check for one in found] == ([name] if crossed else [])
+    assert list(found) == ([name] if crossed else [])
     assert health.last_healthy_step == (6 if crossed else 7)
-    assert Health().check(7, values, bounded()) == []
+    assert Health().check(7, values, bounded()) == {}
 
 
 # check, metric, its values in order, the steps at which the bound is crossed, the bound, the window
@@ -190,10 +170,6 @@ TRENDS = [
     ("reward_drop", SCORE, [9.0, 0.0, 0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], [4, 5, 6, 7, 8, 9], 0.4, 3),
     # windows of 3: .6, .8, .9, .7, .5, of which the third is the best
     ("reward_drop", SCORE, [0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], [7], 0.3, 3),
-    # means of three steps from the third: .3, .33, .38, .48, .55, .48, .4; bound: .2 above the first
-    ("repetition", "response/repeated_trigrams", [0.30, 0.35, 0.25, 0.40, 0.50, 0.55, 0.60, 0.30, 0.30], [7], 0.2, 1),
-    # 33, 33, 30, 27, 23, 18, 14; half of 33 is 16.5
-    ("shortening", "response_length/mean", [30, 36, 33, 30, 27, 24, 18, 12, 12], [9], 0.5, 1),
     # over 4 steps: 0, .05, .067, .1, .1, .125, .1, .05
     ("scorer_errors", "reward/failed_rate", [0.0, 0.1, 0.1, 0.2, 0.0, 0.2, 0.0, 0.0], [6], 0.1, 4),
 ]
@@ -208,15 +184,3 @@ def test_a_trend_is_measured_over_steps_that_a_checkpoint_keeps(name, metric, va
             steps.append(step)
         health = Health(**json.loads(json.dumps(health.state_dict())))
     assert steps == expected
-
-
-def test_answers_of_nothing_have_no_length_to_fall_from():
-    health, config = Health(), bounded(shortening=0.5)
-    assert not any(health.check(step, {"response_length/mean": 0.0}, config) for step in range(1, 6))
-
-
-def test_repeated_trigrams():
-    assert repeated_share(np.array([1, 2, 3, 4, 5])) == 0
-    assert repeated_share(np.array([7] * 12)) == pytest.approx(0.9)  # one of ten is new
-    assert repeated_share(np.array([1, 2, 3, 1, 2, 3])) == pytest.approx(0.25)
-    assert repeated_share(np.array([1, 2])) == 0
