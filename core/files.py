@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, checked for what a download left out, and copied from and to URLs.
+"""Files: written whole or not at all, and copied from and to URLs.
 
 A URL is reached by a driver of fsspec, which takes logins and addresses from the environment. What is read is copied
 once a node, to ``RLREPRO_CACHE`` (default ``~/.cache/rlrepro``), from which nothing is ever deleted.
@@ -18,14 +18,12 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from core.errors import InputError, WriteFailed
 
 PARTIAL = ".partial"  # end of the name of a file or folder that is being written
-POINTER = b"version https://git-lfs.github.com/spec/"
-DOWNLOAD_AGAIN = "download it again, and compare its size with that at its source"
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 CACHE = "RLREPRO_CACHE"  # variable that names the folder of copies
 # Of these file systems a folder has to be made. On others that would make a bucket, which a misspelt URL must not.
@@ -70,38 +68,14 @@ def write_atomic(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def inside(folder: Path, name: Any, listed: str | os.PathLike[str]) -> Path:
-    """Return the path of a file of this name in ``folder``, from a list that anybody may have written.
+def inside(folder: Path, name: str, listed: str | os.PathLike[str]) -> Path:
+    """Return the path of a file in ``folder``, whose name is from a list that anybody may have written.
 
     Raises InputError for a name that leads elsewhere, a link included.
     """
-    plain = isinstance(name, str) and "\0" not in name and "\\" not in name and str(PurePosixPath(name)) == name != "."
-    if plain and ".." not in name.split("/") and (folder / name).resolve().is_relative_to(folder.resolve()):
-        return folder / name
-    raise InputError(
-        f"{listed}: the file name {ascii(name)[:200]} leads out of its folder; it was altered, do not use it"
-    )
-
-
-def damage(path: Path) -> str | None:
-    """Return what a download left incomplete of a file, or of a model's folder; None where nothing is found."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in [path] if path.is_file() else [*path.glob("*.json"), *path.glob("*.safetensors")]:
-        with open(file, "rb") as stream:
-            begin = stream.read(len(POINTER))
-        size = f"{file.stat().st_size:,} bytes"
-        if begin == POINTER:
-            return f"{file.name} is a Git LFS pointer of {size} to a file that was not fetched (git lfs pull)"
-        try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, "numpy"):  # compares the sizes in the header with that of the file
-                    pass
-        except (SafetensorError, OSError) as error:
-            return f"{file.name} is cut short or altered: it has {size} ({error})"
-        if not begin:
-            return f"{file.name} is empty ({size})"
-    return None
+    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"{listed}: the file name {name[:200]!a} leads out of its folder; do not use it")
+    return folder / name
 
 
 def is_url(text: str | Path) -> bool:
@@ -116,32 +90,6 @@ def written_here(text: str) -> Path:
     return Path(text)
 
 
-def url_problem(url: str, key: str, *, look: bool) -> tuple[str, str] | None:
-    """Return which rule a URL breaks and what to do; None where none. Without ``look`` its driver has to be there."""
-    import fsspec
-
-    try:
-        with explained(url, key):
-            fsspec.get_filesystem_class(url.partition("://")[0])
-            if look:
-                fs, path = fsspec.core.url_to_fs(url)
-                fs.invalidate_cache()
-                fs.info(path)
-    except InputError as error:
-        rule, _, fix = str(error).removeprefix(f"{key}={url}: ").rpartition("; ")
-        return rule, fix
-    return None
-
-
-def place(url: str, key: str) -> tuple[Any, str]:
-    """Return the file system of a URL that ``key`` names, and the path in it. Raises InputError without a driver."""
-    import fsspec
-
-    with explained(url, key):
-        fs, path = fsspec.core.url_to_fs(url)
-    return fs, path.rstrip("/")
-
-
 @contextmanager
 def explained(url: str, key: str, *, writing: bool = False) -> Iterator[None]:
     """Raise what a driver raises (each has errors of its own) as InputError, or WriteFailed, of one line."""
@@ -151,9 +99,23 @@ def explained(url: str, key: str, *, writing: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         what = f"cannot be {'written' if writing else 'read'} ({type(error).__name__}: {' '.join(str(error).split())})"
-        what = "does not exist" if isinstance(error, FileNotFoundError) else what
         fix = "check the URL, the network and the rights of the login in the environment"
         raise (WriteFailed if writing else InputError)(f"{key}={url}: {what}; {fix}") from error
+
+
+def place(url: str, key: str, *, look: bool = False) -> tuple[Any, str]:
+    """Return the file system of a URL that ``key`` names, and the path in it, which ``look`` looks up.
+
+    Raises InputError where there is no driver, or nothing.
+    """
+    import fsspec
+
+    with explained(url, key):
+        fs, path = fsspec.core.url_to_fs(url)
+        if look:
+            fs.invalidate_cache()
+            fs.info(path)
+    return fs, path.rstrip("/")
 
 
 def local_path(path: str | Path, key: str = "URL", *, without: Sequence[str] = ()) -> str:
@@ -167,42 +129,32 @@ def local_path(path: str | Path, key: str = "URL", *, without: Sequence[str] = (
 @functools.cache
 def _copied(url: str, key: str, without: tuple[str, ...]) -> str:
     """Return the path of a URL's copy. A copy belongs to one state of what is there: a change is another copy."""
-    fs, path = place(url, key)
-    with explained(url, key):
-        fs.invalidate_cache()
-        info = fs.info(path)
-        there = {path: info} if info["type"] == "file" else fs.find(path, detail=True)
+    fs, path = place(url, key, look=True)
     base = url.rpartition("/")[2]
-    names = {full: f"{base}/{full.removeprefix(path).lstrip('/')}".rstrip("/") for full in there if full != f"{path}/"}
-    names = {full: name for full, name in names.items() if not any(fnmatch(name, f"*/{each}") for each in without)}
-    if not names:
-        raise InputError(f"{key}={url}: the folder is empty; give another URL, or put the files there first")
-    state = json.dumps([url, {full: there[full] for full in sorted(names)}], default=str)
-    root = Path(os.environ.get(CACHE) or "~/.cache/rlrepro").expanduser().absolute()
-    entry = root / hashlib.sha256(state.encode()).hexdigest()[:20]
-    try:
+    with explained(url, key):
+        info = fs.info(path)
+        found = fs.find(path, detail=True) if info["type"] != "file" else {path: info}
+        there = {full: found[full] for full in found if not any(fnmatch(full, f"*/{each}") for each in without)}
+        state = json.dumps([url, there], sort_keys=True, default=str)
+        root = Path(os.environ.get(CACHE) or "~/.cache/rlrepro").expanduser().absolute()
+        entry = root / hashlib.sha256(state.encode()).hexdigest()[:20]
         root.mkdir(parents=True, exist_ok=True)
         with open(entry.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a node wait for the one that copies
             if not entry.exists():
                 partial = entry.with_suffix(PARTIAL)
                 shutil.rmtree(partial, ignore_errors=True)
-                for full, name in names.items():
-                    download(fs, full, inside(partial, name, url), key, url)
+                for full in there:
+                    download(fs, full, inside(partial, base + full.removeprefix(path), url), key, url)
                 os.rename(partial, entry)
-    except OSError as error:
-        raise InputError(f"{CACHE}={root}: {url} cannot be copied there ({error}); set it to another folder") from error
     return str(entry / base)
 
 
 def download(fs: Any, source: str, target: Path, key: str, url: str) -> None:
-    """Copy one file from a file system to this machine. Raises InputError, also where it arrives short."""
+    """Copy one file from a file system to this machine. Raises InputError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with explained(url, key):
         fs.get_file(source, str(target))
-        size = fs.size(source)
-    if size not in (None, target.stat().st_size):
-        raise InputError(f"{key}={url}: {target.stat().st_size} of {size} bytes of {source} arrived; try again")
     fsync(target)
 
 

@@ -27,7 +27,7 @@ from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import InputError, memory_phase
 from core.learner.batching import make_batch
-from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
+from core.learner.models import check_lengths, load_modality, load_tokenizer
 from core.learner.step_settings import StepNeeds, multiplier
 from core.rewards.layer import RewardLayer
 from core.rewards.scorer_check import check_hooks
@@ -130,7 +130,6 @@ class RayPPOTrainer:
     def load_data(self) -> None:
         """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
         config, data = self.config, self.config.data
-        check_files(config)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         modality = load_modality(config.actor_rollout_ref.model, self.tokenizer)
         self.agent_loop = make_agent_loop(config, self.tokenizer)

@@ -9,7 +9,8 @@ from pathlib import Path
 from core.config import convert, registry
 from core.config.schema import Config
 from core.config.section import Problem
-from core.files import is_url, url_problem
+from core.errors import InputError
+from core.files import is_url, place
 
 POLICY, REWARD = "actor_rollout_ref.model.path", "reward_model.model.path"
 INSTEAD = "give another path, or a hub id (org/name) of a model; data_preprocess/ makes parquet files of public data"
@@ -77,8 +78,11 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
             rule = "is read from this machine alone"
             problems.append(Problem(key, path, rule, "copy the file here and give its path"))
         elif is_url(path):
-            problem = url_problem(path, key, look=among is None and key in COPIED)
-            problems += [Problem(key, path, *problem)] if problem else []
+            try:
+                place(path, key, look=among is None and key in COPIED)
+            except InputError as error:
+                rule, _, fix = str(error).removeprefix(f"{key}={path}: ").rpartition("; ")
+                problems.append(Problem(key, path, rule, fix))
         elif key not in WRITTEN and (among is None or key in among) and not os.path.exists(here):
             problems.append(Problem(key, path, f"does not exist (looked for {here})", INSTEAD))
     return problems

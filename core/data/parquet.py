@@ -28,7 +28,7 @@ import numpy as np
 
 from core.data.vocabulary import Message
 from core.errors import InputError
-from core.files import DOWNLOAD_AGAIN, damage, file_sha256, is_url, local_path
+from core.files import file_sha256, is_url, local_path
 from core.vision.pictures import MediaError, stored_bytes
 
 log = logging.getLogger(__name__)
@@ -189,8 +189,6 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
     if not path.is_file():
         rule = "is a folder" if path.is_dir() else "does not exist"
         raise InputError([f"{where}: the parquet file {rule}; {MAKE_ONE}"])
-    if what := damage(path):
-        raise InputError([f"{where}: not a readable parquet file ({what}); {DOWNLOAD_AGAIN}"])
     try:
         if path.suffix == ".jsonl":
             whole = pa.json.read_json(path, pa.json.ReadOptions(block_size=2**26))  # bytes: a line must fit

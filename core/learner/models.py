@@ -19,7 +19,7 @@ from torch import nn
 from core.config import paths, registry
 from core.config.section import FULL_PRECISION
 from core.errors import InputError
-from core.files import DOWNLOAD_AGAIN, damage, is_url, local_path
+from core.files import is_url, local_path
 from core.vision.pictures import TEXT, Modality, PictureFormat, modality_of
 
 if TYPE_CHECKING:
@@ -52,16 +52,7 @@ def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
     local = Path(local_path(path, key, without=() if weights else WEIGHT_FILES)).expanduser()
     if not (local / "config.json").exists():
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
-    if what := damage(local):
-        raise InputError(f"{key}={path}: {what}; {DOWNLOAD_AGAIN}")
     return str(local)
-
-
-def check_files(config: Config) -> None:
-    """Check that the files of every model of a run are whole, before the first of them loads. Raises InputError."""
-    for key, path in paths.named(config):
-        if key in (*paths.MODELS, REWARD_MODEL):
-            resolve_path(path, key, weights=False)
 
 
 def located(path: str) -> str:
@@ -248,7 +239,7 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
     for name, value in {**head, **{name: 0.0 for name in DROPOUTS if hasattr(config, name)}}.items():
         setattr(config, name, value)
     options = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
-    with quiet():
+    with quiet(), readable(path):
         if on_meta:
             with torch.device("meta"):
                 module = auto_class(config, auto).from_config(config, **options)

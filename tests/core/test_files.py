@@ -10,8 +10,6 @@ from urllib.request import Request, urlopen
 
 import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
@@ -23,9 +21,8 @@ from core.data.parquet import ExampleFile, sha256_of
 from core.errors import InputError, WriteFailed
 from core.evaluate import request
 from core.export import main as export
-from core.files import damage, inside, local_path, replacing
-from core.learner.models import WEIGHT_FILES, load_tokenizer, resolve_path
-from core.ray_trainer import RayPPOTrainer
+from core.files import inside, local_path, replacing
+from core.learner.models import WEIGHT_FILES, load_policy, load_tokenizer
 from results.report import main as report
 from tests import remote_places
 from tests.core.scripted_run import configured, prepare, scripted
@@ -44,10 +41,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
-HOSTILE = ["actor/../../x", "../x", "..", "/tmp/x", "a//x", "", ".", "a\\..\\x", "a\0", "a/", 3, None, ["a"], "link/x"]
-
-
-@pytest.mark.parametrize("name", HOSTILE, ids=repr)
+@pytest.mark.parametrize("name", ["actor/../../x", "../x", "..", "/tmp/x", "link/x"])
 def test_a_name_that_leads_out_of_its_folder_is_refused(name, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "link").symlink_to(tmp_path)
@@ -55,13 +49,10 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(name, tmp_path):
         inside(tmp_path / "folder", name, "MANIFEST")
 
 
-@pytest.mark.parametrize("name", ["a", "a/b.json", "actor/__0_0.distcp", "..a", "a..b/.c", "é/中", "a b", "~x", "-x"])
+@pytest.mark.parametrize("name", ["a/b.json", "..a", "a..b/.c", "é/中", "~x"])
 def test_ordinary_names_are_names(name, tmp_path):
     (tmp_path / "way").symlink_to(tmp_path)  # the folder itself may be a link: who names it chose it
     assert inside(tmp_path / "way", name, "") == tmp_path / "way" / name
-
-
-# ---------------------------------------------------------------- what a download left incomplete
 
 
 @pytest.fixture
@@ -75,51 +66,15 @@ def model(tmp_path):
     return folder
 
 
-def cut(path, size):
-    path.write_bytes(path.read_bytes()[:size])
-
-
-@pytest.mark.parametrize("size", [0, 1, 8, 60, 200, -1])
-def test_cut_weights_are_found_with_their_size(model, size):
-    assert damage(model) is None and resolve_path(str(model)) == str(model)
-    cut(model / "model.safetensors", size)
-    found = f"{(model / 'model.safetensors').stat().st_size:,} bytes"
-    with pytest.raises(InputError, match=f"model.path=.*model.safetensors is .*{found}.*; download it again"):
-        resolve_path(str(model))
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "what"),
-    [
-        ("model.safetensors", b"<!DOCTYPE html><html>404</html>", "is cut short or altered"),
-        ("tokenizer_config.json", b"", "is empty (0 bytes)"),
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a Git LFS pointer"),
-    ],
+    "content", [b"", b"<!DOCTYPE html>", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n"]
 )
-def test_other_remains_of_a_download(model, name, content, what):
-    (model / name).write_bytes(content)
-    assert damage(model).startswith(f"{name} {what}")
-
-
-@pytest.mark.parametrize("size", [0, 10, -1])
-def test_cut_parquet_is_named_where_it_is_read(tmp_path, size):
-    path = tmp_path / "train.parquet"
-    pq.write_table(pa.table({"prompt": ["a"] * 50}), path)
-    assert damage(path) is None
-    cut(path, size)
-    with pytest.raises(InputError, match="not a readable parquet file"):
-        ExampleFile(str(path))
-
-
-@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path"])
-def test_the_files_of_every_model_are_looked_at_before_the_first_loads(model, tmp_path, key):
-    shutil.copytree(model, tmp_path / "cut")
-    cut(tmp_path / "cut" / "model.safetensors", -1)
-    whole = [f"{part}.model.path={model}" for part in ("actor_rollout_ref", "critic")]
-    judged = ["reward_model.enable=True", "reward_model.weight=1"] if key.startswith("reward_model") else []
-    config = compose("ppo", [*whole, *judged, f"{key}={tmp_path / 'cut'}"])
-    with pytest.raises(InputError, match=f"{key}={tmp_path / 'cut'}: model.safetensors is cut short"):
-        RayPPOTrainer(config).load_data()
+def test_weights_of_which_a_download_left_a_part_are_one_line(tmp_path, content):
+    made = prepare(tmp_path / "files")
+    (made / "model" / "model.safetensors").write_bytes(content)
+    model = compose("grpo", [f"actor_rollout_ref.model.path={made / 'model'}"]).actor_rollout_ref.model
+    with pytest.raises(InputError, match="model.path=.*: cannot be read"):
+        load_policy(model)
 
 
 # ---------------------------------------------------------------- URLs
@@ -167,7 +122,7 @@ def test_a_folder_is_copied_once_and_anew_where_it_has_changed(root, model, copi
     assert Path(file).name == "config.json" and Path(file).read_text() == "{ }"
 
 
-def test_an_interrupted_or_short_copy_is_made_again(model, copies, monkeypatch):
+def test_an_interrupted_copy_is_made_again(model, copies, monkeypatch):
     url, memory = put(model, f"{MEMORY}/model"), type(fsspec.filesystem("memory"))
     get_file = memory.get_file
 
@@ -176,15 +131,10 @@ def test_an_interrupted_or_short_copy_is_made_again(model, copies, monkeypatch):
         if into.endswith("model.safetensors"):
             raise ConnectionError("reset by peer")
 
-    def short(self, path, into, **options):
-        get_file(self, path, into, **options)
-        Path(into).write_bytes(b"")
-
-    for broken, what in ((breaks, "cannot be read .ConnectionError: reset"), (short, "0 of .* arrived")):
-        with monkeypatch.context() as patch:
-            patch.setattr(memory, "get_file", broken)
-            with pytest.raises(InputError, match=f"model.path={url}: .*{what}"):
-                local_path(url, "model.path")
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "get_file", breaks)
+        with pytest.raises(InputError, match=f"model.path={url}: cannot be read .ConnectionError: reset"):
+            local_path(url, "model.path")
     assert contents(local_path(url, "model.path")) == contents(model)
 
 
@@ -206,7 +156,7 @@ def test_another_process_that_copies_is_waited_for(model, tmp_path, copies):
 @pytest.mark.parametrize(
     ("url", "rule"),
     [
-        (f"{MEMORY}/absent", f"key={MEMORY}/absent: does not exist; "),
+        (f"{MEMORY}/absent", f"key={MEMORY}/absent: cannot be read .FileNotFoundError"),
         ("nosuch://x/y", "key=nosuch://x/y: cannot be read .*nosuch"),
         ("gs://bucket/x", "key=gs://bucket/x: cannot be read .ImportError: .*gcsfs"),
     ],
@@ -234,7 +184,9 @@ def test_a_start_looks_up_urls_and_a_dry_run_their_drivers_alone(model, tmp_path
     rows, path = rows_file(tmp_path / "a.parquet", 5), put(model, f"{MEMORY}/model")
     data = f"data.train_files={put(Path(rows), f'{MEMORY}/a.parquet')}", f"data.val_files={MEMORY}/b.parquet"
     (line,) = missing(*data, f"actor_rollout_ref.model.path={path}", f"trainer.default_local_dir={MEMORY}/run")
-    assert line.startswith(f"data.val_files={MEMORY}/b.parquet: does not exist; ") and not copies.exists()
+    assert (
+        line.startswith(f"data.val_files={MEMORY}/b.parquet: cannot be read (FileNotFoundError") and not copies.exists()
+    )
     assert missing(f"actor_rollout_ref.model.path={MEMORY}/nowhere", among=frozenset()) == []
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         (line,) = missing(f"trainer.{key}=gs://b/run", among=frozenset())
