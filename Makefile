@@ -65,7 +65,6 @@ test-gpu: setup
 
 bench: setup
 	$(BIN)/python -m tests.benchmarks.step
-	$(BIN)/python -m tests.benchmarks.decode
 	$(BIN)/python -m tests.benchmarks.head_memory
 	$(BIN)/python -m tests.scale.world --write
 	@echo "retrieval: DATA_DIR=... $(BIN)/python -m tests.benchmarks.retrieval (needs .[bench])"

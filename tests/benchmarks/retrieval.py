@@ -35,7 +35,6 @@ BACKENDS = ("bm25", "flat", "hnsw", "ivf")
 CUTS, BATCHES, MOST = (1, 3, 5, 10), (1, 32, 256), 10
 PASSAGES, WIDTH = 21_015_324, 768  # of the published index
 SPEED_SECONDS = 3.0  # at least, for every batch size
-GOALS = (("BM25", 500), ("HNSW after encoding", 1000), ("flat and HNSW at recall@10", 0.98))
 
 
 def packaged_encoder() -> str:
@@ -60,15 +59,12 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
         encoder = make_encoder(settings_of(options.encoder), threads=options.threads, dtype=options.dtype)
     backends = build_index(corpus, index, options.backends, encoder, report=bar)["backends"]
     about = json.loads((index / "corpus.json").read_text())
-    known = {"backends": {name: _without_paths(value) for name, value in backends.items()}}
+    hidden = ("encoder", "corpus")  # paths
+    known = {"backends": {one: {k: v for k, v in about.items() if k not in hidden} for one, about in backends.items()}}
     if dense:
         vectors = json.loads((index / "vectors.json").read_text())
         known |= {"dtype": vectors["dtype"], "dim": vectors["shape"][1]}
     return known | {name: about[name] for name in ("rows", "bytes", "sha256")}
-
-
-def _without_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in ("encoder", "corpus")}
 
 
 def memory() -> dict[str, float]:
@@ -137,30 +133,6 @@ def query_vectors(retriever: Any, work: Path, texts: list[str]) -> np.ndarray:
     if not path.exists():
         np.save(path, retriever._encoder.encode(texts, retriever._encoder.settings.query_prefix))
     return np.load(path)
-
-
-def rounding(options: argparse.Namespace) -> dict[str, float]:
-    """What the dtype of the passages' encoder changes: every 16th passage is encoded in float32 as well, and all
-    questions are searched among those. ``cosine`` is the least; ``same`` the shared part of the first ten, ``first``
-    that of the first one."""
-    from recipes.search_r1.index.corpus import Corpus
-    from recipes.search_r1.index.encoder import make_encoder, settings_of
-
-    corpus, encoder = (
-        Corpus(options.work / "index", None),
-        make_encoder(settings_of(options.encoder), threads=options.threads),
-    )
-    rows = range(0, len(corpus), 16)
-    stored = np.memmap(options.work / "index/vectors.f32", np.float32, "r").reshape(len(corpus), -1)[::16]
-    exact = encoder.encode([corpus.row(row)["contents"] for row in rows], encoder.settings.passage_prefix)
-    questions = np.load(options.work / "questions.npy")
-    ours, theirs = (np.argsort(-(questions @ side.T), axis=1)[:, :MOST].tolist() for side in (stored, exact))
-    return {
-        "passages": len(rows),
-        "cosine": float((stored * exact).sum(axis=1).min()),
-        "same": overlap(theirs, ours),
-        "first": float(np.mean([a[0] == b[0] for a, b in zip(ours, theirs, strict=True)])),
-    }
 
 
 def recalls(questions: list[dict[str, Any]], found: list[list[str]]) -> dict[str, dict[str, float]]:
@@ -240,7 +212,6 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         "built": earlier.get("built", {}) | built,
         "measured": {backend: measured[backend] for backend in BACKENDS if backend in measured},
         "agree": {name: overlap(*_found(options.work, "flat", name)) for name in ("hnsw", "ivf") if name in measured},
-        "rounding": rounding(options) if built.get("dtype", "float32") != "float32" else {},
         "flat_search": earlier.get("flat_search", {}),
         "http": over_http(options) if "bm25" in options.backends else earlier.get("http", {}),
     }
@@ -326,31 +297,6 @@ def _speed(speed: dict[str, float]) -> str:
     return f"{speed['wall']:,.0f} ({speed['cpu']:,.0f})"
 
 
-def goal_table(result: dict[str, Any]) -> str:
-    slowest = {
-        name: min(speed["wall"] for speed in values["per_second"].values())
-        for name, values in result["measured"].items()
-    }
-    reached = (slowest.get("bm25"), slowest.get("hnsw"), result["agree"].get("hnsw"))
-    rows = []
-    for (what, goal), value in zip(GOALS, reached, strict=True):
-        shown = "not run" if value is None else f"{value:,.3f}" if goal < 1 else f"{value:,.0f}"
-        rows.append([what, f"{goal:,}", shown, "not run" if value is None else "yes" if value >= goal else "no"])
-    return table(["goal", "wanted", "measured (slowest batch size, by the clock)", "reached"], rows)
-
-
-def rounding_line(result: dict[str, Any]) -> str:
-    found = result["rounding"]
-    if not found:
-        return ""
-    return (
-        f"\nThe passages were encoded in {result['built']['dtype']}, which is faster on this CPU. Of "
-        f"{found['passages']:,} that were encoded in\nfloat32 as well the least cosine is {found['cosine']:.4f}; "
-        f"searched among these, {found['same']:.1%} of the\nquestions' first ten passages are the same, and the first "
-        f"one in {found['first']:.1%}."
-    )
-
-
 def dense_lines(result: dict[str, Any]) -> tuple[str, str, str]:
     """Settings, agreement and encoding speed of the dense back ends, where they were run."""
     built, agree = result["built"], result["agree"]
@@ -362,8 +308,7 @@ def dense_lines(result: dict[str, Any]) -> tuple[str, str, str]:
     return (
         f"- **Encoder**: {result['encoder']}, {built['dim']} numbers a vector; passages in {built['dtype']},\n"
         f"  questions in float32. **HNSW**: 64 links, 128 candidates a query. **IVF**: {lists} lists, 32 a query.",
-        f"Of the ten passages that flat finds, HNSW finds {agree['hnsw']:.4f} and IVF {agree['ivf']:.4f}."
-        + rounding_line(result),
+        f"Of the ten passages that flat finds, HNSW finds {agree['hnsw']:.4f} and IVF {agree['ivf']:.4f}.",
         f"Encoding in float32: {_speed(encoding['passages'])} passages a second, {minutes:,.0f} minutes for all.\n"
         f"Questions a second: {rates}.",
     )
@@ -406,8 +351,6 @@ mapped files (for the dense ones the encoder and its libraries are in it). Build
 
 Requests a second over HTTP (client and server on the same cores, BM25, one query a request, top 3): {served}.
 {flat_section(result)}
-## Goals
-{goal_table(result)}
 """
 
 

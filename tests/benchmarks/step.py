@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from core.tracking.run_manifest import hardware
-from tests.benchmarks.decode import PROMPTS, SAMPLES, model_3m
+from tests.benchmarks.model_3m import PROMPTS, SAMPLES, model_3m
 from tests.benchmarks.trl.compare import prepare, run
 
 ROOT = Path(__file__).resolve().parents[2]

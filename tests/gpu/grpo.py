@@ -1,21 +1,13 @@
-"""GRPO on a GPU with a randomly initialised model in the shape of Qwen2.5-0.5B: tokens a second, utilisation, memory.
+"""GRPO on a GPU with a random model in the shape of Qwen2.5-0.5B: tokens a second, utilisation, memory.
 
-    python -m tests.gpu.grpo [--steps 5] [--prompts 32] [--answers 8] [--new-tokens 512] [--dtype bf16]
-
-Backend local, engine hf, packed rows, through the ordinary trainer; the model knows nothing, so nothing is learnt: only
-speed is looked at. An answer has exactly ``--new-tokens`` tokens. The first step warms up and is left out. Utilisation
-is the FLOPs of ``tests/benchmarks/step`` (2 N + 4 L H s a token and forward pass) over the seconds of the phase, over
-the measured peak of products of two square matrices. Writes ``results/benchmarks/gpu_grpo.{json,md}``; without CUDA it
-writes that it was not run and exits with 2. ``--device cpu --size tiny --out FOLDER`` is for testing this script.
+Backend local, engine hf, packed rows, through the ordinary trainer; nothing is learnt, only speed is looked at. The
+first step warms up and is left out. Utilisation is the FLOPs of ``tests/benchmarks/step`` over the seconds of the
+phase, over the measured peak of products of two square matrices.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-import tempfile
 import time
 import zlib
 from dataclasses import dataclass
@@ -32,11 +24,26 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from core.config import compose
 from core.ray_trainer import RayPPOTrainer
-from core.tracking.run_manifest import hardware
 
-ROOT = Path(__file__).resolve().parents[2]
-COMMAND = "python -m tests.gpu.grpo"
 PROMPT = 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step makes: prompts, answers to each, tokens of an answer; and how."""
+
+    device: str = "cuda"
+    dtype: str = "bf16"
+    size: str = "full"
+    steps: int = 5
+    prompts: int = 32
+    answers: int = 8
+    new_tokens: int = 512
+    cache_gib: int = 16
+
+
+REHEARSAL = Workload("cpu", "fp32", "tiny", steps=3, prompts=2, answers=2, new_tokens=8, cache_gib=1)
+TOKEN_BUDGET = 32768  # of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Size:
     key_value_heads: int
 
 
-SIZES = {"0.5b": Size(151936, 896, 4864, 24, 14, 2), "tiny": Size(512, 32, 64, 2, 4, 2)}
+SIZES = {"full": Size(151936, 896, 4864, 24, 14, 2), "tiny": Size(512, 32, 64, 2, 4, 2)}
 
 
 def make_model(size: Size) -> torch.nn.Module:
@@ -112,7 +119,7 @@ class Clocked(RayPPOTrainer):
         self.mismatch.append(metrics.values["rollout_corr/logp_diff_mean"])
 
 
-def overrides(folder: Path, args: argparse.Namespace) -> list[str]:
+def overrides(folder: Path, args: Workload) -> list[str]:
     settings = {
         "data.train_files": folder / "rows.parquet",
         "data.val_files": folder / "rows.parquet",
@@ -129,7 +136,7 @@ def overrides(folder: Path, args: argparse.Namespace) -> list[str]:
         "actor_rollout_ref.rollout.dtype": args.dtype,
         "+actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib": args.cache_gib,
         "actor_rollout_ref.actor.ppo_mini_batch_size": args.prompts,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": max(args.token_budget, PROMPT + args.new_tokens),
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": max(TOKEN_BUDGET, PROMPT + args.new_tokens),
         "actor_rollout_ref.actor.fsdp_config.dtype": args.dtype,
         "custom_reward_function.path": Path(__file__).resolve(),
         "custom_reward_function.name": "reward",
@@ -157,7 +164,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / min(times[1:])
 
 
-def flops(size: Size, module: torch.nn.Module, args: argparse.Namespace) -> dict[str, float]:
+def flops(size: Size, module: torch.nn.Module, args: Workload) -> dict[str, float]:
     """FLOPs of a step's generation and update: prompts are read once a group, an update is three forward passes."""
     matrices = sum(p.numel() for p in module.parameters() if p.dim() == 2)  # the tied head once, as a product
     attention, length, answers = 4 * size.layers * size.hidden, PROMPT + args.new_tokens, args.prompts * args.answers
@@ -170,7 +177,7 @@ def flops(size: Size, module: torch.nn.Module, args: argparse.Namespace) -> dict
     return {"gen": reading + decoding, "update_actor": 3 * forward(answers * length, length / 2)}
 
 
-def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, args: Workload) -> dict[str, Any]:
     size, device = SIZES[args.size], torch.device(args.device)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
     peak = matmul_peak(device, dtype, 8192 if device.type == "cuda" else 512)
@@ -194,64 +201,3 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "logp_diff_mean": max(trainer.mismatch),
     }
-
-
-def table(report: dict[str, Any]) -> str:
-    lines = ["# GRPO on a GPU, random weights in the shape of Qwen2.5-0.5B", ""]
-    run = report["run"]
-    if run is None:
-        return "\n".join([*lines, f"not run: `{COMMAND}` needs a CUDA device.", ""])
-    what = f"{report['prompts']} prompts x {report['answers']} answers of {report['new_tokens']} tokens"
-    memory = "" if run["peak_memory_gib"] is None else f", peak memory {run['peak_memory_gib']:.1f} GiB"
-    lines += [
-        f"Generated by `{COMMAND}`, whose head states workload and formula. {report['hardware']}, torch "
-        f"{report['torch']}, transformers {report['transformers']}, {report['dtype']}; model {report['size']}, {what}, "
-        f"{report['steps'] - 1} timed steps.",
-        "",
-        f"{run['seconds_per_step']:.2f} s a step, {run['new_tokens_per_second']:.0f} new tokens/s (decoding alone "
-        f"{run['decoded_tokens_per_second']:.0f}), {run['trained_tokens_per_second']:.0f} tokens/s in the update"
-        f"{memory}. Measured matmul peak {run['matmul_peak_tflops']:.3g} TFLOP/s. Largest mean difference of engine "
-        f"and learner log-probs in a step: {run['logp_diff_mean']:.2g}.",
-        "",
-        "| phase | seconds | share | model FLOPs utilisation |",
-        "|---|---|---|---|",
-    ]
-    for name, seconds in sorted(run["phases_s"].items(), key=lambda item: -item[1]):
-        mfu = f"{run['mfu'][name]:.1%}" if name in run["mfu"] else ""
-        lines.append(f"| {name} | {seconds:.3f} | {seconds / run['phases_s']['step']:.0%} | {mfu} |")
-    return "\n".join(lines) + "\n"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = {"steps": 5, "prompts": 32, "answers": 8, "new-tokens": 512, "token-budget": 32768, "cache-gib": 16}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--size", choices=tuple(SIZES), default="0.5b")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks")
-    args = parser.parse_args(arguments)
-    found, run = hardware(), None
-    if args.device == "cpu" or torch.cuda.is_available():
-        with tempfile.TemporaryDirectory() as temporary:
-            run = measure(Path(temporary), args)
-    import transformers
-
-    report = {
-        "hardware": ", ".join(found["gpus"]) if args.device == "cuda" else found["cpu"],
-        **{"torch": torch.__version__, "transformers": transformers.__version__},
-        **{name: getattr(args, name) for name in ("dtype", "size", "prompts", "answers", "new_tokens", "steps")},
-        "run": run,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    if run is not None:
-        (args.out / "gpu_grpo.json").write_text(json.dumps(report, indent=1) + "\n")
-    if run is not None or not (args.out / "gpu_grpo.json").exists():
-        (args.out / "gpu_grpo.md").write_text(table(report))
-    print(table(report))
-    return 0 if run is not None else 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

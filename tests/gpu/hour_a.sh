@@ -12,4 +12,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 cd "$root"
-exec "$python" -m tests.gpu.hour a "$@"
+exec "$python" -m tests.gpu.hour "$@"

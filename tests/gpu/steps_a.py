@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import subprocess
 import sys
@@ -281,14 +280,7 @@ def copies(device: str, size: str, folder: Path) -> dict[str, Any]:
 
 def grpo_run(device: str, size: str, folder: Path) -> dict[str, Any]:
     """GRPO in one process, hf engine, a random model in the shape of Qwen2.5-0.5B: seconds by phase."""
-    arguments = ["--out", str(folder), "--device", device]
-    if size == "tiny":
-        small = {"size": "tiny", "dtype": "fp32", "steps": 3, "prompts": 2, "answers": 2}
-        small |= {"new-tokens": 8, "cache-gib": 1}
-        arguments += [str(word) for name, value in small.items() for word in (f"--{name}", value)]
-    if grpo.main(arguments):
-        raise RuntimeError("tests.gpu.grpo found no device")
-    run = json.loads((folder / "gpu_grpo.json").read_text(encoding="utf-8"))["run"]
+    run = grpo.measure(folder, replace(grpo.REHEARSAL, device=device) if size == "tiny" else grpo.Workload(device))
     share = run["mfu"]
     rows = [
         {"phase": name, "seconds": s, "share of the peak": share.get(name, "")} for name, s in run["phases_s"].items()

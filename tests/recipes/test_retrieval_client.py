@@ -147,13 +147,7 @@ def restarted(client, waiting, away_s, caplog):
     return client.metrics()
 
 
-@pytest.mark.parametrize(
-    ("waiting", "away_s"),
-    [
-        (256, 0.6),
-        pytest.param(2560, 15.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("waiting", "away_s"), [(256, 0.6), pytest.param(2560, 15.0, marks=pytest.mark.slow)])
 def test_a_restart_costs_retries_and_no_search_however_many_wait(waiting, away_s, make_client, caplog):
     server = PlainServer().start()
     clock = {"pause_s": 0.02, "longest_pause_s": 0.2} if away_s < 1 else {"pause_s": 0.1, "longest_pause_s": 5.0}

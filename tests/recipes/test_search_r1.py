@@ -140,10 +140,7 @@ def test_tags_in_a_passage_are_no_tags():
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    texts=st.lists(st.text("ab ", min_size=1, max_size=40), max_size=4),
-    room=st.integers(0, 160),
-)
+@given(texts=st.lists(st.text("ab ", min_size=1, max_size=40), max_size=4), room=st.integers(0, 160))
 def test_the_block_always_closes_and_holds_whole_passages_while_they_fit(texts, room):
     passages = [Passage(str(i), f"t{i}\n{text}", 1.0) for i, text in enumerate(texts)]
     shown = information(passages, room, encode)

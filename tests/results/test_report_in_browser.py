@@ -10,16 +10,7 @@ import pytest
 from results import report
 from results.reporting.curves import curves
 from results.reporting.pages import Curves, Line, Table, without_constants
-from tests.browser import (
-    SCHEMES,
-    WIDTHS,
-    chromium,
-    contrast,
-    first_paint_ms,
-    opened,
-    overflow,
-    pictures_without_text,
-)
+from tests.browser import SCHEMES, WIDTHS, chromium, contrast, first_paint_ms, opened, overflow, pictures_without_text
 from tests.core.synthetic import configured, make_run
 
 RESULTS = Path(report.__file__).parent

@@ -80,16 +80,11 @@ def masked_scores(groups):
 
 
 BUGS = {
-    "the mask is one token late": (
-        {"batch": lambda b: flat(b, "response_mask", later(b.response_mask))},
-        {"mask"},
-    ),
+    "the mask is one token late": ({"batch": lambda b: flat(b, "response_mask", later(b.response_mask))}, {"mask"}),
     "tokens of a tool are trained on": (
         {
             "batch": lambda b: flat(
-                flat(b, "response_mask", b.rollout_log_probs <= 0),
-                "loss_mask",
-                b.rollout_log_probs <= 0,
+                flat(b, "response_mask", b.rollout_log_probs <= 0), "loss_mask", b.rollout_log_probs <= 0
             )
         },
         {"mask"},
@@ -106,26 +101,11 @@ BUGS = {
         {"batch": lambda b: flat(b, "rollout_log_probs", later(b.rollout_log_probs))},
         {"log-probs"},
     ),
-    "the learner's log-probs are one token late": (
-        {"old": later},
-        {"log-probs"},
-    ),
-    "the learner has another temperature": (
-        {"old": lambda value: 1.7 * value},
-        {"log-probs"},
-    ),
-    "the engine has stale weights": (
-        {"old": lambda value: value - 0.5 * (value != 0)},
-        {"log-probs"},
-    ),
-    "the ratio is to the wrong log-probs": (
-        {"loss": lambda kept: {**kept, "old": kept["old"] + 0.3}},
-        {"ratio"},
-    ),
-    "the clip does nothing": (
-        {"loss": lambda kept: {**kept, "clip": torch.zeros_like(kept["clip"])}},
-        {"ratio"},
-    ),
+    "the learner's log-probs are one token late": ({"old": later}, {"log-probs"}),
+    "the learner has another temperature": ({"old": lambda value: 1.7 * value}, {"log-probs"}),
+    "the engine has stale weights": ({"old": lambda value: value - 0.5 * (value != 0)}, {"log-probs"}),
+    "the ratio is to the wrong log-probs": ({"loss": lambda kept: {**kept, "old": kept["old"] + 0.3}}, {"ratio"}),
+    "the clip does nothing": ({"loss": lambda kept: {**kept, "clip": torch.zeros_like(kept["clip"])}}, {"ratio"}),
     "advantages reach the tool's tokens": (
         {"advantages": lambda b: flat(b, "advantages", b.require("advantages") + 0.5 * (~b.response_mask))},
         {"advantages"},

@@ -36,10 +36,10 @@ APART = (
     "Weights are neither read nor broadcast; the checks of numbers at the start (head, packing) are left out.",
     "What ranks agree on as numbers (passes, metrics) is this rank's own; the fake group exchanges nothing.",
     "Indices of tokens and the cutting into passes are computed with real numbers, because shapes follow from them.",
-    "Attention is `varlen_attn`, as on a GPU; its FLOPs are those of causal attention within each sequence.",
+    "Attention is `varlen_attn`, as on a GPU.",
     "DTensor's all-to-all is NCCL's operation, not the fallback for a CPU; its scratch memory is not counted.",
     "The head's chunks are as large as on a GPU of 64 GiB or more.",
-    "Of the head's chunks the first, second and last run; the second's FLOPs count for those between.",
+    "Of the head's chunks the first, second and last run.",
     "What DTensor computes to learn shapes is not counted: no rank allocates it.",
 )
 
@@ -140,7 +140,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.learner.passes.forward_inputs", real(packing.forward_inputs)
     yield "core.learner.packing._by_length", packing._varlen
     yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
-    yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)
+    yield "core.learner.log_probs._chunks", _few_chunks(log_probs._chunks)
     yield "torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True
     name = f"{ShardingPropagator.__module__}.ShardingPropagator._propagate_tensor_meta_non_cached"
     yield name, propagate_uncounted
@@ -149,19 +149,12 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
 add_adapters = learner_rank.add_adapters
 
 
-def _few_chunks(meter: Meter, chunks: Callable[[int, int], Iterator[slice]]) -> Callable[[int, int], Iterator[slice]]:
-    """Return ``chunks`` without those between the second and the last, for which the second counts."""
+def _few_chunks(chunks: Callable[[int, int], Iterator[slice]]) -> Callable[[int, int], Iterator[slice]]:
+    """Return ``chunks`` without those between the second and the last, which take no more memory."""
 
     def few(total: int, rows: int) -> Iterator[slice]:
         parts = list(chunks(total, rows))
-        if len(parts) < 4:
-            yield from parts
-            return
-        yield parts[0]
-        meter.repeats *= len(parts) - 2
-        yield parts[1]
-        meter.repeats //= len(parts) - 2
-        yield parts[-1]
+        yield from parts if len(parts) < 4 else (parts[0], parts[1], parts[-1])
 
     return few
 

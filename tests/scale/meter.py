@@ -1,4 +1,4 @@
-"""What one rank allocates, computes and exchanges, counted at every operation on fake tensors.
+"""What one rank allocates and exchanges, counted at every operation on fake tensors.
 
 A fake tensor has a shape, a type and a storage of known size, but no numbers: a learner of any size runs on a laptop.
 The meter stands below autograd and DTensor and sees operations on the rank's own tensors only. Tensors that are not
@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 GPU, HOST = "gpu", "host"
@@ -34,8 +33,7 @@ COLLECTIVES = {
     "c10d.allreduce_": "all-reduce",
     "_c10d_functional.all_gather_into_tensor": "gather of a weight",  # outside of FSDP2: DTensor.full_tensor
 }
-FORMULAS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}  # the table lacks it
-REDUCE_SCATTER, ALL_TO_ALL, VARLEN = "c10d._reduce_scatter_base_", "_dtensor.shard_dim_alltoall", "torch_attn._varlen"
+REDUCE_SCATTER, ALL_TO_ALL = "c10d._reduce_scatter_base_", "_dtensor.shard_dim_alltoall"
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode, offloads: bool = False):
         super().__init__()
         self.fake, self.offloads = fake, offloads
-        self.place, self.repeats, self.paused = GPU, 1, False
+        self.place, self.paused = GPU, False
         self.now: Counter[str] = Counter()  # bytes by place
         self.storages = WeakIdKeyDictionary()
         self._resize = torch.UntypedStorage.resize_
@@ -63,7 +61,7 @@ class Meter(TorchDispatchMode):
 
     def reset(self) -> None:
         """Begin a phase: peaks start at what is there now, everything else at nothing."""
-        self.peak, self.flops = self.now.copy(), 0
+        self.peak = self.now.copy()
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
@@ -131,22 +129,15 @@ class Meter(TorchDispatchMode):
             return out
         if name == ALL_TO_ALL:  # its fake implementation returns a view of a tensor that the real one never makes
             out = out.clone()
-        self._count(func, name, args, kwargs, out)
-        for one in tree_iter(out):
-            if isinstance(one, FakeTensor) and not one.is_meta:
-                self._see(one.untyped_storage())
-        return out
-
-    def _count(self, func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> None:
-        if name.startswith(VARLEN):
-            self.flops += self.repeats * _attention_flops(name, args)
-        elif formula := FORMULAS.get(func._overloadpacket):
-            self.flops += self.repeats * formula(*args, **kwargs, out_val=out)
         if kind := COLLECTIVES.get(name):
             self.calls[kind] += 1
             self.sent[kind] += max(one.nbytes for one in tree_iter((args, out)) if isinstance(one, Tensor))
         if name == REDUCE_SCATTER and self.offloads:
             self.move(args[0], HOST)
+        for one in tree_iter(out):
+            if isinstance(one, FakeTensor) and not one.is_meta:
+                self._see(one.untyped_storage())
+        return out
 
 
 def _numbers(index: list[Tensor | None]) -> list[Tensor | None]:
@@ -156,12 +147,3 @@ def _numbers(index: list[Tensor | None]) -> list[Tensor | None]:
         for one in index:
             found += one.nonzero(as_tuple=True) if one is not None and one.dtype == torch.bool else (one,)
     return found
-
-
-def _attention_flops(name: str, args: tuple) -> int:
-    """Return the FLOPs of causal attention within sequences: half of two products forward and of five backward."""
-    backward = name.endswith("backward")
-    query, starts = (args[1], args[6]) if backward else (args[0], args[3])
-    with unset_fake_temporarily():
-        squares = sum(length**2 for length in starts.diff().tolist())
-    return (5 if backward else 2) * query.shape[-2] * query.shape[-1] * squares

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from results.reporting.run_scripts import read_script
 from tests.scale.meter import GPU, HOST, Meter
-from tests.scale.world import BOUND, LAYERS, ROOT, SCRIPTS, Plan, count, extended, lines, render, world
+from tests.scale.world import BOUND, ROOT, SCRIPTS, render, world
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 EXACT = ("all-gather", "reduce-scatter", "all-to-all", "rest", "gather of a weight")
@@ -44,35 +44,12 @@ def test_other_memory_settings(typed):
     check(script, world(script)[1])
 
 
-@pytest.mark.slow
-def test_a_pass_of_few_tokens_is_planned_with_room():
-    """One sequence a pass: the plan says up to 30 % more memory and 12 % more FLOPs of an update, and never less."""
-    script = read_script(ROOT / SCRIPTS[1], (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",))
-    found = [line for line in world(script)[1] if abs(line.deviation) > BOUND]
-    rooms = {"update, peak beyond what rests": 0.3, "update, FLOPs of a pass": 0.12}
-    assert {line.what for line in found} <= rooms.keys()
-    assert all(0 < line.deviation < rooms[line.what] for line in found)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("path", SCRIPTS)
-def test_all_layers_lie_on_the_line_through_a_few(path):
-    script = read_script(ROOT / path)
-    plan = Plan(script.config, "H100")
-    few, more = (count(script, plan, layers) for layers in LAYERS)
-    guessed = extended(few, more, LAYERS, plan.shape.layers)
-    for one, other in zip(lines(plan, guessed), lines(plan, count(script, plan, plan.shape.layers)), strict=True):
-        assert one.counted == pytest.approx(other.counted, rel=1e-3), one.what
-
-
-def test_the_meter_counts_what_is_alive_multiplied_and_moved():
+def test_the_meter_counts_what_is_alive_and_moved():
     with FakeTensorMode() as fake, Meter(fake) as meter:
         one = torch.empty(1024, 256)
         with meter.at(HOST):
             kept = torch.empty(256, 512)
         product = one @ kept
-        assert meter.flops == 2 * 1024 * 256 * 512
         assert meter.now == {GPU: one.nbytes + product.nbytes, HOST: kept.nbytes}
         sizes = one.nbytes, product.nbytes
         view = product[:2]
@@ -85,4 +62,4 @@ def test_the_meter_counts_what_is_alive_multiplied_and_moved():
         meter.move(kept, GPU)
         assert meter.now == {GPU: kept.nbytes, HOST: 0}
         meter.reset()
-        assert meter.peak[GPU] == kept.nbytes and meter.flops == 0
+        assert meter.peak[GPU] == kept.nbytes

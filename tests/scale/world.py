@@ -1,13 +1,13 @@
 """The learner of a published script on all of its ranks, without a GPU, beside the plan's figures.
 
-    python -m tests.scale.world [--script recipes/dapo/run_qwen2.5_32b.sh ...] [--full] [--write] [key=value ...]
+    python -m tests.scale.world [--script recipes/dapo/run_qwen2.5_32b.sh ...] [--write] [key=value ...]
 
 One process is rank 0 of a group that exchanges nothing, and every tensor of the model is fake: it has a size and no
 numbers. The real learner (``core.cluster.fsdp``, ``core.learner``) makes a pass for log-probs and the passes of one
 update, each full: as many sequences of full length as the script's limit allows. ``tests.scale.meter`` counts bytes
-that are alive, collectives and FLOPs. Layers are alike, so two small models are counted and a line through them gives
-the script's; ``--full`` counts the script's own, which takes minutes. ``--write`` writes
-``results/benchmarks/world.{md,json}``. The exit status is 1 where a plan's figure is more than 10 % off.
+that are alive and collectives. Layers are alike, so two small models are counted and a line through them gives the
+script's. ``--write`` writes ``results/benchmarks/world.{md,json}``. The exit status is 1 where a plan's figure is more
+than 10 % off.
 
 Not counted: a GPU's allocator and its fragmentation, NCCL's buffers, and the weights of an engine beside the learner.
 """
@@ -28,7 +28,7 @@ import torch
 from core.cluster.learner_rank import LearnerRank
 from core.config.schema import Config
 from core.learner.models import compute_dtype
-from core.plan import LOG_PROBS, UPDATE, Plan, Shape, pass_tokens, width
+from core.plan import LOG_PROBS, UPDATE, Plan, pass_tokens, width
 from core.tracking.run_manifest import git_state, hardware
 from results.reporting.run_scripts import Script, read_script
 from tests.scale.fake_learner import APART, config_of, fake_rank, first_step, full_batch
@@ -49,12 +49,11 @@ class Count:
     bytes: dict[str, float] = field(default_factory=dict)
     calls: dict[str, float] = field(default_factory=dict)
     sent: dict[str, float] = field(default_factory=dict)
-    flops: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A figure that was counted beside the one that a formula gives. ``unit`` is GiB, calls or TFLOP."""
+    """A figure that was counted beside the one that a formula gives. ``unit`` is GiB or calls."""
 
     what: str
     unit: str
@@ -86,7 +85,6 @@ def count(script: Script, plan: Plan, layers: int) -> Count:
                 else:
                     rank.update_actor([batch], 1.0)
                 found.bytes[phase] = meter.peak[GPU] - resident
-                found.flops[phase] = meter.flops
                 found.calls |= {f"{phase}, {kind}": number for kind, number in meter.calls.items()}
                 found.sent |= {f"{phase}, {kind}": size for kind, size in meter.sent.items()}
             meter.reset()
@@ -144,16 +142,9 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
     yield f"{SYNC}, gather of a weight", weights, gathered
 
 
-def forward_flops(shape: Shape, sequence: float) -> float:
-    """Return the FLOPs of a token in a forward pass over sequences of this length; attention is causal: half of 4."""
-    return (
-        2.0 * (shape.layers * shape.block + shape.vocab * shape.hidden) + 2.0 * shape.layers * shape.q_size * sequence
-    )
-
-
 def lines(plan: Plan, counted: Count) -> list[Line]:
     """Return every figure beside the plan's, or beside its formula where the plan has none."""
-    shape, roles = plan.shape, plan.config.actor_rollout_ref
+    shape, dtype = plan.shape, plan.config.actor_rollout_ref.rollout.dtype
     policys = [part for part in plan.parts if part.role == "policy"]
     by_plan = dict(zip(("weights", "optimizer"), (part.bytes for part in policys if part.state), strict=True))
     for phase in (LOG_PROBS, UPDATE):
@@ -164,22 +155,17 @@ def lines(plan: Plan, counted: Count) -> list[Line]:
     for name, calls, size in collectives(plan):
         out.append(Line(name, "calls", counted.calls[name], calls))
         out.append(Line(name, "GiB", counted.sent[name] / GIB, size / GIB))
-    largest = width(roles.rollout.dtype) * shape.vocab * shape.hidden
+    largest = width(dtype) * shape.vocab * shape.hidden
     # Twice, because DTensor copies what it gathered.
     out.append(
         Line(f"{SYNC}, peak beyond what rests and a bucket", "GiB", counted.bytes[SYNC] / GIB, 2 * largest / GIB)
     )
-    for phase, passes in ((LOG_PROBS, 1), (UPDATE, 3 + roles.model.enable_gradient_checkpointing)):
-        work = passes * _tokens(plan) * forward_flops(shape, plan.longest)
-        out.append(Line(f"{phase}, FLOPs of a pass", "TFLOP", counted.flops[phase] / 1e12, work / 1e12))
     return out
 
 
-def world(script: Script, full: bool = False) -> tuple[Plan, list[Line]]:
+def world(script: Script) -> tuple[Plan, list[Line]]:
     """Return the script's plan and its figures beside the counted ones."""
     plan = Plan(script.config, "H100")
-    if full:
-        return plan, lines(plan, count(script, plan, plan.shape.layers))
     few, more = (count(script, plan, layers) for layers in LAYERS)
     return plan, lines(plan, extended(few, more, LAYERS, plan.shape.layers))
 
@@ -187,12 +173,10 @@ def world(script: Script, full: bool = False) -> tuple[Plan, list[Line]]:
 def render(name: str, plan: Plan, found: Sequence[Line]) -> str:
     """Return the table of a script."""
     tokens = f"{_tokens(plan):,} tokens in a pass"
-    rows = [
-        f"| {one.what} | {one.unit} | {one.counted:,.3f} | {one.formula:,.3f} | {100 * one.deviation:+.1f} % |"
-        if one.unit != "calls"
-        else f"| {one.what} | {one.unit} | {one.counted:,.0f} | {one.formula:,.0f} | {100 * one.deviation:+.1f} % |"
-        for one in found
-    ]
+    rows = []
+    for one in found:
+        counted, formula = (f"{value:,.{0 if one.unit == 'calls' else 3}f}" for value in (one.counted, one.formula))
+        rows.append(f"| {one.what} | {one.unit} | {counted} | {formula} | {100 * one.deviation:+.1f} % |")
     away = "in the host's memory outside of the phases that need it: the script offloads it"
     where = away if plan.host_bytes else "on the GPU"
     return "\n".join(
@@ -217,7 +201,7 @@ def document(tables: Sequence[str], seconds: float) -> str:
             "# The learner of published scripts on all of their ranks, counted without a GPU",
             "",
             "Generated by `python -m tests.scale.world --write`, whose head says what is counted. "
-            f"Commit {commit}, {machine['cpu']}, torch {torch.__version__}, {seconds:.0f} s. Memory and FLOPs are "
+            f"Commit {commit}, {machine['cpu']}, torch {torch.__version__}, {seconds:.0f} s. Memory is "
             "compared with `core.plan`'s figures, collectives with the formulas in `tests/scale/world.py`; bytes of a "
             "collective are those of its whole tensor. Nothing ran on a GPU.",
             "",
@@ -233,7 +217,6 @@ def document(tables: Sequence[str], seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.scale.world", description=__doc__.splitlines()[0])
     parser.add_argument("--script", action="append", type=Path, help="a run script (default: 32B DAPO and 7B GRPO)")
-    parser.add_argument("--full", action="store_true", help="count all layers instead of a line through two counts")
     parser.add_argument("--write", action="store_true", help="write results/benchmarks/world.md and world.json")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys, for a script that is named")
     args = parser.parse_intermixed_args(arguments)
@@ -242,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path, typed in [(path, args.overrides) for path in args.script or ()] or wanted:
         script = read_script(path, typed)
         name = " ".join([script.name, *typed])
-        plan, found[name] = world(script, args.full)
+        plan, found[name] = world(script)
         tables.append(render(name, plan, found[name]))
         print(tables[-1], flush=True)
     if args.write:

@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 
 from core.tracking.run_manifest import hardware
 from core.tracking.validation import t_interval
-from tests.benchmarks.decode import model_3m
+from tests.benchmarks.model_3m import model_3m
 from tests.tiny import tiny_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -93,12 +93,7 @@ def run(side: str, python: str, folder: Path, mode: str, threads: int, **options
     rows = folder / f"prompts{f'-{mode}' if mode in REAL else ''}.{kind}"
     command = [python, str(HERE / script), "--model", str(folder / mode), "--rows", str(rows)]
     command += [part for name, value in {**options, "threads": threads}.items() for part in (f"--{name}", str(value))]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(ROOT) if side == "ours" else ""
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
     if done.returncode:

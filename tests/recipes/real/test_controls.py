@@ -53,11 +53,7 @@ def test_the_whole_run_of_a_task_trains_its_recipe_with_typed_keys(subtests):
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize(
     ("recipe", "words", "task"),
-    [
-        ("grpo", (), "instructions"),
-        ("grpo", ("passages",), "passages"),
-        ("search_r1", (), "search"),
-    ],
+    [("grpo", (), "instructions"), ("grpo", ("passages",), "passages"), ("search_r1", (), "search")],
 )
 def test_a_word_of_the_script_chooses_the_control(recipe, words, task, control):
     path = ROOT / "recipes" / recipe / "run_smollm2_135m.sh"
