@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,12 @@ from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches
 from core.rollout.collect import Exhausted
 from core.types import ScoredGroup, Stop
-from recipes.dapo import main_dapo
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer, overlong_punishment
-from recipes.lab import report
-from recipes.lab.base_model import BaseRecipe, build
 from reward_scores.score import Score, ScoreStatus
 from tests.faults.tiny_run import command, prepare
 from tests.golden_dapo import ADAPTERS, group, trainer, trajectory
 from tests.golden_io import cases, check
 
-LAB_MODEL = BaseRecipe(
-    hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, chain_steps=2, mixture_steps=2, hold_steps=1,
-    warmup_steps=1, chain_loss_bound=99.0, test_questions=12,
-)  # fmt: skip
 ROLLOUT = "actor_rollout_ref.rollout"
 RIGHT, WRONG = Score(1.0), Score(-1.0, {"acc": 0.0})
 FILTERING = "actor_rollout_ref.actor.overlong_filtering=True"
@@ -82,12 +74,6 @@ def test_the_prompt_is_no_part_of_the_length():
     assert shaped.parts["overlong"] == 0 and shaped.value == 1.0 and not shaped.masked
     assert not both.shape_reward(RIGHT, trajectory(20480)).masked
     assert both.shape_reward(RIGHT, trajectory(20480, stop=Stop.LENGTH)).masked
-
-
-def test_the_log_says_which_answers_reached_into_the_buffer():
-    logged = trainer("reward_model.overlong_buffer.log=True")
-    reached = [logged.shape_reward(RIGHT, trajectory(n)).parts["is_overlong"] for n in (16384, 16385, 20480)]
-    assert reached == [0.0, 1.0, 1.0]
 
 
 def test_without_a_buffer_the_score_is_the_scorers():
@@ -234,11 +220,6 @@ def test_techniques_that_are_on_are_refused_with_the_command_that_has_them(subte
             assert own["algorithm.filter_groups.enable"] and own["actor_rollout_ref.actor.overlong_filtering"]
 
 
-def test_a_recipe_with_keys_of_its_own_has_no_such_command():
-    (problem,) = examine("search_r1", ["algorithm.filter_groups.enable=True"]).problems
-    assert problem.endswith("; set algorithm.filter_groups.enable=False")
-
-
 def test_keys_of_a_technique_that_is_off_are_listed_as_unused():
     off = examine("dapo", ["algorithm.filter_groups={enable: False, metric: format}", NO_BUFFER])
     assert off.unused.keys() == {"algorithm.filter_groups.metric"} and not off.problems
@@ -262,12 +243,6 @@ def test_the_presets_differ_where_paper_and_script_do():
     assert [optim.lr_warmup_steps for optim in optims] == [20, 10]
     assert [optim.weight_decay for optim in optims] == [0.01, 0.1]
     assert script.actor_rollout_ref.actor.clip_ratio_c == 10.0 and paper.actor_rollout_ref.actor.clip_ratio_c > 1e5
-
-
-def test_the_lab_report_finds_the_run_of_a_recipe_with_hooks(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert report.main("dapo", ["preset=lab", "--", "trainer.seed=3"]) == 2
-    assert "outputs/dapo/lab-seed3" in capsys.readouterr().err
 
 
 # -- the whole run --
@@ -295,13 +270,6 @@ def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
     ]
     arguments = command(files, "dapo", steps, *common, *overrides)(run)[3:]
     return RayDAPOTrainer(compose("dapo", arguments)).init_workers()
-
-
-def test_a_metric_that_the_scorer_does_not_give_ends_the_run_before_a_model_loads(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(RayDAPOTrainer, "make_workers", lambda *_: pytest.fail("a model was loaded"))
-    with pytest.raises(InputError, match=r"metric=format: the scorer of data_source=tests/letters gives no such part"):
-        tiny(files, tmp_path / "run", 1, "algorithm.filter_groups.metric=format")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_says_why(files, tmp_path, caplog):
@@ -373,29 +341,3 @@ def test_validation_neither_shapes_nor_filters(files, tmp_path, monkeypatch):
     validated.workers.close()
     assert len(groups) == 4 and not any(s.masked or "overlong" in s.parts for g in groups for s in g.scores)
     assert any(t.truncated for g in groups for t in g.trajectories), "filtering would have had something to mask"
-
-
-@pytest.mark.slow  # two minutes; tests/core/cluster has Ray in the fast tests
-@pytest.mark.xdist_group("ray")
-def test_the_lab_script_trains_over_ray_from_an_empty_folder_to_its_report(tmp_path):
-    """With an untrained base model under the real one's name, so that nothing is warmed up, and verdicts by letters."""
-    base = tmp_path / "outputs" / "lab" / "base"
-    made = build(base, LAB_MODEL)
-    made.rename(base / BaseRecipe().digest)
-    (tmp_path / "reward.py").write_text(REWARD)
-    arguments = [
-        *("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.device=cpu", "trainer.cpu_threads=1"),
-        *("trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=2", "data.train_batch_size=4"),
-        *("data.gen_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=2", f"{ROLLOUT}.n=4"),
-        *("custom_reward_function.path=reward.py", "data.val_max_samples=8", "+ray_kwargs.ray_init.num_cpus=4"),
-    ]
-    script = Path(main_dapo.__file__).with_name("run_lab.sh")
-    done = subprocess.run(["bash", script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    last = done.stdout.strip().splitlines()[-1]
-    assert last.startswith("dapo/lab-seed1: accuracy on lab/hops ") and "8 questions, step 2" in last
-    run = tmp_path / "outputs" / "dapo" / "lab-seed1"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert all(line["reward/zero_variance_share"] == 0 for line in lines[1:]), "dynamic sampling was on"
-    assert (run / "report.html").exists() and (run / "global_step_2").exists()

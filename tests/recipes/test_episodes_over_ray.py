@@ -5,7 +5,6 @@ The engine decodes elsewhere, so what decodes together depends on when tools ans
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -83,19 +82,6 @@ def test_search_episodes_over_ray_are_those_of_one_process(search_files, tmp_pat
     for there, here in zip(ray_run[0], local[0], strict=True):
         assert there["critic/score/mean"] == pytest.approx(here["critic/score/mean"], abs=0.05)
         assert there["actor/grad_norm"] == pytest.approx(here["actor/grad_norm"], rel=0.2)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
-def test_search_episodes_with_a_vllm_engine(search_files, tmp_path):  # noqa: F811
-    prepare(tmp_path, hidden_size=128)  # the CPU build's kernels want wide heads
-    overrides = (
-        *("trainer.backend=ray", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enforce_eager=True"),
-        *(f"{ROLLOUT}.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={tmp_path}/model"),
-    )
-    with Server(search_files / "index", "--backend", "random") as server:
-        steps, answers = search_run(search_files, tmp_path / "run", server.url, *overrides)
-    check_searching(steps)
-    assert all("My previous action is invalid" in answer and "Doc 1(Title: " in answer for answer in answers[0])
 
 
 def test_the_tool_agents_calls_over_ray(tmp_path):

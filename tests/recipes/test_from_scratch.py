@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from core.learner.passes import MicroBatchSize
 from core.ray_trainer import RayPPOTrainer
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from recipes.grpo import from_scratch
-from recipes.lab import base_model, hops
+from recipes.lab import base_model
 from recipes.lab.tokenizer import build_tokenizer
 from reward_scores import hops as hops_scorer
 from reward_scores.score import Score
@@ -30,8 +28,6 @@ from tests.faults import tiny_run
 from tests.padded import estimate
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "recipes/grpo/from_scratch.py"
 STEPS, PROMPTS, GROUP = 5, 4, 3
 
 
@@ -199,28 +195,8 @@ def test_it_trains_the_labs_model(capsys, monkeypatch):
     assert torch.isfinite(model.lm_head.weight).all() and not torch.equal(before, model.lm_head.weight)
 
 
-def test_prompts_of_the_task_are_equally_long():
-    assert {len(question.prompt) for question in hops.splits(200, 50, seed=1)["train"]} == {hops.PROMPT_CHARS}
-
-
 def test_without_the_base_model_it_names_the_command_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["from_scratch"])
     with pytest.raises(SystemExit, match="python -m recipes.lab.prepare"):
         from_scratch.main()
-
-
-def test_it_is_one_short_file_without_a_class_on_torch_and_transformers():
-    text = FILE.read_text(encoding="utf-8")
-    nodes = list(ast.walk(ast.parse(text)))
-    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    others = {name for name in modules if name.split(".")[0] not in sys.stdlib_module_names}
-    assert not [node for node in nodes if isinstance(node, ast.ClassDef)]
-    assert {name.split(".")[0] for name in others} == {"torch", "transformers", "recipes"}
-    assert {name for name in others if name.startswith("recipes")} == {"recipes.lab"}
-
-
-def test_the_files_that_its_comments_name_exist():
-    named = re.findall(r"\b(?:core|recipes|tests)/[\w/.]*\w", FILE.read_text(encoding="utf-8"))
-    assert len(named) >= 8 and not [name for name in named if not (ROOT / name).exists()]

@@ -9,7 +9,6 @@ import random
 import pytest
 
 from core.config import compose
-from core.data.parquet import ExampleFile
 from core.engines import SamplingParams
 from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
 from core.rollout.tool_agent import ToolAgentLoop
@@ -17,7 +16,7 @@ from core.rollout.tools import BaseTool, load_listed
 from core.types import Prompt
 from recipes.lab import guesses, sums, warm_start
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, as_row, build, train
+from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, as_row, build
 from recipes.search_r1 import knowledge, knowledge_model
 from recipes.search_r1.search_loop import INVALID, information, parse_action
 from tests.recipes.test_search_r1 import ROOT
@@ -86,18 +85,6 @@ def test_every_word_of_an_episode_is_a_token_and_nothing_is_lost(searched, words
     assert len(ids) == len(labels) <= 160
 
 
-def test_rows_say_how_many_hops_and_their_gold_answer(tmp_path):
-    knowledge.write(tmp_path, 3, train=20, test=10)
-    file = ExampleFile(tmp_path / "test.parquet")
-    rows = [file.example(number) for number in range(len(file))]
-    assert {row.data_source for row in rows} == {"lab/knowledge_1hop", "lab/knowledge_2hop"}
-    base = knowledge.draw(3)
-    for row, question in zip(rows, knowledge.splits(base, 3, 20, 10)["test"], strict=True):
-        assert row.prompt == f"Q: {row.extra_info['question']}" == question.prompt
-        assert row.ground_truth == {"target": [base.answer(question)]}
-    assert len((tmp_path / "corpus.jsonl").read_text().splitlines()) == 1000
-
-
 # --- sums ---
 
 
@@ -112,12 +99,6 @@ def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
     assert answer == f"#### {one.value}{words.eos_token}"
     ids, _ = as_row(one.prompt, sums.calling(one, words.eos_token), words)
     assert words.decode(ids) == one.prompt + call + said + answer
-
-
-def test_no_sum_is_on_both_sides():
-    parts = sums.splits(50, 50)
-    train, test = ({one.expression for one in part} for part in (parts["train"], parts["test"]))
-    assert not train & test and len(train) == len(test) == 50
 
 
 # --- guesses ---
@@ -173,14 +154,6 @@ def tiny(**changes):
     return dataclasses.replace(TINY, hold_steps=1, warmup_steps=1, **changes)
 
 
-def test_the_warm_start_refuses_a_model_that_did_not_learn_the_task(words):
-    rows = [as_row("Q: who is", knowledge.guessing(random.Random(n)), words) for n in range(8)]
-    with pytest.raises(BaseModelError, match="did not learn the task"):
-        train(tiny(), words, rows, rows)
-    model, losses = train(tiny(loss_bound=99.0), words, rows, rows)
-    assert len(losses) == 3 and model.num_parameters() > 0
-
-
 def test_a_seed_that_does_not_learn_is_followed_by_the_next(words, tmp_path, monkeypatch, capsys):
     """What a kind of CPU rounds otherwise can keep a seed from the task; the record names the seed that learned it."""
     rows = [as_row("Q: who is", knowledge.guessing(random.Random(n)), words) for n in range(8)]
@@ -202,6 +175,3 @@ def test_a_seed_that_does_not_learn_is_followed_by_the_next(words, tmp_path, mon
     with pytest.raises(BaseModelError, match="seed 3"):
         build(tmp_path / "none", tiny(loss_bound=99.0), words, lambda: (rows, rows))
     assert list((tmp_path / "none").glob("[0-9a-f]*")) == list((tmp_path / "none").glob("*.partial"))
-
-
-ROWS = [([0] * width, [0] * width) for width in range(1, 257)]

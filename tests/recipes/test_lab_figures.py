@@ -17,19 +17,6 @@ from recipes.lab.figures import Figure
 from tests.pictures import picture_format
 
 
-def test_answers():
-    cells = "rg.r"
-    assert [Figure(cells, question, 0).answer for question in ("nr", "ng", "a1", "a2", "m")] == [
-        "2",
-        "1",
-        "r",
-        "g",
-        "r",
-    ]
-    assert [Figure(cells, question, 0).answer for question in ("nb", "a3")] == ["0", ""]
-    assert Figure("rg..", "m", 0).answer == Figure("rrrr", "nr", 0).answer == ""
-
-
 def test_whoever_does_not_look_is_right_in_one_of_four():
     for drawn in figures.splits().values():
         by_kind = defaultdict(Counter)

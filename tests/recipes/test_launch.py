@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "recipes" / "launch"
@@ -98,22 +97,3 @@ def test_a_node_that_does_not_join_ends_the_job_with_the_numbers(slurm, tmp_path
     }
     alone = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert alone.returncode == 1 and "1 of 2 nodes joined 10.0.0.1:6379 within WAIT_S=2 seconds" in alone.stderr
-
-
-def test_what_the_files_name_exists_and_their_numbers_are_the_scripts():
-    sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    job = yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())
-    cluster = job["spec"]["rayClusterSpec"]
-    script = ROOT / sky["envs"]["SCRIPT"]
-    assert script.name in job["spec"]["entrypoint"] and script.exists()
-    sizes = (script.parent / "train.sh").read_text().partition("32b) size=(")[2]
-    nodes, gpus = (re.search(rf"trainer\.{key}=(\d+)", sizes)[1] for key in ("nnodes", "n_gpus_per_node"))
-    (workers,) = cluster["workerGroupSpecs"]
-    (container,) = workers["template"]["spec"]["containers"]
-    assert sky["num_nodes"] == workers["replicas"] == int(nodes) and sky["resources"]["accelerators"] == f"H100:{gpus}"
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
-    assert f"#SBATCH --nodes={nodes}\n" in (LAUNCH / "slurm.sbatch").read_text()
-    pinned = re.search(r"^ray==(.+)$", (ROOT / "environment/constraints-cuda.txt").read_text(), re.M)[1]
-    assert cluster["rayVersion"] == pinned
-    page = (LAUNCH / "README.md").read_text()
-    assert all(path.name in page for path in LAUNCH.iterdir() if path.name != "README.md")

@@ -78,22 +78,6 @@ def test_the_entry_point_runs_it_dry(folder, subtests):
             assert sorted(folder.rglob("*")) == before
 
 
-def test_a_bad_line_ends_with_2_and_no_traceback(folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "recipes.grpo.main_grpo", "data.nope=1", "actor_rollout_ref.rollout.n=1"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "data.nope=1: unknown key" in done.stderr and "actor_rollout_ref.rollout.n=1: " in done.stderr
-
-
-def test_kl_without_a_switch_is_said_to_do_nothing(folder, monkeypatch, capsys):
-    """The PPO line sets a KL coefficient and no switch: under v0.6.1's defaults it never acts."""
-    monkeypatch.setenv("DRY_RUN", "1")
-    with pytest.raises(SystemExit):
-        prepare("ppo", arguments(COMMANDS / "ppo.args"))
-    assert "algorithm.kl_ctrl.kl_coef=0.001: needs algorithm.use_kl_in_reward" in capsys.readouterr().out
-
-
 def test_the_published_length_and_evaluation_are_warned_about(folder, monkeypatch, capsys):
     """They suit the published files, which hold every row many times, and no others."""
     monkeypatch.setenv("DRY_RUN", "1")

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.opening import make_retriever
-from recipes.search_r1.index.passages import QUERY_CHARS, Passage, RetrievalError, RetrieverOptions
+from recipes.search_r1.index.passages import Passage, RetrievalError, RetrieverOptions
 from recipes.search_r1.retrieval_client import ClientOptions, RetrievalClient
 from tests.search import PlainServer, Server, answer_for, contents, misbehaving, reply, write_corpus
 
@@ -65,25 +65,6 @@ def test_it_answers_as_the_retriever_in_process_does(index, server, make_client)
     assert metrics["retrieval/empty"] == 2 and metrics["retrieval/seconds"] > 0
     assert all(isinstance(value, float) for value in metrics.values())
     assert client.metrics()["retrieval/queries"] == 0  # since the last call
-
-
-def test_what_a_policy_writes_is_never_an_error(server, make_client):
-    client = make_client(server.url)
-    odd = ["\ud800", "\x00", "x" * 1_000_000, "", "\u2028", '"]}', "Entity7 " + "y" * QUERY_CHARS]
-    found = ask(client, *odd)
-    assert found[-1][0].id == "p7"
-    assert client.metrics()["retrieval/cut_queries"] == 2
-
-
-def test_it_serves_several_event_loops_and_threads(server, make_client):
-    client = make_client(server.url)
-    found = []
-    threads = [threading.Thread(target=lambda n=n: found.append(ask(client, contents(n))[0][0].id)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == sorted(f"p{n}" for n in range(8))
 
 
 def test_cancelling_a_search_leaves_the_client_whole(make_client):
@@ -158,23 +139,6 @@ def test_a_restart_costs_retries_and_no_search_however_many_wait(waiting, away_s
     assert metrics["retrieval/searches"] == waiting + 1
     # Those beyond the connections wait for their turn and may meet no closed port on a busy machine
     assert metrics["retrieval/retries"] == metrics["retrieval/errors"] >= client.options.connections
-
-
-def test_waiting_for_a_turn_is_no_failure(make_client):
-    failed = set()
-
-    def slow(handler, request):
-        threading.Event().wait(0.05)
-        (query,) = request["queries"]
-        first = int(query) % 2 and query not in failed
-        failed.add(query)
-        reply(handler, 503 if first else 200, answer_for(request))
-
-    async def many(client):
-        return await asyncio.gather(*(client.retrieve([str(number)], 1) for number in range(20)))
-
-    with misbehaving(slow) as (url, asked):  # the last search waits longer than the server may be away
-        assert len(asyncio.run(many(make_client(url, connections=1, give_up_s=0.4)))) == 20
 
 
 def test_a_search_that_always_fails_is_an_error_though_others_are_answered(make_client):
@@ -356,13 +320,6 @@ def test_a_cache_is_an_index_s_own(index, tmp_path, make_client):
     assert [len(passages) for (passages,) in found] == [40, 30]
     with pytest.raises(RetrievalError, match="must hold the answers of one index, it has .*, .*; give identity="):
         make_client(server.url, cache_dir=tmp_path / "cache", offline=True)
-
-
-def test_equal_queries_of_one_search_are_sent_once(make_client):
-    with misbehaving(lambda handler, request: reply(handler, 200, answer_for(request))) as (url, asked):
-        found = ask(make_client(url), "a", "b", "a")
-        assert [passages[0].contents for passages in found] == ["a", "b", "a"]
-        assert asked[0]["queries"] == ["a", "b"] and asked[0]["return_scores"] is True
 
 
 # --- load ---

@@ -7,8 +7,6 @@ import math
 import random
 import re
 import tarfile
-import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,14 +117,6 @@ def test_fingerprints_tell_answers_apart(built):
     assert len(prints) == len(BACKENDS)
     assert opened(built, "hnsw", ef_search=16).fingerprint != opened(built, "hnsw").fingerprint
     assert opened(built, "hnsw").fingerprint == opened(built, "hnsw").fingerprint
-
-
-def test_an_index_stays_on_disk(built, subtests):
-    for backend, file in [("bm25", "data.csc.index.npy"), ("flat", "flat.faiss"), ("hnsw", "hnsw.faiss")]:
-        with subtests.test(backend=backend, file=file):
-            retriever = opened(built, backend)
-            assert file in Path("/proc/self/maps").read_text()
-            retriever.retrieve(["harbour"], 3)
 
 
 # --- building ---
@@ -371,19 +361,6 @@ def test_mean_pooling_leaves_padding_out_and_prefixes_count(tiny_bert):
     assert (torn[0] == torn[1]).all()
 
 
-def test_a_real_encoder_through_the_options(tiny_bert, tmp_path):
-    texts = ["red fox", "blue whale sea", "sea", "fox fox"]
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": t, "contents": t}) + "\n" for t in texts))
-    encoder = make_encoder(settings_of(str(tiny_bert / "encoder")))
-    build_index(tmp_path / "c.jsonl", tmp_path / "index", ["hnsw"], encoder)
-    retriever = make_retriever(RetrieverOptions(tmp_path / "index", threads=1))
-    alone, beside = retriever.retrieve(["blue whale sea"], 4), retriever.retrieve(["red", "blue whale sea", "sea"], 4)
-    assert ids(alone[0]) == ids(beside[1]) and sorted(ids(alone[0])) == sorted(texts)
-    assert [p.score for p in alone[0]] == pytest.approx([p.score for p in beside[1]], abs=1e-5)
-    with pytest.raises(RetrievalError, match="cannot be loaded"):
-        make_retriever(RetrieverOptions(tmp_path / "index", encoder=str(tmp_path / "no-such-model")))
-
-
 # --- a flat index ---
 
 WORDS = [f"w{number}" for number in range(60)]
@@ -414,24 +391,3 @@ def test_equal_scores_are_ordered_by_id_as_a_number(ties):
     last = [int(passage.id) for passage in found if passage.score == found[-1].score]
     (more,) = make_retriever(RetrieverOptions(ties, backend="flat")).retrieve(["w1 w2 w3"], 400)
     assert last == [int(passage.id) for passage in more if passage.score == found[-1].score][: len(last)]
-
-
-def test_gpus_take_a_flat_index_in_half_precision(ties, monkeypatch):
-    """faiss' build for CPUs has no GPUs; one that finds some is asked to split the index over them."""
-    import faiss
-
-    plain = make_retriever(RetrieverOptions(ties, backend="flat"))
-    asked = []
-
-    def move(moved, co):
-        asked.append((co.shard, co.useFloat16))
-        return moved
-
-    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
-    monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", types.SimpleNamespace, raising=False)
-    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", move, raising=False)
-    on_gpus = make_retriever(RetrieverOptions(ties, backend="flat"))
-    assert asked == [(True, True)] and on_gpus.fingerprint != plain.fingerprint  # other scores in half precision
-    for options in ({"backend": "flat", "gpu": False}, {"backend": "hnsw"}):
-        make_retriever(RetrieverOptions(ties, **options))
-    assert len(asked) == 1 and dense._gpus() == 2

@@ -20,7 +20,6 @@ from core.config import compose, examine
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.batching import make_batch
-from core.learner.learner import Critic
 from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
 from core.types import Prompt, ScoredGroup, Stop, token_places
@@ -37,11 +36,11 @@ from recipes.search_r1.search_loop import (
 )
 from results.reporting import accuracies
 from reward_scores.score import Score
-from tests.core.learner.test_learner import actor, actor_config, gradient
+from tests.core.learner.test_learner import actor, gradient
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import command, prepare
 from tests.scripted_engine import ScriptedEngine
-from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = tiny_tokenizer()
@@ -173,19 +172,6 @@ def test_an_episode_searches_reads_and_answers():
         "env/number_of_valid_search": 1.0,
         "env/finish_ratio": 1.0,
     }
-
-
-def test_each_search_is_shown_what_its_own_query_finds():
-    class Apart(Asked):
-        async def __call__(self, queries, topk):
-            return [PASSAGES[:1] if query == "jaws music" else PASSAGES[1:] for query in queries]
-
-    made = loop()
-    made.retrieve, turns = Apart(), ["<search>jaws music</search>", "<search>x</search>", "<answer>Paris</answer>"]
-    played, _ = play(turns, made=made)
-    shown = [segment.text for segment in played.segments if segment.role == "tool"]
-    wanted = [information(found, 500, encode) for found in (PASSAGES[:1], PASSAGES[1:])]
-    assert shown == [TOKENIZER.decode(encode(text)) for text in wanted] and shown[0] != shown[1]
 
 
 def test_a_turn_without_an_action_is_told_so_and_may_try_again():
@@ -399,26 +385,6 @@ def test_the_unmasked_ablation_trains_on_what_was_retrieved_as_well():
     assert float((mine - plain).norm()) <= 1e-6 * float(plain.norm())
     # the mismatch between engine and learner is still that of sampled tokens: others have no log-prob of the engine
     assert positions(batch, "sampled_mask") == by_policy(batch)
-
-
-def test_values_have_no_target_where_a_tool_wrote():
-    from transformers import AutoModelForTokenClassification
-
-    batch = search_batch()
-
-    def critic_gradient(changed):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            shape = tiny_config(num_labels=1, max_position_embeddings=512)
-            module = AutoModelForTokenClassification.from_config(shape).double().eval()
-        critic = Critic(module, actor_config(cliprange_value=0.5))
-        critic.micro_batch_loss(changed, MetricSums()).backward()
-        return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
-
-    elsewhere = torch.where(batch.response_mask, batch.returns, batch.returns + 100)
-    assert torch.equal(critic_gradient(batch), critic_gradient(batch.adding(returns=elsewhere)))
-    inside = torch.where(batch.response_mask, batch.returns + 100, batch.returns)
-    assert not torch.equal(critic_gradient(batch), critic_gradient(batch.adding(returns=inside)))
 
 
 # --- configuration ---

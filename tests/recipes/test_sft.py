@@ -15,7 +15,6 @@ from core import evaluate
 from core.config import compose, examine
 from core.engines import NoEngine
 from core.errors import InputError
-from core.learner.batching import mini_batching
 from core.learner.models import load_policy
 from recipes.sft import rejection
 from recipes.sft.config_schema import DemonstrationConfig
@@ -24,7 +23,6 @@ from recipes.sft.demonstrations import (
     DemonstrationError,
     DemonstrationFiles,
     Writer,
-    demonstration_batch,
     end_ids,
 )
 from recipes.sft.sft_trainer import SFTTrainer
@@ -278,14 +276,6 @@ def test_loss_and_gradients_are_those_of_plain_transformers(packed, tokens, dtyp
         assert float((gradients[name] - value).norm()) <= near * max(float(value.norm()), 1e-3), name
 
 
-def test_sequences_can_count_alike_whatever_their_lengths(files):
-    config = configured(files, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean")
-    batch = demonstration_batch([writer().chat(chat) for chat in chats(4)], 0)
-    (step,) = mini_batching(config.actor_rollout_ref.actor, 128)(batch)
-    per_sequence = (step.padded("loss_weight") * step.padded("response_mask")).sum(1)
-    assert torch.allclose(per_sequence, torch.full((4,), 0.25))
-
-
 # --- runs ---
 
 
@@ -353,23 +343,6 @@ def test_adapters_alone_train(files, tmp_path):
     trained = [name for name, p in run.workers.actor.module.named_parameters() if p.requires_grad]
     assert trained and all("lora" in name for name in trained)
     assert weights(folder, name="adapter").keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_two_ranks_over_ray_train_as_one_process_does(packed, files, tmp_path):
-    """Sums of two ranks are rounded otherwise; their checkpoint goes on in one process."""
-    layout = f"actor_rollout_ref.model.use_remove_padding={packed}"
-    ray = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
-    fitted(files, tmp_path / "local", layout)
-    fitted(files, tmp_path / "ray", layout, "trainer.total_training_steps=4", *ray)
-    fitted(files, tmp_path / "ray", layout, "trainer.resume_with_changes=True")
-    one, other = lines(tmp_path / "local"), lines(tmp_path / "ray")
-    for name in ("actor/nll", "actor/grad_norm", "actor/lr", "sft/tokens_trained"):
-        assert [line[name] for line in other[4:]] == pytest.approx([line[name] for line in one[4:]], rel=0.05), name
-    for name in ("actor/nll", "sft/tokens_trained"):
-        assert [line[name] for line in other[:1]] == pytest.approx([line[name] for line in one[:1]], rel=1e-5), name
-    assert weights(tmp_path / "ray").keys() == weights(tmp_path / "local").keys()
 
 
 # --- validation and rejection sampling ---

@@ -11,7 +11,7 @@ import pytest
 from core import evaluate
 from core.tracking.validation import Estimate
 from results.reporting import accuracies
-from results.reporting.accuracies import macro_average, report, summary
+from results.reporting.accuracies import macro_average, summary
 from tests.core.test_evaluate import answers, copied, files, generate, own  # noqa: F401
 
 
@@ -61,13 +61,6 @@ def test_reports_that_cannot_be_made(files, scores, tmp_path, capsys):
     assert not list(tmp_path.glob("*.report.json"))
     scores.write_text("".join(scores.read_text().splitlines(keepends=True)[:-1]))
     assert "holds 12 of 13 questions" in refused([str(scores)], capsys)
-
-
-def test_two_scorers_stand_in_one_table(files, scores, copied):
-    assert evaluate.main(["score", str(copied), own(files), "--name", "again"]) == 0
-    other = copied.parent / "shared.scores-again.jsonl"
-    rows = [row for row in report([scores, other]).splitlines() if row.startswith("| ")][2:]
-    assert {row.split(" | ")[1] for row in rows} == {"reward", "again"} and len(rows) == 8
 
 
 def test_a_report_of_scores_of_which_every_one_failed_is_refused(scores, capsys):

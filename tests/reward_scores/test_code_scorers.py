@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 
 import pytest
 
 from core.config import compose
-from core.rewards.grading import Job
 from core.rewards.layer import scorer_options
 from reward_scores import prime_code, sandbox_fusion, scorer_for, unit_tests
 from reward_scores.sandbox import SandboxUnavailable
@@ -162,15 +160,6 @@ def test_published_and_robust():
             assert prime_code.score(fenced(source), tests, {}, "robust").value == pytest.approx(robust), source
 
 
-def test_published_without_shares():
-    with pytest.raises(UnboundLocalError):
-        prime_code.score(fenced("print(3)"), SUM, continuous=False)
-    assert prime_code.score(fenced(ADD), SUM, continuous=False).value == 1
-    assert "method=robust" in prime_code.check_ground_truth(SUM, continuous=False)
-    with pytest.raises(ValueError, match="published, robust"):
-        prime_code.score(fenced(ADD), SUM, {}, "bogus")
-
-
 # --- configuration
 
 
@@ -195,23 +184,6 @@ def test_the_configuration_reaches_the_scorers():
 def test_options_of_the_user_come_first():
     reward = configured("+reward_model.reward_kwargs.prime_code.method=robust")
     assert scorer_options(reward)["prime_code"]["method"] == "robust"
-
-
-def test_in_workers_that_can_be_killed():
-    from core.rewards.graders import GraderPool
-    from core.rewards.grading import Scorers
-
-    pool = GraderPool(Scorers(scorer_options(configured())), num_workers=1)
-    jobs = [Job("apps", fenced(source), SUM, {}) for source in (ADD, "print(3)", "import os\nos._exit(0)", ADD)]
-    try:
-        scores = asyncio.run(_all(pool, jobs))
-    finally:
-        pool.close()
-    assert [score.value for score in scores] == [1.0, 0.5, 0.0, 1.0]
-
-
-async def _all(pool, jobs):
-    return [await pool.run(job) for job in jobs]
 
 
 def test_without_isolation_nothing_is_graded_unless_told(monkeypatch):

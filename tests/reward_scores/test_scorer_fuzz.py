@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.rewards.graders import GraderPool
-from core.rewards.grading import Failure, Job, Scorers
 from reward_scores import (
     SCORERS,
     geo3k,
@@ -43,7 +39,6 @@ VARIANTS = [
 ]
 # What may not end is graded where a run would grade it; a program of prime_code starts a process of its own
 HERE = [(one, options) for one, options in VARIANTS if not one.libraries(**options) and one.name != "prime_code"]
-IN_WORKERS = [(one, options) for one, options in VARIANTS if one.libraries(**options)]
 PIECES = (
     "#### |####|#|Answer:|answer is |\\boxed{|\\boxed |\\fbox{|}|{|<answer>|</answer>|<think>|</think>|<search>|"
     "<information>|</information>|\\frac|\\sqrt|[3]|\\text{|\\text{ |\\pi|\\%|\\$|$|^|^{|^\\circ|_|,|.|-|+|*|/|=|("
@@ -113,29 +108,6 @@ def test_a_gold_written_by_anyone_does_not_raise(text):
         assert problem is None or isinstance(problem, str), (scorer.name, options)
         if problem is None:
             scorer(scorer.examples[0][0], gold, {}, **options)
-
-
-@pytest.mark.parametrize("method", ["published", "math_verify"])
-def test_no_text_crashes_a_library_in_a_worker(method):
-    scorers = [scorer for scorer, options in IN_WORKERS if options.get("method") == method]
-    sources = {scorer.name: source for source, scorer in SCORERS.items() if scorer in scorers}
-    pool = GraderPool(Scorers({name: {"method": method} for name in sources}), num_workers=1, timeout_s=1.0)
-    pool.preload(scorers[0].libraries(method=method))
-
-    async def grade(one, other):
-        jobs = [Job(source, f"\\boxed{{{one}}}", other or "1", {}) for source in sources.values() for _ in range(2)]
-        return [await pool.run(job) for job in jobs]
-
-    @settings(max_examples=10, deadline=None)
-    @given(TEXTS, TEXTS)
-    def run(one, other):
-        results = asyncio.run(grade(one, other))
-        assert all(each.status is ScoreStatus.TIMEOUT for each in results if isinstance(each, Failure)), results
-        for first, again in zip(results[::2], results[1::2], strict=True):
-            assert first == again or isinstance(first, Failure) or isinstance(again, Failure)
-
-    run()
-    pool.close()
 
 
 def test_long_answers_take_no_time():

@@ -91,17 +91,6 @@ def test_gsm8k_values_of_format_and_correctness():
     assert (none.value, none.acc, none.status) == (0.0, 0.0, ScoreStatus.PARSE_ERROR)
 
 
-def test_published_rules_of_mathematics_and_what_their_robust_variants_drop():
-    assert math_reward.score("\\boxed{ab=5}", "5").acc == 1.0 and math_reward.score("\\boxed{abc=5}", "5").acc == 0.0
-    assert prime_math.score("\\boxed{b+a}", "a+b").acc == 1.0
-    assert prime_math.score("\\boxed{c+b+a}", "a+b+c").acc == 0.0  # published: formulas of two letters at most
-    for response, gold in (("\\boxed{0.01}", "1"), ("\\boxed{1,2}", "12"), ("\\boxed{6.28}", "2\\pi")):
-        assert prime_math.score(response, gold).acc == 1.0
-        assert prime_math.score(response, gold, {}, "robust").acc == 0.0
-    assert prime_math.score("\\boxed{inch}", "cm").acc == 0.0 and prime_math.score("\\boxed{cm}", "cm").acc == 1.0
-    assert prime_math.score("\\boxed{}", "degree").acc == 0.0  # nothing is left of two units
-
-
 def test_math_robust_takes_the_last_closed_box():
     for response, acc in (
         ("\\boxed{42} and \\boxed{7", 1.0),
@@ -113,30 +102,6 @@ def test_math_robust_takes_the_last_closed_box():
     ):
         assert math_reward.score(response, "42", {}, "robust").acc == acc, response
     assert math_reward.score("\\boxed{42} and \\boxed{7}", "7, 42", {}, "robust").acc == 1.0
-
-
-def test_math_dapo_robust_reads_what_the_published_one_misjudges():
-    for response in (
-        "**Answer:** 34",
-        "**Answer: 34**",
-        "Answer: 34.",
-        "Answer: 34\\%",
-        "Answer\uff1a34",
-        "\\boxed{ 34 }",
-    ):
-        assert math_dapo.score(response, "34").value == -1.0, response
-        assert math_dapo.score(response, "34", {}, "robust").value == 1.0, response
-    assert math_dapo.check_ground_truth("[INVALID]") is not None  # the word for an answer that is not there
-    assert math_dapo.score("nothing", "[INVALID]", {}, "robust").value == -1.0
-
-
-def test_geo3k_methods():
-    halves = ("<think>t</think> \\boxed{3/6}", "1/2")
-    assert [geo3k.score(*halves, method=method).acc for method in geo3k.METHODS] == [0.0, 1.0, 1.0]
-    late = ("<think>t</think> \\boxed{48} and \\boxed{4", "48")
-    assert [geo3k.score(*late, method=method).acc for method in geo3k.METHODS] == [0.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match="geo3k method='sympy': must be one of"):
-        geo3k.score(*halves, method="sympy")
 
 
 # --- questions and answers ---
@@ -256,15 +221,6 @@ def test_countdown_reads_numbers_and_names_the_field_of_what_is_none():
     ):
         problem = countdown.check_ground_truth({"target": target, "numbers": numbers})
         assert problem.startswith(f"{field} must be ") and problem.endswith(f"got {value}"), (target, numbers)
-
-
-def test_any_space_around_a_number_of_a_ground_truth_is_none_of_it():
-    for space in (" ", "\u3000", "\x1c", "\x1f"):
-        assert multiply.check_ground_truth(gold := f"{space}7{space}") is None
-        assert multiply.score("<answer>7</answer>", gold).value == 1
-        gold = {"target": gold, "numbers": [f"3{space}", 4]}
-        assert countdown.check_ground_truth(gold) is None
-        assert countdown.score("Assistant: <answer>3 + 4</answer>", gold).value == 1
 
 
 # --- ground truths ---

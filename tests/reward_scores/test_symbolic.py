@@ -13,8 +13,8 @@ import pytest
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards.graders import GraderPool, InProcess
-from core.rewards.grading import CustomFunction, Job, Scorers
+from core.rewards.graders import InProcess
+from core.rewards.grading import Job
 from core.rewards.layer import RewardLayer
 from reward_scores import SCORERS, prime_math, symbolic
 from reward_scores.score import ScoreStatus
@@ -134,14 +134,3 @@ def test_bombs_are_killed_at_the_deadline(make_layer, manager, method):
     results = grade(layer, *jobs)
     assert [one.status for one in results[::2]] == [ScoreStatus.TIMEOUT] * len(bombs), results
     assert [one.status for one in results[1::2]] == [ScoreStatus.OK] * len(bombs), results
-
-
-def test_a_worker_starts_with_the_library_imported(tmp_path):
-    (tmp_path / "look.py").write_text("import sys\ndef compute_score(**_): return 'math_verify' in sys.modules\n")
-    for libraries in ((), SCORERS[PRIME].libraries(method="math_verify")):
-        pool = GraderPool(Scorers(custom=CustomFunction(str(tmp_path / "look.py"))), num_workers=1)
-        pool.preload(libraries)
-        pool.preload(SCORERS[PRIME].libraries(method="robust"))
-        assert tuple(pool.settings["preload"]) == tuple(sorted(libraries))
-        assert asyncio.run(pool.run(Job("x", "", "", {}))).value == bool(libraries)
-        pool.close()

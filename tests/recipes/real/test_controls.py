@@ -41,15 +41,6 @@ def test_shuffled_rows_hold_the_same_ground_truths_and_none_its_own():
     assert {line["data_source"] for line in lines} == {arithmetic.DATA_SOURCE}
 
 
-def test_the_whole_run_of_a_task_trains_its_recipe_with_typed_keys(subtests):
-    for words, recipe in [(("passages",), "grpo"), (("search", "random"), "search_r1")]:
-        with subtests.test(words=words, recipe=recipe):
-            script = read_script(ROOT / "recipes" / "real" / "run.sh", (*words, "trainer.seed=7"))
-            assert script.recipe == recipe and script.config.trainer.seed == 7
-            assert script.config.data.val_files == (f"./outputs/real/{words[0]}/test.parquet",)
-            assert script.config.trainer.default_local_dir.startswith(f"./outputs/{recipe}/real_{'_'.join(words)}-")
-
-
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize(
     ("recipe", "words", "task"),

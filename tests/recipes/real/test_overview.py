@@ -54,16 +54,3 @@ def test_the_command_beside_a_row_is_one_that_can_be_typed(subtests):
             assert (ROOT / script).is_file()
             known = (ROOT / "recipes/real/common.sh").read_text(encoding="utf-8")
             assert all("=" in word or word == "TASK" or re.search(rf"\b{word}\b.*\)", known) for word in words)
-
-
-def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(tmp_path, subtests):
-    for task, name, stage in [
-        ("instructions", "real-seed1", "then GRPO"),
-        ("instructions", "real-lr3e-5-seed1", "then GRPO, larger rate"),
-        ("instructions", "sft-seed1", "fine-tuning, other seeds too"),
-        ("search", "real-search-seed1", "then GRPO"),
-    ]:
-        with subtests.test(task=task, name=name, stage=stage):
-            assert f"{name[:-1]}$seed" in (ROOT / "results/record.sh").read_text(encoding="utf-8")
-            (tmp_path / f"{name}.jsonl").touch()
-            assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES[stage][0])] == [name]

@@ -103,14 +103,6 @@ def test_guarded_scores_are_so_whatever_reward_the_run_had(clone, words):
     assert all(call.endswith("reward_model.reward_kwargs.instructions.method=guarded") for call in calls)
 
 
-@pytest.mark.parametrize("words", [("passages",), ("arithmetic", "random")])
-def test_another_task_has_answers_and_scores_of_its_own_and_no_minutes(clone, words, tmp_path):
-    shown, calls = whole_run(clone, *words)
-    name = "grpo-random" if "random" in words else "grpo"
-    assert f"outputs/real/answers_{words[0]}/{name}-20-steps.jsonl --scores strict" in calls[-1]
-    assert len(shown) == 5 and not any("minutes" in line for line in shown)
-
-
 def test_every_row_of_the_overview_has_answers_that_one_command_makes(clone):
     run_script(clone, "results/record.sh", "real", REAL_AT_ONCE="4")
     missing = []
