@@ -22,17 +22,12 @@ from tests.core.synthetic import configured, make_run, records
 SOURCE = "lab/hops"
 
 
-def run_with_answers(folder: Path, *, seed: int = 1, rate: float = 0.2, questions: int = 200, **changes) -> Path:
+def run_with_answers(folder: Path, *, rate: float = 0.2, questions: int = 200, **changes) -> Path:
     """A run whose samples.jsonl has an answer to every question, as a run with few questions has."""
-    name = {"trainer.experiment_name": folder.name, "trainer.seed": seed}
-    make_run(folder, configured({**name, **changes}), questions=questions, rate=rate)
-    write_answers(folder / "samples.jsonl", (0, 20), seed, rate, questions, folder.name)
+    make_run(folder, configured({"trainer.experiment_name": folder.name, **changes}), questions=questions, rate=rate)
+    rows = [answer(step, r, folder.name) for step in (0, 20) for r in records(step, 1, questions, rate=rate)]
+    (folder / "samples.jsonl").write_text("".join(map(json_line, rows)), encoding="utf-8")
     return folder
-
-
-def write_answers(path: Path, steps, seed: int, rate: float, questions: int, text: str) -> None:
-    rows = [answer(step, r, text) for step in steps for r in records(step, seed, questions, rate=rate)]
-    path.write_text("".join(map(json_line, rows)), encoding="utf-8")
 
 
 def answer(step: int, record, text: str) -> dict:
@@ -41,15 +36,17 @@ def answer(step: int, record, text: str) -> dict:
     return {**named, "input": f"question {record.uid}", "output": f"{text} at {step}", "gts": "p", "stop": "eos"}
 
 
-def accuracy(step: int, seed: int = 1, rate: float = 0.2) -> dict[str, float]:
-    return accuracy_by_question(records(step, seed, 200, rate=rate))[SOURCE]
+def accuracy(step: int, rate: float = 0.2) -> dict[str, float]:
+    return accuracy_by_question(records(step, 1, 200, rate=rate))[SOURCE]
 
 
-def unpacked(path: Path) -> list[dict]:
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-
-
-# --- scores ---
+def published_answers(run: Path, copy: Path, **changes) -> list[dict]:
+    """The answers of the copy of a run whose answers were changed first."""
+    if changes:
+        rows = [{**row, **changes} for row in read_jsonl(run / "samples.jsonl")]
+        (run / "samples.jsonl").write_text("".join(map(json_line, rows)))
+    packed = (publish(run, copy) / "samples.jsonl.gz").read_bytes()
+    return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
 
 
 def test_every_evaluation_is_kept_by_question_and_the_bytes_are_the_same_again(tmp_path, monkeypatch):
@@ -75,17 +72,13 @@ def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
     assert "damaged" in said and name in said and said.count("\n") == 1
 
 
-# --- answers ---
-
-
 def test_questions_that_flipped_are_published_first(tmp_path, monkeypatch):
     monkeypatch.setattr(publishing, "SAMPLES", 24)
     before, after = accuracy(0, rate=0.01), accuracy(20, rate=0.01)
     worse = [uid for uid in before if before[uid] > after[uid]]
     better = [uid for uid in before if before[uid] < after[uid]]
     assert 1 <= len(worse) <= 8 and len(better) > 16
-    copy = publish(run_with_answers(tmp_path / "grpo" / "a", rate=0.01), tmp_path / "results" / "grpo" / "a")
-    rows = unpacked(copy / "samples.jsonl.gz")
+    rows = published_answers(run_with_answers(tmp_path / "grpo" / "a", rate=0.01), tmp_path / "results" / "grpo" / "a")
     uids = list(dict.fromkeys(row["uid"] for row in rows))
     assert len(uids) == 24 and len(rows) == 48 and {row["step"] for row in rows} == {0, 20}
     assert set(uids[: len(worse)]) == set(worse) and set(uids[len(worse) : 16]) <= set(better)
@@ -93,38 +86,26 @@ def test_questions_that_flipped_are_published_first(tmp_path, monkeypatch):
     assert rows[0]["output"] == "a at 0" and rows[1]["output"] == "a at 20"
 
 
-def test_answers_lose_paths_and_hosts_and_keep_everything_else(tmp_path, monkeypatch):
+def test_answers_lose_paths_and_hosts_keep_everything_else_and_are_shortened_from_the_middle(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
     data = {"data.train_files": ("/pfs/jane/data/train.parquet",)}
-    run = run_with_answers(tmp_path / "grpo" / "a", questions=3, **data)
+    run, target = run_with_answers(tmp_path / "grpo" / "a", questions=3, **data), tmp_path / "results" / "grpo" / "a"
     kept = "<think>1/2 and 60 km/h</think> </data/x> /boxed a / b \\frac{1}{2} https://example.com/usr/x </answer>"
     secret = f'File "/home/jane/x.py" in ~/private/y.py on node-17.cluster, {ROOT}/core/z.py, /pfs/jane/data/q, {run}/s'
-    rows = [
-        {**row, "output": f"{kept} | {secret}", "gts": ["/scratch/jane/1"]} for row in read_jsonl(run / "samples.jsonl")
-    ]
-    (run / "samples.jsonl").write_text("".join(map(json_line, rows)))
-    rows = unpacked(publish(run, tmp_path / "results" / "grpo" / "a") / "samples.jsonl.gz")
+    rows = published_answers(run, target, output=f"{kept} | {secret}", gts=["/scratch/jane/1"])
     text = rows[0]["output"]
-    assert text.startswith(kept)
+    assert text.startswith(kept) and '"<path>/x.py"' in text and "on <host>" in text
     for name in ("jane", "node-17", str(ROOT), str(tmp_path), "pfs"):
         assert name not in json.dumps(rows), name
-    assert '"<path>/x.py"' in text and "on <host>" in text
-
-
-def test_long_answers_are_shortened_from_the_middle(tmp_path):
-    run = run_with_answers(tmp_path / "grpo" / "a", questions=2)
-    rows = [{**row, "output": "a" * 5000 + "#p"} for row in read_jsonl(run / "samples.jsonl")]
-    (run / "samples.jsonl").write_text("".join(map(json_line, rows)))
-    (row, *_) = unpacked(publish(run, tmp_path / "results" / "grpo" / "a") / "samples.jsonl.gz")
-    assert len(row["output"]) < 4_010 and row["output"].endswith("a#p") and " […] " in row["output"]
+    text = published_answers(run, target, output="a" * 5000 + "#p")[0]["output"]
+    assert len(text) < 4_010 and text.endswith("a#p") and " […] " in text
 
 
 def test_two_published_runs_list_the_questions_that_flipped_with_both_answers(tmp_path):
     results = tmp_path / "results" / "grpo"
     for name, rate in (("slow", 0.05), ("fast", 0.2)):
-        publish(
-            run_with_answers(tmp_path / "grpo" / name, rate=rate, **{"algorithm.kl_ctrl.kl_coef": rate}), results / name
-        )
+        run = run_with_answers(tmp_path / "grpo" / name, rate=rate, **{"algorithm.kl_ctrl.kl_coef": rate})
+        publish(run, results / name)
     assert report.main([str(results / "slow"), str(results / "fast"), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "report.md").read_text()
     a, b = accuracy(20, rate=0.05), accuracy(20, rate=0.2)
@@ -134,6 +115,5 @@ def test_two_published_runs_list_the_questions_that_flipped_with_both_answers(tm
     paired = [line for line in block.splitlines() if "slow at 20" in line and "fast at 20" in line]
     assert len(paired) >= 5
     for line in paired:
-        uid = line.split("<br>")[0].removeprefix("| ")
-        cells = line.split(" | ")
+        uid, cells = line.split("<br>")[0].removeprefix("| "), line.split(" | ")
         assert f"(accuracy {a[uid]:g})" in cells[2] and f"(accuracy {b[uid]:g})" in cells[3] and a[uid] != b[uid]

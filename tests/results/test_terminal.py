@@ -49,11 +49,6 @@ def test_no_answer_acts_on_the_terminal(folder):
     assert "\\x1b]52" in text and "\\u202e" in text and all(c.isprintable() or c == "\n" for c in text)
 
 
-def test_a_run_without_samples_shows_no_question(folder):
-    (folder / "samples.jsonl").unlink(missing_ok=True)
-    assert [line.split(":")[0] for line in closing_lines(load_run(folder))] == ["accuracy on lab/hops"]
-
-
 def test_a_score_that_can_be_negative_is_no_accuracy(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
