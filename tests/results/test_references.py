@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shlex
@@ -14,8 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import convert, examine, recipes
-from core.config.section import build, thaw
+from core.config import convert, examine
 from core.tracking.tracker import Tracker
 from core.tracking.validation import validation_metrics
 from core.types import StepMetrics
@@ -35,7 +33,6 @@ from results.reporting.run_scripts import read_script
 from results.reporting.summaries import read_summaries
 from results.reproduction.rows import read_tables
 from results.reproduction.stages import paths
-from tests import verified
 from tests.core.synthetic import configured, make_run, records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,37 +81,32 @@ def add(
     publish(folder, results / name)
 
 
-def table(results: Path) -> list[list[str]]:
+def tables(results: Path) -> tuple[dict[str, list[str]], list[list[str]], list[list[str]]]:
+    """The rows of references by id, the runs that differ from their row, and the rows by question set."""
     known = read_references(results)
-    return reference_table(known, named_runs(results, read_summaries(results), known)).rows
-
-
-def out(results: Path) -> list[list[str]]:
-    known = read_references(results)
-    return differing_table(named_runs(results, read_summaries(results), known)).rows
-
-
-def here(results: Path) -> dict[str, str]:
-    return {row[0]: row[6] for row in table(results)}
+    named = named_runs(results, read_summaries(results), known)
+    rows = {row[0]: row for row in reference_table(known, named).rows}
+    return rows, differing_table(named).rows, set_table(known, named).rows
 
 
 def test_a_right_run_fills_its_row_and_no_other(results):
     add(results)
     summary = json.loads((results / "grpo/run/summary.json").read_text())
     value = 100 * summary["results"][0]["after"]["estimate"]["value"]
-    line = table(results)[0]
+    rows, differing, _ = tables(results)
+    line = rows["grpo-lab"]
     assert line[6].startswith(f"{value:.1f} [") and line[6].endswith("(grpo/run)")
     assert line[7] == f"{value - 90:+.1f}" and line[8] == "each prompt occurs once"
     assert line[9] == f"measured (1 seed, {summary['commit']})"
-    assert here(results)["grpo-lab-other"] == here(results)["sets"] == "" and not out(results)
+    assert rows["grpo-lab-other"][6] == rows["sets"][6] == "" and not differing
 
 
-def test_seeds_of_one_experiment_are_one_line(results):
+def test_seeds_of_one_experiment_are_one_line_and_a_departure_of_the_row_is_allowed_and_shown(results):
     for seed in (1, 2):
-        add(results, f"grpo/run-seed{seed}", changes={"trainer.seed": seed})
-    lines = [row for row in table(results) if row[0] == "grpo-lab"]
-    assert len(lines) == 1 and "±" in lines[0][6] and lines[0][6].endswith("(grpo/run)")
-    assert lines[0][9].startswith("measured (2 seeds, ")
+        add(results, f"grpo/run-seed{seed}", changes={"trainer.seed": seed, "actor_rollout_ref.actor.optim.lr": 2e-6})
+    line = tables(results)[0]["grpo-lab"]
+    assert "±" in line[6] and line[6].endswith("(grpo/run)") and line[9].startswith("measured (2 seeds, ")
+    assert "optim.lr is 2e-06 here, 1e-06 there (the paper's text has it); each prompt" in line[8]
 
 
 def test_a_wrong_run_is_listed_with_the_reason_and_fills_nothing(results):
@@ -127,7 +119,6 @@ def test_a_wrong_run_is_listed_with_the_reason_and_fills_nothing(results):
         ("grpo/run", {"data.train_batch_size": 512}, {}, "data.train_batch_size is 512 here, 1024 there"),
         ("grpo/run", {"actor_rollout_ref.actor.optim.lr": 3e-6}, {}, "optim.lr is 3e-06 here, 1e-06 there"),
         ("grpo/run", {}, {"questions": 60}, "lab/hops has 60 questions here, 100 there"),
-        ("grpo/run", {}, {"steps": 22}, "its last validation is of step 20 of 22"),
         ("grpo/run", {}, {"total_steps": 40}, "its status is finished at step 20 of 40"),
         ("grpo/run", {"trainer.val_only": True}, {}, "it only validates, the model of step 20"),
         ("dapo/run", {}, {}, "the recipe is dapo here, grpo there"),
@@ -135,22 +126,18 @@ def test_a_wrong_run_is_listed_with_the_reason_and_fills_nothing(results):
         for folder in (results / name.partition("/")[0], results.parent / "outputs"):
             shutil.rmtree(folder, ignore_errors=True)
         add(results, name, changes=changes, **options)
-        assert not any(here(results).values()), reason
-        ((_, row, reasons),) = out(results)
+        rows, differing, _ = tables(results)
+        assert not any(row[6] for row in rows.values()), reason
+        ((_, row, reasons),) = differing
         assert row == "grpo-lab" and reasons.endswith(reason) and ";" not in reasons, reasons
         shutil.rmtree(results / name.partition("/")[0])
 
 
 def test_a_run_that_names_no_row_is_nowhere(results):
     add(results, reference=None)
-    assert not any(here(results).values()) and not out(results)
+    rows, differing, _ = tables(results)
+    assert not any(row[6] for row in rows.values()) and not differing
     assert "reference" not in json.loads((results / "grpo/run/summary.json").read_text())
-
-
-def test_a_departure_of_the_row_is_allowed_and_shown(results):
-    add(results, changes={"actor_rollout_ref.actor.optim.lr": 2e-6})
-    line = table(results)[0]
-    assert line[6] and "optim.lr is 2e-06 here, 1e-06 there (the paper's text has it); each prompt" in line[8]
 
 
 def test_several_sets_have_a_line_each_and_their_mean(results):
@@ -171,12 +158,10 @@ def test_several_sets_have_a_line_each_and_their_mean(results):
     }
     mean = 50 * (found["a"]["value"] + found["b"]["value"])
     half = 25 * ((found["a"]["high"] - found["a"]["low"]) ** 2 + (found["b"]["high"] - found["b"]["low"]) ** 2) ** 0.5
-    (line,) = [row for row in table(results) if row[0] == "sets"]
-    assert (
-        line[6] == f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}] (grpo/sets)" and line[7] == f"{mean - 50:+.1f}"
-    )
-    known = read_references(results)
-    sets = set_table(known, named_runs(results, read_summaries(results), known)).rows
+    rows, _, sets = tables(results)
+    line = rows["sets"]
+    assert line[6] == f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}] (grpo/sets)"
+    assert line[7] == f"{mean - 50:+.1f}"
     assert [(row[2], row[3], row[5]) for row in sets] == [
         ("a", "60.0 [38.7, 78.1]", f"{100 * found['a']['value'] - 60:+.1f}"),
         ("b", "40.0 [30.0, 51.0]", f"{100 * found['b']['value'] - 40:+.1f}"),
@@ -244,24 +229,6 @@ def commands(known, evaluated: bool) -> list[dict]:
     return [row for row in rows if ("eval.sh" in row["command"]) == evaluated]
 
 
-def test_a_rows_settings_are_keys_of_its_recipe_with_values_that_they_take(known):
-    for row in commands(known, False) + commands(known, True):
-        schema, name = recipes.schema_of(row["recipe"]), row["id"]
-        keys = [one for one in row["departures"] if "key" in one]
-        assert {one["key"] for one in keys} <= row["settings"].keys(), name
-        assert all(one["why"] for one in row["departures"]), name
-        tree: dict = {}
-        settings = row["settings"] | {one["key"]: one["here"] for one in keys}
-        for key, value in settings.items():
-            *sections, last = key.split(".")
-            functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, tree)[last] = value
-        config, refused = build(schema, tree)
-        assert not refused, (name, refused)
-        for key, value in settings.items():
-            parsed = convert.get(config, key)
-            assert thaw(parsed) == value and type(parsed) is type(value) or isinstance(value, float), (name, key)
-
-
 def test_the_command_of_a_row_dry_runs_with_the_rows_settings(known, monkeypatch):
     monkeypatch.setattr(run_scripts, "compose", examine)  # composed once, with what it warns of
     for row in commands(known, False):
@@ -301,18 +268,6 @@ def test_the_numbers_by_set_are_those_of_the_papers_tables(known):
     printed = {tuple(cells[1:]) for each in tables for cells in each["rows"]}
     rows = [row for row in known["references"] if "values" in row]
     assert len(rows) > 30 and {(*row["values"].values(), row["value"]) for row in rows} <= printed
-
-
-def test_a_repetition_is_recorded_only_on_request_and_replaces_the_older_one(tmp_path, monkeypatch):
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(verified, "ROOT", tmp_path)
-    verified.record_verified("grpo/lab", "lab-seed1", "tests/x.py::test_x", "a")
-    assert not (tmp_path / "results/verified.yaml").exists()
-    monkeypatch.setenv("RECORD_VERIFIED", "1")
-    for experiment, run in (("ppo/lab", "lab-seed1"), ("grpo/lab", "lab-seed1"), ("grpo/lab", "lab-seed2")):
-        verified.record_verified(experiment, run, "tests/x.py::test_x", "a")
-    entries = yaml.safe_load((tmp_path / "results/verified.yaml").read_text())
-    assert [(one["experiment"], one["run"]) for one in entries] == [("grpo/lab", "lab-seed2"), ("ppo/lab", "lab-seed1")]
 
 
 # --- what the sources of rows hold ---

@@ -52,19 +52,6 @@ def test_it_fits_and_can_be_read(browser, page_path, size, scheme):
         assert first.evaluate("one => one.scrollWidth <= one.clientWidth")
 
 
-def test_a_sentence_a_picture_and_a_table_stand_first(browser, page_path):
-    with opened(browser, page_path) as page:
-        order = page.eval_on_selector_all("body > *", "all => all.map((one) => one.className || one.tagName)")
-        assert order[:5] == ["H1", "strong", "strong", "gallery", "scroll"]
-        assert page.locator(".gallery").first.locator("figure:visible").count() == 1
-        assert page.locator("figcaption:visible", has_text="Validation accuracy").count() == 1
-        heads = page.locator("table").first.locator("th").all_inner_texts()
-        assert heads == ["experiment", "seeds", "before", "after"]
-        assert page.locator("p.caption").first.inner_text() == (
-            "In all rows: evaluated on lab/hops, metric mean@1, questions 200, steps 20."
-        )
-
-
 def test_values_are_under_the_pointer_and_under_the_arrow_keys(browser, page_path):
     with opened(browser, page_path) as page:
         figure = page.locator("figure").first

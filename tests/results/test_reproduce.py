@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -26,18 +25,6 @@ from tests.test_readme_commands import copy_of_the_repository
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 SHORT = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.backend=local", "data.val_max_samples=40")
-
-
-def test_every_paper_has_a_script_that_lists_its_tables(capsys):
-    recipes = sorted(path.parent.name for path in ROOT.glob("recipes/*/reproduce.yaml"))
-    assert recipes == ["dapo", "grpo", "ppo", "search_r1"]
-    for recipe in recipes:
-        assert os.access(ROOT / "recipes" / recipe / "reproduce.sh", os.X_OK)
-        assert reproduce.main([recipe]) == 0
-        printed = capsys.readouterr().out
-        for table in read_tables(recipe)["tables"]:
-            assert f"\n{table}: " in printed
-        assert "\nlab: " in printed
 
 
 @pytest.mark.parametrize("recipe", ["dapo", "grpo", "ppo", "search_r1"])
@@ -128,22 +115,13 @@ def stage(name: str, folder: Path, command: str = "", **options) -> Stage:
 def worked(tmp_path, monkeypatch):
     """Work through stages, and return the exit status and the names of those that ran."""
 
-    def work(*found: Stage, **environment: str) -> tuple[int, list[str]]:
+    def work(*found: Stage) -> tuple[int, list[str]]:
         monkeypatch.setattr(reproduce, "stages", lambda *_: found)
         (tmp_path / "log").write_text("")
         status = reproduce.work([Row("grpo", "a", "", "1.0")], [1], (), None)
         return status, (tmp_path / "log").read_text().split()
 
     return work
-
-
-def write(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-
-
-def states(found: list[Stage]) -> str:
-    return " ".join(one.name for one in found if one.done())
 
 
 def test_each_stage_of_a_run_is_done_as_soon_as_its_files_are_there(tmp_path, monkeypatch):
@@ -153,27 +131,24 @@ def test_each_stage_of_a_run_is_done_as_soon_as_its_files_are_there(tmp_path, mo
     (row,) = rows_of("ppo", "lab", ())
     found = list(stages(row, 3, ()))
     run, target = tmp_path / "outputs/ppo/lab-repeated-seed3", tmp_path / "results/ppo/lab-repeated-seed3"
-    manifest = {"run_id": "a", "sessions": [{}], "status": "running"}
-    write(run / "manifest.json", manifest)
-    assert states(found) == ""
-    write(run / "manifest.json", {**manifest, "status": "finished"})
-    assert states(found) == "train"
-    answers = run / "evaluation/answers.jsonl"
-    write(answers.with_suffix(".manifest.json"), {"questions": 3, "samples": 2})
-    write(answers, "{}\n" * 5)
-    assert states(found) == "train"
-    write(answers, "{}\n" * 6)
-    assert states(found) == "train generate"
-    write(run / "evaluation/answers.scores-own.jsonl", "{}")
-    assert states(found) == "train generate score"
-    write(run / "evaluation/answers.scores-own.report.json", {})
-    assert states(found) == "train generate score report"
-    write(target / "manifest.json", {**manifest, "run_id": "b"})
-    assert states(found) == "train generate score report"
-    write(target / "manifest.json", manifest)
-    assert states(found) == "train generate score report publish"
-    write(run / "manifest.json", {**manifest, "status": "finished", "sessions": [{}, {}]})  # it went on
-    assert states(found) == "train generate score report"
+    manifest, answers = {"run_id": "a", "sessions": [{}], "status": "running"}, run / "evaluation/answers.jsonl"
+    finished, target = {**manifest, "status": "finished"}, target / "manifest.json"
+    names = ["train", "generate", "score", "report", "publish"]
+    for path, content, done in (
+        (run / "manifest.json", manifest, 0),
+        (run / "manifest.json", finished, 1),
+        (answers.with_suffix(".manifest.json"), {"questions": 3, "samples": 2}, 1),
+        (answers, "{}\n" * 5, 1),
+        (answers, "{}\n" * 6, 2),
+        (run / "evaluation/answers.scores-own.jsonl", "{}", 3),
+        (run / "evaluation/answers.scores-own.report.json", {}, 4),
+        (target, {**manifest, "run_id": "b"}, 4),
+        (target, manifest, 5),
+        (run / "manifest.json", {**finished, "sessions": [{}, {}]}, 4),  # it went on
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        assert [one.name for one in found if one.done()] == names[:done], path
 
 
 def test_a_stage_that_is_done_is_not_repeated_and_a_dry_run_runs_none(worked, tmp_path, monkeypatch, capsys):
@@ -197,30 +172,21 @@ def test_a_service_that_does_not_answer_is_named_with_its_command_before_a_stage
     assert not (tmp_path / "log").exists()
 
 
-@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])  # the latter in a background job
-def test_a_stage_that_is_interrupted_is_waited_for(worked, tmp_path, inherited):
+def test_a_stage_that_is_interrupted_is_waited_for(worked, tmp_path):
     """SIGTERM reaches the parent alone: the command hears of it as of Ctrl-C, and ends its work first."""
-    before = signal.signal(signal.SIGINT, inherited)
+    slow = f"trap 'sleep 0.3; touch {tmp_path}/saved; exit 3' INT; kill -TERM $PPID; while :; do sleep 0.05; done"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job
     try:
-        check_interruption(worked, tmp_path)
+        assert worked(stage("one", tmp_path, slow), stage("two", tmp_path)) == (130, ["one"])
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def check_interruption(worked, tmp_path):
-    slow = f"trap 'sleep 0.3; touch {tmp_path}/saved; exit 3' INT; kill -TERM $PPID; while :; do sleep 0.05; done"
-    assert worked(stage("one", tmp_path, slow), stage("two", tmp_path)) == (130, ["one"])
     assert (tmp_path / "saved").exists()
 
 
-def test_a_stage_that_fails_ends_the_work_with_its_status(worked, tmp_path, capsys):
-    assert worked(stage("one", tmp_path, "exit 7"), stage("two", tmp_path)) == (7, ["one"])
-    assert "one ended with status 7; the same command goes on from here" in capsys.readouterr().err
-
-
-def test_a_stage_that_does_not_make_what_it_should_ends_the_work(worked, tmp_path, capsys):
-    assert worked(stage("one", tmp_path, "true"), stage("two", tmp_path)) == (1, ["one"])
-    assert "one ended with status 0, and what it should have made is not there" in capsys.readouterr().err
+def test_a_stage_that_fails_or_does_not_make_what_it_should_ends_the_work(worked, tmp_path, capsys):
+    for command, status, told in (("exit 7", 7, "status 7"), ("true", 1, "status 0, and what it should have made")):
+        assert worked(stage("one", tmp_path, command), stage("two", tmp_path)) == (status, ["one"])
+        assert f"one ended with {told}" in capsys.readouterr().err
 
 
 def prepared(folder: Path) -> Path:
@@ -231,22 +197,19 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def typed(folder: Path, *words: str, dry: bool = False) -> subprocess.CompletedProcess:
-    environment = {**ENVIRONMENT, "HOME": str(folder)}
-    if dry:
-        environment["DRY_RUN"] = "1"
+def typed(folder: Path, *words: str, dry: str = "") -> subprocess.CompletedProcess:
+    environment = {**ENVIRONMENT, "HOME": str(folder), "DRY_RUN": dry}
     return subprocess.run(["bash", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=1500)
 
 
-def lab_from_data_to_table(folder: Path, recipe: str, *extra: str) -> str:
-    done = typed(folder, f"recipes/{recipe}/reproduce.sh", "lab", "--", *extra)
+def lab_from_data_to_table(folder: Path, recipe: str) -> None:
+    done = typed(folder, f"recipes/{recipe}/reproduce.sh", "lab", "--", *SHORT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = folder / "outputs" / recipe / "lab-repeated-seed1"
     assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
     assert (folder / "results" / recipe / "lab-repeated-seed1" / "summary.json").exists()
     assert f"{recipe}/lab-repeated" in (folder / "results/README.md").read_text()
     assert f"\n{recipe}, lab-repeated; reported: " in done.stdout and "mean@" in done.stdout.split("here:")[-1]
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -254,7 +217,7 @@ def lab_from_data_to_table(folder: Path, recipe: str, *extra: str) -> str:
 def test_the_lab_goes_from_data_to_table_in_three_steps_and_a_second_call_does_nothing(tmp_path):
     folder = prepared(tmp_path / "copy")
     for recipe in ("grpo", "dapo", "ppo"):
-        lab_from_data_to_table(folder, recipe, *SHORT)
-    again = typed(folder, "recipes/ppo/reproduce.sh", "lab", dry=True)
+        lab_from_data_to_table(folder, recipe)
+    again = typed(folder, "recipes/ppo/reproduce.sh", "lab", dry="1")
     states = re.findall(r"^  (\w+): (done|to do)", again.stdout, re.M)
     assert states == [(name, "done") for name in ("train", "generate", "score", "report", "publish")]
