@@ -42,7 +42,7 @@ def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint
             modality_of(model.config).load_processor(model, str(actor))
             export_hf(model, AutoTokenizer.from_pretrained(actor), unfinished)
         else:
-            shutil.copytree(actor, unfinished, ignore=shutil.ignore_patterns(f"{OPTIMIZER}*"))
+            shutil.copytree(actor, unfinished, ignore=shutil.ignore_patterns(OPTIMIZER))
         unfinished.replace(out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

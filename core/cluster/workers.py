@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from core.checkpoint.run_state import save_tensors
 from core.cluster.learner_rank import Learner
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine, make_engine
@@ -25,7 +24,7 @@ from core.learner.batching import mini_batching
 from core.learner.lora import merged_weights
 from core.learner.models import compute_dtype, load_policy
 from core.learner.passes import compare_probe, compare_weights, probe_ids, probe_log_probs
-from core.learner.saving import load_model, load_optimizer, save_model
+from core.learner.saving import OPTIMIZER, load_model, load_optimizer, save_model, save_optimizer
 from core.rewards.grading import RewardModelCall
 from core.types import TrainBatch
 
@@ -104,7 +103,7 @@ class LocalWorkers(Learner):
         """
         for name, part in self.trained.items():
             save_model(part.module, self.tokenizer, folder / name)
-            save_tensors(folder / name / "optimizer.pt", part.stepper.optimizer.state_dict())
+            save_optimizer(part, folder / name / OPTIMIZER)
         return {}
 
     def load(self, folder: Path) -> None:

@@ -8,6 +8,7 @@ own files, so that other tools load it beside the base. peft is imported where i
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,9 +39,9 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         return module
     from peft import LoraConfig, inject_adapter_in_model
 
-    from core.learner.models import located
+    from core.learner.models import resolve_path
 
-    head = module.get_output_embeddings()
+    head, base = module.get_output_embeddings(), resolve_path(model.path, weights=False)
     own_heads = [name for name in VALUE_HEADS if head is None and hasattr(module, name)]
     config = LoraConfig(
         r=model.lora_rank,
@@ -48,7 +49,7 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         target_modules=_names(model.target_modules),
         exclude_modules=_names([*(model.exclude_modules or ()), *own_heads]) or None,
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
-        base_model_name_or_path=located(model.path),
+        base_model_name_or_path=os.path.abspath(base) if os.path.exists(base) else base,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

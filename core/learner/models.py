@@ -55,14 +55,6 @@ def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
     return str(local)
 
 
-def located(path: str) -> str:
-    """Return a hub id or URL as it is, and where a local path leads to now, whatever a link points to later."""
-    if is_url(path):
-        return path
-    path = resolve_path(path)
-    return str(Path(path).resolve()) if Path(path).exists() else path
-
-
 @contextmanager
 def readable(path: str, key: str = MODEL) -> Iterator[None]:
     """Raise what transformers raises for a folder or hub id that it cannot read as an InputError of one line."""
@@ -81,15 +73,14 @@ def quiet() -> Iterator[None]:
     """Run a block without transformers' own bars, which would write over the run's, and its table of a new head."""
     from transformers.utils import logging as library
 
-    verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    verbosity = library.get_verbosity()
     library.set_verbosity_error()
     library.disable_progress_bar()
     try:
         yield
     finally:
         library.set_verbosity(verbosity)
-        if bars:
-            library.enable_progress_bar()
+        library.enable_progress_bar()
 
 
 # -- tokenizer, modality, lengths --------------------------------------------------------------------
@@ -103,13 +94,11 @@ def load_tokenizer(model: ModelConfig) -> Any:
     path = resolve_path(model.tokenizer_path or model.path, key, weights=False)
     with readable(path, key):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    if tokenizer.pad_token_id is None:
-        # Padding never carries loss or attention, so any id serves; eos exists in every tokenizer that can stop.
+    if tokenizer.pad_token_id is None:  # padding never carries loss or attention, so any id serves
         if tokenizer.eos_token_id is None:
-            fix = "set one in its tokenizer_config.json"
-            raise InputError(f"{path}: the tokenizer has neither a pad nor an eos token; {fix}")
+            rule = "the tokenizer has neither a pad nor an eos token"
+            raise InputError(f"{key}={path}: {rule}; set one in its tokenizer_config.json")
         tokenizer.pad_token = tokenizer.eos_token
-        log.info("the tokenizer has no pad token: %r is used", tokenizer.pad_token)
     if (template := model.custom_chat_template) is not None:
         if "{" not in template or "messages" not in template:  # a path, or a text that would be every prompt
             rule = "is no Jinja template that reads messages; give the text of one, not a file's path"
@@ -133,17 +122,15 @@ def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
 def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:
     """Check that the model has positions for the longest sequence that each key's files may lead to.
 
-    ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. An engine would refuse such
-    a prompt in the middle of the run. Raises InputError.
+    ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. Raises InputError.
     """
     model, data = config.actor_rollout_ref.model, config.data
     text = _model_config(model, resolve_path(model.path, weights=False)).get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
     keys = f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}"
-    fix = "lower them, leave longer prompts out (data.filter_overlong_prompts=True), or take a model of more positions"
     problems = [
         f"{keys}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
-        f"max_position_embeddings={positions}; {fix}"
+        f"max_position_embeddings={positions}; lower them, or set data.filter_overlong_prompts=True"
         for key, (prompt, more) in longest.items()
         if prompt + more > positions
     ]
@@ -207,11 +194,7 @@ def tied(module: nn.Module) -> nn.Module:
     """
     inputs, head = module.get_input_embeddings(), module.get_output_embeddings()
     if module.config.get_text_config().tie_word_embeddings and head is not None and head.weight is not inputs.weight:
-        log.warning(
-            "%s: tie_word_embeddings is true and the files hold a head of its own, which is not used: head and "
-            "embeddings are the embeddings' one matrix, in training, engines and checkpoints",
-            module.config.name_or_path,
-        )
+        log.warning("%s: tie_word_embeddings is true: its files' own head is not used", module.config.name_or_path)
         head.weight = inputs.weight
     return module
 

@@ -13,13 +13,13 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint.run_state import load_tensors
 from core.checkpoint.store import DamagedCheckpoint
 from core.errors import InputError
 from core.files import file_sha256, fsync
@@ -72,21 +72,17 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
 
     own = getattr(model, "generation_config", None)
     with quiet(), full_disk_as_oserror(folder):
-        if own is not None:
-            try:
-                own.validate(strict=True)
-            except ValueError as error:  # of published models too, which load and must not end a run when it saves
-                log.info("generation_config of the model is not valid, and its ids alone are saved: %s", error)
-                ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-                model.generation_config = GenerationConfig(**ids)
         try:
-            model.save_pretrained(folder, state_dict=state_dict)
-        finally:
             if own is not None:
-                model.generation_config = own
+                own.validate(strict=True)
+        except ValueError as error:  # of published models too, which load and must not end a run when it saves
+            log.info("generation_config of the model is not valid, and its ids alone are saved: %s", error)
+            ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            model.generation_config = GenerationConfig(**ids)
         for part in (getattr(model, "processor", None), tokenizer):
             if part is not None:
                 part.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=state_dict)
 
 
 def load_weights(model: Any, folder: Path) -> None:
@@ -177,6 +173,11 @@ def optimizer_tensors(part: Actor | Critic) -> Iterator[tuple[str, list[tuple[st
         yield name, [(f"{name}:{key}", value) for key, value in state.items()]
 
 
+def save_optimizer(part: Actor | Critic, folder: Path) -> None:
+    """Write the optimizer of a model that is whole in this process, as one of several ranks writes its part."""
+    save_files({"00001-of-00001.safetensors": dict(chain.from_iterable(t for _, t in optimizer_tensors(part)))}, folder)
+
+
 def load_optimizer(
     part: Actor | Critic, folder: Path, place: Callable[[nn.Parameter, Tensor], Tensor] | None = None
 ) -> None:
@@ -187,19 +188,12 @@ def load_optimizer(
     """
     from safetensors.torch import load_file
 
-    trained, found = trained_weights(part.module), {}
-    if (folder / "optimizer.pt").exists():
-        names = list(trained)
-        for index, state in load_tensors(folder / "optimizer.pt")["state"].items():
-            found |= {f"{names[index]}:{key}": value for key, value in state.items()}
-    elif files := sorted((folder / OPTIMIZER).glob("*.safetensors")):
-        for file in files:
-            found |= load_file(file)
-    else:
+    trained, state = trained_weights(part.module), part.stepper.optimizer.state
+    files = sorted((folder / OPTIMIZER).glob("*.safetensors"))
+    if not files:
         raise DamagedCheckpoint(f"{folder}: has no optimizer that this version reads")
-    state = part.stepper.optimizer.state
     state.clear()
-    for stored, value in found.items():
+    for stored, value in chain.from_iterable(load_file(file).items() for file in files):
         name, _, key = stored.rpartition(":")
         if name not in trained:
             raise DamagedCheckpoint(f"{folder}: holds the optimizer of another model, with {name}")
