@@ -47,17 +47,6 @@ def overflow(page) -> int:
     return page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
 
-def cut_off(page) -> list[str]:
-    """Return the texts of pictures that reach beyond them by more than a pixel, and are not shown whole."""
-    return page.evaluate(
-        """[...document.querySelectorAll('svg text')].filter((one) => {
-             const text = one.getBoundingClientRect(), all = one.closest('svg').getBoundingClientRect();
-             return text.width && (text.left < all.left - 1 || text.right > all.right + 1 ||
-                                   text.top < all.top - 1 || text.bottom > all.bottom + 1);
-           }).map((one) => one.textContent)"""
-    )
-
-
 def pictures_without_text(page) -> list[str]:
     """Return the pictures that a reader who cannot see them learns nothing of."""
     return page.evaluate(
@@ -71,9 +60,7 @@ def pictures_without_text(page) -> list[str]:
 def first_paint_ms(page) -> float:
     """Return when the browser first showed something, in milliseconds since it began to load."""
     painted = "performance.getEntriesByName('first-contentful-paint')"
-    for _ in range(100):  # a page is loaded before it is painted; its policy forbids wait_for_function's eval
-        if page.evaluate(f"{painted}.length"):
-            break
+    while not page.evaluate(f"{painted}.length"):  # a page is loaded before it is painted
         page.wait_for_timeout(50)
     return page.evaluate(f"{painted}[0].startTime")
 

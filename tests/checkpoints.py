@@ -8,21 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.checkpoint.provenance import Provenance
-from core.checkpoint.store import CheckpointStore, resolve_resume
-
-__all__ = [
-    "FILES",
-    "LOOKING",
-    "ROOT",
-    "RUN",
-    "CheckpointStore",
-    "Settings",
-    "flip_bit",
-    "names",
-    "resolve_resume",
-    "run",
-    "write",
-]
+from core.checkpoint.store import CheckpointStore
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("actor/model.safetensors", "actor/optimizer.pt", "driver.json")

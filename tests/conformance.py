@@ -7,11 +7,10 @@ functions that are not here are named. Exits 1 if a vector fails.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +39,16 @@ BEYOND_VECTORS = (
     "gspo and sapo average per sequence; here the entropy bonus and the KL loss beside them do so too, since one "
     "weight a token serves the whole objective.",
 )
+HEAD = """# Conformance with published implementations
+
+Written by `python -m tests.conformance`: do not edit. Inputs and outputs of public implementations,
+replayed. A deviation is `|ours - published| / max(1, |published|)`, the largest of the file, in float64 and
+in float32; scorers have to agree exactly.
+
+{passed} of {total} vectors pass: {agree} agree, {departing} are listed departures.
+
+| vectors | passed | of | float64 | float32 | departures |
+|---|---:|---:|---:|---:|---:|"""
 
 
 @dataclass
@@ -48,74 +57,58 @@ class FileResult:
 
     file: str
     vectors: int = 0
-    passed: int = 0
     deviation: dict[str, float] = field(default_factory=dict)
     departures: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
-    def record(self, name: str, compare: Callable[[], Iterable[str]]) -> None:
-        """Runs one vector; ``compare`` raises where it fails, and returns the reasons of its departures."""
-        self.vectors += 1
+    @property
+    def passed(self) -> int:
+        return self.vectors - len(self.failures)
+
+    def algorithm(self, case) -> Iterable[str]:
+        """Compare a vector of the algorithm; return the reasons of its departures."""
+        for precision in ("f64", "f32"):
+            outcome = check(ADAPTERS[self.file](case, precision), case.want(precision))
+            self.deviation[precision] = max(self.deviation.get(precision, 0.0), outcome.deviation)
+            yield from outcome.departures.values()
+
+    def scorer(self, case) -> Iterable[str]:
+        """Compare a vector of a scorer."""
+        reason = departure(self.file, case)
+        if reason:
+            return [reason]
+        wanted = case["expected"]
         try:
-            self.departures.update(set(compare()))
-        except Exception as error:  # a report goes on: the failure is counted, shown, and ends in exit code 1
-            self.failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-        else:
-            self.passed += 1
-
-
-def run_algorithm(file: str) -> FileResult:
-    result = FileResult(file)
-    for case in load(file):
-
-        def compare(case=case) -> Iterable[str]:
-            reasons: list[str] = []
-            for precision in ("f64", "f32"):
-                outcome = check(ADAPTERS[file](case, precision), case.want(precision))
-                result.deviation[precision] = max(result.deviation.get(precision, 0.0), outcome.deviation)
-                reasons += outcome.departures.values()
-            return reasons
-
-        result.record(case.name, compare)
-    return result
-
-
-def run_scorer(file: str) -> FileResult:
-    result = FileResult(file)
-    for case in raw_cases(file):
-        result.record(case["name"], lambda case=case: _compare_answer(file, case))
-    return result
-
-
-def _compare_answer(file: str, case: dict) -> Iterable[str]:
-    reason = departure(file, case)
-    if reason:
-        return [reason]
-    inputs, wanted = {**case["inputs"], **case.get("params", {})}, case["expected"]
-    try:
-        answer = ANSWERS[file](inputs)
-    except ERRORS:
-        assert set(wanted) == {"error"}, "an exception that was not published"
+            answer = ANSWERS[self.file]({**case["inputs"], **case.get("params", {})})
+        except ERRORS:
+            assert set(wanted) == {"error"}, "an exception that was not published"
+            return []
+        assert {name: answer.get(name) for name in wanted} == wanted, f"{answer} instead of {wanted}"
         return []
-    assert {name: answer.get(name) for name in wanted} == wanted, f"{answer} instead of {wanted}"
-    return []
+
+
+def run_file(file: str) -> FileResult:
+    """Run all vectors of a file."""
+    result = FileResult(file)
+    cases, compare = (load(file), result.algorithm) if file in ADAPTERS else (raw_cases(file), result.scorer)
+    for case in cases:
+        result.vectors += 1
+        try:
+            result.departures.update(set(compare(case)))
+        except Exception as error:  # a report goes on: the failure is counted, shown, and ends in exit code 1
+            name = case.name if file in ADAPTERS else case["name"]
+            result.failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    return result
 
 
 def run_all() -> tuple[list[FileResult], list[str]]:
-    """Results of the files that have a function here, and the names of those that do not."""
-    results, missing = [], []
-    for file in golden_files():
-        if file in ADAPTERS:
-            results.append(run_algorithm(file))
-        elif file in ANSWERS:
-            results.append(run_scorer(file))
-        elif file not in ELSEWHERE:
-            missing.append(file)
-    return results, missing
+    """Return the results of the files that have a function here, and the names of those that do not."""
+    here = [file for file in golden_files() if file in ADAPTERS or file in ANSWERS]
+    return [*map(run_file, here)], [file for file in golden_files() if file not in (*here, *ELSEWHERE)]
 
 
 def _bound(deviation: float | None) -> str:
-    """The power of ten that the deviation stays under; machines differ below that."""
+    """Return the power of ten that the deviation stays under; machines differ below that."""
     if deviation is None:
         return ""
     return "0" if deviation == 0 else f"< 1e{math.floor(math.log10(deviation)) + 1}"
@@ -124,28 +117,12 @@ def _bound(deviation: float | None) -> str:
 def render(results: list[FileResult], missing: list[str]) -> str:
     total, passed = sum(r.vectors for r in results), sum(r.passed for r in results)
     departing = sum(sum(r.departures.values()) for r in results)
-    lines = [
-        "# Conformance with published implementations",
-        "",
-        "Written by `python -m tests.conformance`: do not edit. Inputs and outputs of public implementations,",
-        "replayed. A deviation is `|ours - published| / max(1, |published|)`, the largest of the file, in float64 and",
-        "in float32; scorers have to agree exactly.",
-        "",
-        f"{passed} of {total} vectors pass: {passed - departing} agree, {departing} are listed departures.",
-        "",
-        "| vectors | passed | of | float64 | float32 | departures |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    lines = [HEAD.format(total=total, passed=passed, agree=passed - departing, departing=departing)]
     for r in results:
         f64, f32 = (_bound(r.deviation.get(precision)) for precision in ("f64", "f32"))
         lines.append(f"| {r.file} | {r.passed} | {r.vectors} | {f64} | {f32} | {sum(r.departures.values()) or ''} |")
-    lines += [
-        "",
-        "## Departures",
-        "",
-        "Where this repository returns another value than the published one, and why.",
-        "",
-    ]
+    lines += ["", "## Departures", "", "Where this repository returns another value than the published one, and why."]
+    lines += [""]
     lines += [
         f"- **{r.file}**, {count} of {r.vectors}: {reason}"
         for r in results
@@ -153,27 +130,18 @@ def render(results: list[FileResult], missing: list[str]) -> str:
     ]
     lines += ["", "In what no vector shows:", "", *(f"- {reason}" for reason in BEYOND_VECTORS)]
     lines += ["", "## Compared elsewhere, or not here", ""]
-    lines += [f"- {file}: {where}" for file, where in ELSEWHERE.items() if file in golden_files()]
-    lines += [f"- {file}: {reason}" for file, reason in NOT_HERE.items()]
+    lines += [f"- {file}: {where}" for file, where in {**ELSEWHERE, **NOT_HERE}.items()]
     lines += [f"- {file}: no function here" for file in missing if file not in NOT_HERE]
     failures = [f"- **{r.file}** {failure}" for r in results for failure in r.failures]
-    if failures:
-        lines += ["", "## Failures", "", *failures]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(["", "## Failures", "", *failures] if failures else [])]) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
-    out = parser.parse_args().out
     results, missing = run_all()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render(results, missing), encoding="utf-8")
+    DEFAULT_OUT.write_text(render(results, missing), encoding="utf-8")
     failed = [failure for r in results for failure in r.failures]
-    print(
-        f"{sum(r.passed for r in results)} of {sum(r.vectors for r in results)} vectors of {golden_dir()} pass: {out}"
-    )
-    print(*failed, sep="\n", end="\n" if failed else "")
+    total = sum(r.vectors for r in results)
+    print(f"{total - len(failed)} of {total} vectors of {golden_dir()} pass: {DEFAULT_OUT}", *failed, sep="\n")
     return int(bool(failed))
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from reward_scores.sandbox import Limits, Sandbox
-from tests.search import reply, serving
+from tests.search import Recorder, reply, serving
 
 SUCCESS = {
     "status": "Success",
@@ -20,30 +19,15 @@ SUCCESS = {
 }
 
 
-@dataclass
-class FusionServer:
-    """What it was asked, and the most requests at a time. ``answers`` are recited in order; None runs the programs."""
+@dataclass(kw_only=True)
+class FusionServer(Recorder):
+    """``answers`` are recited in order; None runs the programs."""
 
     answers: Sequence[Any] | None
-    url: str = ""
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-    now: int = 0
-    most: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
-        with self.lock:
-            number = len(self.requests)
-            self.requests.append(request)
-            self.keys.append(handler.headers["Authorization"])
-            self.now += 1
-            self.most = max(self.most, self.now)
-        try:
+        with self.counted(handler, request) as number:
             answer = run(request) if self.answers is None else self.answers[number]
-        finally:
-            with self.lock:
-                self.now -= 1
         reply(handler, answer.get("http", 200), answer)
 
 
@@ -62,6 +46,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def serve(answers: Sequence[Any] | None = None, port: int = 0) -> Iterator[FusionServer]:
     """Yield a running server; its ``url`` is that of ``/run_code``."""
-    server = FusionServer(answers)
+    server = FusionServer(answers=answers)
     with serving(server.answer, "/run_code", port) as server.url:
         yield server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from reward_scores import prime_code, sandbox_fusion
@@ -21,24 +21,17 @@ def _prime_code(given: Inputs) -> dict[str, Any]:
 
 def _sandbox_fusion(given: Inputs) -> dict[str, Any]:
     """The recorded answers, in order, from a server that recites them; one request at a time keeps the order."""
-    tests, answers = given["test_cases"], given.get("responses")
+    tests, answers, continuous = given["test_cases"], given.get("responses"), given.get("continuous", False)
     with serve(answers=[SUCCESS] * 100 if answers is None else answers) as server:
-        url = server.url
         if answers is None:
-            with_outputs = {**tests, "outputs": [SUCCESS["run_result"]["stdout"]] * len(tests["outputs"])}
-            return {"score": _fusion_score(given["completion"], with_outputs, given, url)}
-        results, _ = sandbox_fusion.check(sandbox_fusion.Server(url, max_concurrent=1), "print()", tests)
-    return {"score": _share(results, given.get("continuous", False)), "statuses": [status for _, status in results]}
-
-
-def _fusion_score(text: str, tests: Inputs, given: Inputs, url: str) -> float:
-    continuous = given.get("continuous", False)
-    return sandbox_fusion.score(text, tests, {}, "published", continuous, url=url, max_concurrent=1).value
-
-
-def _share(results: Sequence[tuple[Any, str]], continuous: bool) -> float:
+            tests = {**tests, "outputs": [SUCCESS["run_result"]["stdout"]] * len(tests["outputs"])}
+            options = dict(continuous=continuous, url=server.url, max_concurrent=1)
+            scored = sandbox_fusion.score(given["completion"], tests, {}, "published", **options)
+            return {"score": scored.value}
+        results, _ = sandbox_fusion.check(sandbox_fusion.Server(server.url, max_concurrent=1), "print()", tests)
     counted = results[: sandbox_fusion.COUNTED] if continuous else results
-    return sum(result is True for result, _ in counted) / len(counted) if counted else 0.0
+    share = sum(result is True for result, _ in counted) / len(counted) if counted else 0.0
+    return {"score": share, "statuses": [status for _, status in results]}
 
 
 ANSWERS = {"reward_prime_code": _prime_code, "reward_sandbox_fusion": _sandbox_fusion}

@@ -32,7 +32,7 @@ def trajectory(length: int, *, stop: Stop = Stop.EOS) -> Trajectory:
     return Trajectory([1, 2], [5] * length, [True] * length, [-1.0] * length, (), stop, 0, 0)
 
 
-SHORT = trajectory(1)
+SHORT, BUFFER = trajectory(1), "reward_model.overlong_buffer"
 
 
 def group(scores: list[Score], ordinal: int = 0) -> ScoredGroup:
@@ -40,20 +40,12 @@ def group(scores: list[Score], ordinal: int = 0) -> ScoredGroup:
     return ScoredGroup(prompt, (SHORT,) * len(scores), tuple(scores))
 
 
-def buffered(limit: int, buffer: int, factor: float) -> RayDAPOTrainer:
-    return trainer(
-        f"data.max_response_length={limit}",
-        f"reward_model.overlong_buffer.len={buffer}",
-        f"reward_model.overlong_buffer.penalty_factor={factor}",
-    )
-
-
 def _overlong(case: Case, precision: str) -> Iterator[Comparison]:
     params, want = case.params, case.expected[""]
     limit, factor, length = params["max_resp_len"], params["penalty_factor"], case.inputs["valid_response_length"]
-    shaped = buffered(limit, params["buffer_len"], factor).shape_reward(
-        Score(case.inputs["base_score"]), trajectory(length)
-    )
+    buffer = f"{BUFFER}.len={params['buffer_len']}", f"{BUFFER}.penalty_factor={factor}"
+    shaping = trainer(f"data.max_response_length={limit}", *buffer)
+    shaped = shaping.shape_reward(Score(case.inputs["base_score"]), trajectory(length))
     penalty, reward, why = want["overlong_reward"], want["final_reward"], ""
     if length > limit:
         penalty, reward, why = -factor, case.inputs["base_score"] - factor, BEYOND
@@ -64,7 +56,7 @@ def _overlong(case: Case, precision: str) -> Iterator[Comparison]:
 
 def _overlong_ctor(case: Case, precision: str) -> Iterator[Comparison]:
     buffer: Mapping[str, Any] = case.params["overlong_buffer_cfg"] or {"enable": False}
-    overrides = [f"reward_model.overlong_buffer.{name}={value}" for name, value in buffer.items()]
+    overrides = [f"{BUFFER}.{name}={value}" for name, value in buffer.items()]
     limit = case.params["max_resp_len"]
     try:
         trainer(*overrides, *([] if limit is None else [f"data.max_response_length={limit}"]))

@@ -1,14 +1,14 @@
 """What this repository answers to the golden vectors of scorers: for each file a function from a case's inputs to
 the fields of its ``expected``, by published name.
 
-A field that the vectors have and the function leaves out fails the test. ``DEPARTURES`` lists, with the reason, what
-is not the published answer; ``ROBUST`` gives the answer of the robust variant, which is held to ``recommended``.
+``ROBUST`` gives the answer of the robust variant, which is held to ``recommended``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from reward_scores import (
@@ -29,6 +29,7 @@ from tests import golden_code
 from tests.golden_io import golden_dir
 
 Inputs = Mapping[str, Any]
+SOLUTION, GOLD = itemgetter("solution_str"), itemgetter("ground_truth")
 
 
 class Raised(str):
@@ -176,20 +177,15 @@ ANSWERS: dict[str, Callable[[Inputs], dict[str, Any]]] = {
 }
 
 ROBUST: dict[str, Callable[[Inputs], float]] = {
-    "reward_gsm8k": lambda given: gsm8k.score(given["solution_str"], given["ground_truth"], {}, "robust").value,
-    "reward_math_is_equiv": lambda given: (
-        math_reward.score(f"\\boxed{{{given['answer']}}}", given["ground_truth"], {}, "robust").value
-    ),
-    "reward_math_compute_score": lambda given: (
-        math_reward.score(given["solution_str"], given["ground_truth"], {}, "robust").value
-    ),
-    "reward_math_dapo": lambda given: math_dapo.score(given["solution_str"], given["ground_truth"], {}, "robust").value,
-    "reward_prime_math": lambda given: (
-        prime_math.score(given["model_output"], given["ground_truth"], {}, "robust").value
-    ),
-    "reward_search_r1_like_qa_em": lambda given: (
-        qa_em.score(given["solution_str"], {"target": given["target"]}, {}, "robust").value
-    ),
+    file: lambda given, score=score, answer=answer, gold=gold: score(answer(given), gold(given), {}, "robust").value
+    for file, score, answer, gold in (
+        ("reward_gsm8k", gsm8k.score, SOLUTION, GOLD),
+        ("reward_math_is_equiv", math_reward.score, lambda given: f"\\boxed{{{given['answer']}}}", GOLD),
+        ("reward_math_compute_score", math_reward.score, SOLUTION, GOLD),
+        ("reward_math_dapo", math_dapo.score, SOLUTION, GOLD),
+        ("reward_prime_math", prime_math.score, itemgetter("model_output"), GOLD),
+        ("reward_search_r1_like_qa_em", qa_em.score, SOLUTION, lambda given: {"target": given["target"]}),
+    )
 }
 
 ERRORS = (UnknownDataSource, ValueError)
@@ -201,6 +197,3 @@ def departure(file: str, case: Mapping[str, Any]) -> str:
     if file == "reward_dispatch" and case["inputs"]["data_source"] in (*search_r1, "countdown", "multiply"):
         return "registered here, as in Search-R1's and TinyZero's tables; verl's own table has no such name"
     return ""
-
-
-__all__ = ["ANSWERS", "ERRORS", "ROBUST", "departure", "raw_cases"]

@@ -1,62 +1,41 @@
 """A server with OpenAI's chat interface for tests, scripted: what it replies is a function of the request.
 
 ``reply(number, body)`` returns a text (the judge's words), a dict of what differs in the reply (``text``, ``finish``,
-``model``, ``status``, ``headers``, ``raw``), or a number of seconds for which it hangs. It runs on threads of the
-test's own process, so that the function can be any.
+``model``, ``status``, ``headers``, ``raw``), or a number of seconds for which it hangs.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.search import Recorder, reply, serving
 
 MODEL = "scripted-judge"
 
 
-class JudgeServer:
-    """The server's record: every chat request, in order, and the most at a time."""
+@dataclass(kw_only=True)
+class JudgeServer(Recorder):
+    reply: Callable[[int, dict[str, Any]], Any]
+    models: Any
+    over: threading.Event = field(default_factory=threading.Event)  # ends what hangs
 
-    def __init__(self, reply: Callable[[int, dict[str, Any]], Any], models: Any):
-        self.reply, self.models = reply, models
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []  # of the Authorization header
-        self.now = self.most = 0
-        self.lock = threading.Lock()
-        self.over = threading.Event()  # ends what hangs
-        self.url = ""
+    def list_models(self, handler: BaseHTTPRequestHandler, _: Any) -> None:
+        if isinstance(self.models, int):
+            return reply(handler, self.models, {"error": {"message": "scripted"}})
+        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "tests"} for name in self.models]
+        return reply(handler, 200, {"object": "list", "data": listed})
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Any
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        told = self.server.told
-        if isinstance(told.models, int):
-            return self._send(told.models, b'{"error": {"message": "scripted"}}', {})
-        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "tests"} for name in told.models]
-        self._send(200, json.dumps({"object": "list", "data": listed}).encode(), {})
-
-    def do_POST(self) -> None:
-        told, body = self.server.told, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with told.lock:
-            number = len(told.requests)
-            told.requests.append(body)
-            told.keys.append(self.headers.get("Authorization"))
-            told.now += 1
-            told.most = max(told.most, told.now)
-        try:
-            given = told.reply(number, body)
+    def chat(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with self.counted(handler, body) as number:
+            given = self.reply(number, body)
             if isinstance(given, float):
-                told.over.wait(given)
+                self.over.wait(given)
                 given = "late"
-        finally:
-            with told.lock:
-                told.now -= 1
         given = {"text": given} if isinstance(given, str) else given
         message = {"role": "assistant", "content": given.get("text", "[[1]]")}
         choice = {"index": 0, "message": message, "finish_reason": given.get("finish", "stop"), "logprobs": None}
@@ -67,36 +46,14 @@ class Handler(BaseHTTPRequestHandler):
         status = given.get("status", 200)
         if status != 200:
             made = {"error": {"message": f"scripted {status}", "type": "x", "code": status}}
-        self._send(status, given.get("raw", json.dumps(made)).encode(), given.get("headers", {}))
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        try:
-            self.send_response(status)
-            for name, value in {"Content-Type": "application/json", "Content-Length": len(body), **headers}.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            self.wfile.write(body)
-        except OSError:  # the client gave up
-            self.close_connection = True
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        raw = given.get("raw", made)
+        reply(handler, status, raw.encode() if isinstance(raw, str) else raw, [*given.get("headers", {}).items()])
 
 
 @contextmanager
-def serve(
-    reply: Callable[[int, dict[str, Any]], Any] | str = "[[1]]", models: Any = (MODEL,), port: int = 0
-) -> Iterator[JudgeServer]:
+def serve(reply: Callable[[int, dict[str, Any]], Any] | str = "[[1]]", models: Any = (MODEL,)) -> Iterator[JudgeServer]:
     """Yield a running server. ``models`` are the names that it lists, or a status."""
-    told = JudgeServer(reply if callable(reply) else lambda *_: reply, models)
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.told, server.daemon_threads = told, True
-    told.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    told = JudgeServer(reply=reply if callable(reply) else lambda *_: reply, models=models)
+    with serving(told.chat, "/v1", listed=told.list_models) as told.url:
         yield told
-    finally:
         told.over.set()
-        server.shutdown()
-        server.server_close()

@@ -46,14 +46,10 @@ class PaddedAdvantageInputs:
 
 
 def batch_of_padded(*, attention_mask: Tensor, pad_id: int = 0, **fields: Tensor | None) -> TrainBatch:
-    """Return the batch of fields that are padded on the right."""
-    return with_padded(TrainBatch(attention_mask.sum(dim=1), {}, pad_id), attention_mask, **fields)
-
-
-def with_padded(batch: TrainBatch, attention_mask: Tensor, **fields: Tensor | None) -> TrainBatch:
-    """Return the batch with these fields set as well, of which those of tokens are padded."""
+    """Return the batch of fields of which those of tokens are padded on the right."""
     of_tokens = {name for name, value in fields.items() if value is not None and BATCH_FIELDS[name].axes == "N"}
-    return batch.adding(**{n: value[attention_mask] if n in of_tokens else value for n, value in fields.items()})
+    flat = {name: value[attention_mask] if name in of_tokens else value for name, value in fields.items()}
+    return TrainBatch(attention_mask.sum(dim=1), {}, pad_id).adding(**flat)
 
 
 def on_padded(estimator: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -48,13 +48,8 @@ def vision_config(kind: str, tower_range: float = 0.1, **text: Any) -> Any:
     shape |= {"head_dim": 32} if kind == "qwen3_vl" else {}
     ids = dict(vision_start_token_id=100, image_token_id=101, vision_end_token_id=102, video_token_id=103)
     tied = dict(tie_word_embeddings=False)
-    return AutoConfig.for_model(
-        kind,
-        text_config={**shape, **tied, **text},
-        vision_config={**vision, "initializer_range": tower_range},
-        **ids,
-        **tied,
-    )
+    parts = dict(text_config={**shape, **tied, **text}, vision_config={**vision, "initializer_range": tower_range})
+    return AutoConfig.for_model(kind, **parts, **ids, **tied)
 
 
 def vision_model(kind: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> Any:
@@ -81,18 +76,9 @@ def save_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0, **t
 @cache
 def picture_format(kind: str = "qwen2_5_vl") -> PictureFormat:
     processor = image_processor(kind)
-    return PictureFormat(
-        "<|image_pad|>",
-        101,
-        "".join(MARKS[:3]),
-        processor.patch_size,
-        2,
-        2,
-        processor.size["shortest_edge"],
-        processor.size["longest_edge"],
-        tuple(processor.image_mean),
-        tuple(processor.image_std),
-    )
+    sizes = processor.patch_size, 2, 2, processor.size["shortest_edge"], processor.size["longest_edge"]
+    colours = tuple(processor.image_mean), tuple(processor.image_std)
+    return PictureFormat("<|image_pad|>", 101, "".join(MARKS[:3]), *sizes, *colours)
 
 
 def png(seed: int = 0, width: int = 70, height: int = 56, mode: str = "RGB", format: str = "PNG") -> bytes:

@@ -5,8 +5,8 @@ python -m tests.public_lines [--list]
 ``commands/public_lines.jsonl`` has 302 lines of verl 0.2 to main, of its recipes and of other repositories: source,
 script, module, recipe here, arguments. ``$DATA`` and ``$SRC`` stand for folders of data and of the source's checkout.
 Composing is what ``DRY_RUN=1`` does. A line that is refused with another recipe's name is that recipe's. A
-line *composes*; or is *mended*: what its messages advise, and nothing else,
-ends in a configuration; or it asks for something that is *not here*.
+line *composes*; or is *mended*: what its messages advise, and nothing else, ends in a configuration; or it asks for
+something that is *not here*.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from core.config import Composed, examine
 FOLDER = Path(__file__).parent / "commands"
 COMPOSES, MENDED, ABSENT, OPEN = "composes", "mended by the advice", "not here", "open"
 STEPS = 6  # of following the advice
+RECIPES = "verl-recipe, Search-R1"
 # What this repository does not have; a line that asks for it is refused, and rightly
 FEATURES = {  # name -> pattern of a problem
     "another training engine": r"training engine that is not here|models train with FSDP2",
@@ -64,15 +65,9 @@ class Line:
         if "async" in self.module or "one_step" in self.module:
             return "asynchronous trainers"
         if self.source.startswith("verl-"):
-            version = self.source.removeprefix("verl-")
-            names = {
-                "0.6.1": "verl 0.6.1",
-                "HEAD": "verl main",
-                "0.7.1": "verl 0.7.1",
-                "recipe": "verl-recipe, Search-R1",
-            }
-            return names.get(version, "verl 0.2 to 0.5")
-        return "verl-recipe, Search-R1" if self.source.endswith("+Search-R1") else "third parties"
+            names = {"0.6.1": "verl 0.6.1", "HEAD": "verl main", "0.7.1": "verl 0.7.1", "recipe": RECIPES}
+            return names.get(self.source.removeprefix("verl-"), "verl 0.2 to 0.5")
+        return RECIPES if self.source.endswith("+Search-R1") else "third parties"
 
 
 @cache
@@ -142,23 +137,23 @@ def followed(args: Sequence[str], problems: Sequence[str]) -> list[str]:
     """Return the arguments once the first thing that each problem advises is done, literally."""
     changed = list(args)
     for problem in problems:
-        key, fix = problem.partition("=")[0], problem.rpartition("; ")[2] if "; " in problem else ""
-        fixes = problem.split("; ")[1:] or [fix]
-        at = [n for n, text in enumerate(changed) if re.match(rf"\+*{re.escape(key)}=", text)]
-        setting = next((found for text in fixes if (found := re.search(r"(?:set|use) ([\w.]+=[\w.\-]+)", text))), None)
-        value = next(
-            (found for text in fixes if (found := re.search(r"(?:set|use|raise it to) ([\w.\-]+)", text))), None
-        )
-        renamed = next((found for text in fixes if (found := re.search(r"use ([\w]+\.[\w.]+)", text))), None)
+        key, fixes = problem.partition("=")[0], problem.split("; ")[1:]
+
+        def first(pattern: str, fixes: Sequence[str] = fixes) -> str | None:
+            return next((found[1] for text in fixes if (found := re.search(pattern, text))), None)
+
+        own = re.compile(rf"\+*{re.escape(key)}=")
+        others = [text for text in changed if not own.match(text)]
+        setting, renamed = first(r"(?:set|use) ([\w.]+=[\w.\-]+)"), first(r"use ([\w]+\.[\w.]+)")
+        value = first(r"(?:set|use|raise it to) ([\w.\-]+)")
         if setting:
-            changed = [text for n, text in enumerate(changed) if n not in at or not setting[1].startswith(f"{key}=")]
-            changed.append(setting[1].rstrip("."))
+            changed = [*(others if setting.startswith(f"{key}=") else changed), setting.rstrip(".")]
         elif any("leave it out" in text for text in fixes):
-            changed = [text for n, text in enumerate(changed) if n not in at]
+            changed = others
         elif renamed:
-            changed = [re.sub(rf"^\+*{re.escape(key)}=", f"{renamed[1]}=", text) for text in changed]
+            changed = [own.sub(f"{renamed}=", text, count=1) for text in changed]
         elif value:
-            changed = [*(text for n, text in enumerate(changed) if n not in at), f"{key}={value[1]}"]
+            changed = [*others, f"{key}={value}"]
     return changed
 
 

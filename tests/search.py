@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -75,35 +76,12 @@ class Server:
         self.kill()
 
 
-PLAIN = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-class Handler(BaseHTTPRequestHandler):
-    protocol_version, wbufsize = "HTTP/1.1", -1
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        found = [[{"document": {"id": "", "contents": query}, "score": 1.0}] for query in asked["queries"]]
-        body = json.dumps({"result": found}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    def log_message(self, *_): pass
-class Quiet(ThreadingHTTPServer):
-    daemon_threads, allow_reuse_address, request_queue_size = True, True, 1024
-    def handle_error(self, *_): pass
-server = Quiet(("127.0.0.1", int(sys.argv[1])), Handler)
-print(sys.argv[1], flush=True)
-server.serve_forever()
-"""
-
-
 class PlainServer(Server):
     """A server that repeats each query as its passage, in a process that starts in a tenth of a second."""
 
     def __init__(self):
         super().__init__(Path())
-        self._command = [sys.executable, "-S", "-c", PLAIN, str(self.port)]
+        self._command = [sys.executable, "-S", "-m", "tests.search", str(self.port)]
 
 
 def answer_for(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,19 +100,22 @@ Behaviour = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 def reply(handler: BaseHTTPRequestHandler, status: int, body: Any, headers: Sequence[tuple[str, str]] = ()) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     handler.send_response(status)
-    for name, value in (*headers, ("Content-Length", str(len(data)))):
+    for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **dict(headers)}.items():
         handler.send_header(name, value)
     handler.end_headers()
     handler.wfile.write(data)
 
 
 @contextmanager
-def serving(behave: Behaviour, path: str = "/", port: int = 0) -> Iterator[str]:
-    """A server in a thread whose answer to every POST is ``behave``'s; yields its URL with this path."""
+def serving(behave: Behaviour, path: str = "/", port: int = 0, listed: Behaviour | None = None) -> Iterator[str]:
+    """A server in a thread whose answer to every POST is ``behave``'s, to every GET ``listed``'s; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         wbufsize = -1  # head and body in one piece: two would wait for each other's acknowledgement
+
+        def do_GET(self) -> None:
+            listed(self, {})
 
         def do_POST(self) -> None:
             behave(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -172,8 +153,41 @@ def misbehaving(behave: Behaviour) -> Iterator[tuple[str, list[dict[str, Any]]]]
         yield url, asked
 
 
+@dataclass
+class Recorder:
+    """What a server was asked, and the most requests at a time."""
+
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)  # of the Authorization header
+    now: int = 0
+    most: int = 0
+    url: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def counted(self, handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> Iterator[int]:
+        """Record a request while it is answered; yields its number."""
+        with self.lock:
+            number = len(self.requests)
+            self.requests.append(request)
+            self.keys.append(handler.headers["Authorization"])
+            self.now += 1
+            self.most = max(self.most, self.now)
+        try:
+            yield number
+        finally:
+            with self.lock:
+                self.now -= 1
+
+
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "what was waited for did not happen"
         threading.Event().wait(0.005)
+
+
+if __name__ == "__main__":
+    with serving(lambda handler, request: reply(handler, 200, answer_for(request)), port=int(sys.argv[1])):
+        print(sys.argv[1], flush=True)
+        threading.Event().wait()

@@ -38,14 +38,6 @@ def test_a_problem_is_one_line_with_what_to_do(ends):
         assert all("; " in problem and "\n" not in problem for problem in problems), line.script
 
 
-def test_no_setting_of_validation_is_advised_to_be_one_of_training(ends):
-    for _, problems in ends.values():
-        for problem in problems:
-            key, advice = problem.partition("=")[0], problem.partition(": ")[2]
-            if re.search(r"(^|[._])val(id)?[._]", key):
-                assert not re.search(r"nearest known key is (?!.*val)", advice), problem
-
-
 def test_every_key_of_a_line_that_composes_is_set_read_or_listed(ends, folder):
     for line, (end, _) in ends.items():
         if end != COMPOSES:
@@ -59,12 +51,3 @@ def test_every_key_of_a_line_that_composes_is_set_read_or_listed(ends, folder):
                 assert any(one == key[1] or one.startswith(f"{key[1]}.") for one in accounted), (line.script, text)
         for key, (_, settings) in found.read.items():
             assert settings, key
-
-
-def test_defaults_of_older_versions_that_lines_relied_on_are_said(ends, folder):
-    old = [line for line, (end, _) in ends.items() if end == COMPOSES and line.source in ("verl-0.2", "verl-0.3")]
-    assert len(old) > 10
-    for line in old:
-        found, _ = composed(*command(line, folder))
-        entropy = any("entropy_coeff" in text for text in line.args)
-        assert entropy or any("entropy_coeff" in warning for warning in found.warnings), line.script

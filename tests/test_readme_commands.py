@@ -10,23 +10,16 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
-from core.config import convert, examine
-from core.config.recorded import role_of
-from core.config.section import FILES, IDENTITY
 from data_preprocess.gsm8k import row
 from data_preprocess.schema import write_rows
-from results.reporting.run_scripts import PRINT_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCED = re.compile(r"^```bash\n(?!# mine/)(.*?)^```$", re.M | re.S)  # mine/: a file, see test_your_own_recipe.py
@@ -51,27 +44,23 @@ LABS = re.compile(r"^make lab|run_lab\.sh|recipes\.lab\.|from_scratch|results\.(
 @dataclass(frozen=True)
 class Block:
     path: Path
-    number: int
+    name: str
     commands: tuple[str, ...]
 
-    @property
-    def name(self) -> str:
-        return f"{self.path.relative_to(ROOT)}, block {self.number}"
 
-
-def readmes() -> list[Path]:
-    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [ROOT / name for name in tracked.stdout.splitlines()]
+def git_files(*arguments: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z", *arguments], cwd=ROOT, capture_output=True, check=True)
+    return listed.stdout.decode().split("\0")[:-1]
 
 
 @functools.cache
 def blocks() -> list[Block]:
     found = []
-    for path in readmes():
-        for number, text in enumerate(FENCED.findall(path.read_text(encoding="utf-8")), 1):
+    for name in git_files("*.md"):
+        for number, text in enumerate(FENCED.findall((ROOT / name).read_text(encoding="utf-8")), 1):
             lines = text.replace("\\\n", " ").splitlines()
             commands = tuple(line for line in lines if line.strip() and not line.startswith("#"))
-            found.append(Block(path, number, commands))
+            found.append(Block(ROOT / name, f"{name}, block {number}", commands))
     return found
 
 
@@ -84,10 +73,7 @@ class Typed:
 
 def copy_of_the_repository(to: Path) -> Path:
     """The files that git would commit, older than the set-up, which is this interpreter's environment."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
+    for name in git_files("-co", "--exclude-standard"):
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)
@@ -131,14 +117,6 @@ def place(tmp_path_factory) -> tuple[Path, Path]:
     return folder, home
 
 
-@pytest.fixture(scope="module")
-def with_runs(place) -> tuple[Path, Path]:
-    """The same with what ``make lab`` leaves, but for its checkpoint."""
-    folder, home = place
-    shutil.copytree(folder / "results/grpo/lab-seed1", folder / "outputs/grpo/lab-30-steps")
-    return folder, home
-
-
 def expected(command: str) -> tuple[int, str]:
     return next((wanted for pattern, wanted in REFUSALS.items() if re.search(pattern, command)), (0, ""))
 
@@ -152,8 +130,10 @@ def test_there_are_blocks_and_every_exception_stands_for_a_command():
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("of_recipes", [False, pytest.param(True, marks=pytest.mark.processes)])  # dozens of dry runs
-def test_blocks_work_as_typed(with_runs, of_recipes, subtests):
-    folder, home = with_runs
+def test_blocks_work_as_typed(place, of_recipes, subtests):
+    folder, home = place
+    runs = folder / "outputs/grpo/lab-30-steps"  # what make lab leaves, but for its checkpoint
+    shutil.copytree(folder / "results/grpo/lab-seed1", runs, dirs_exist_ok=True)
     for block in blocks():
         if block.path.is_relative_to(ROOT / "recipes") == of_recipes:
             with subtests.test(block.name):
@@ -163,53 +143,6 @@ def test_blocks_work_as_typed(with_runs, of_recipes, subtests):
                     status, text = expected(one.command)
                     assert one.status == status and text in one.output, f"{one.command}\n{one.output}"
                     assert "Traceback" not in one.output and "No module named" not in one.output, one.output
-
-
-def test_without_activation_python_is_not_the_environments(place):
-    """The shell of these tests knows nothing of the environment: a block that forgets it would fail."""
-    folder, home = place
-    (typed,) = type_in(folder, home, ("python -c 'import hydra'",))
-    assert typed.status != 0
-
-
-def commands_that_train() -> list[str]:
-    """Those of the READMEs, of the table of references and of ``make lab``, without comments; some stand in several."""
-    typed = [command for block in blocks() for command in block.commands]
-    references = yaml.safe_load((ROOT / "results/references.yaml").read_text(encoding="utf-8"))["references"]
-    typed += [reference["command"] for reference in references if "command" in reference]
-    typed += [line.strip() for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()]
-    return [
-        command for command in typed if re.search(r"bash recipes/\w+/run_(?!retriever)|-m recipes\.\w+\.main_", command)
-    ]
-
-
-def arguments_of(command: str) -> tuple[str, list[str]]:
-    """Return the recipe that a command starts, and all arguments of its ``main_<recipe>``."""
-    words = [word for word in shlex.split(command, comments=True) if word != "DRY_RUN=1"]
-    if words[0] == "bash":
-        shell = ["bash", "-c", PRINT_WORDS, *words[1:]]
-        done = subprocess.run(shell, cwd=ROOT, env={**os.environ, "DRY_RUN": "1"}, capture_output=True, text=True)
-        words = done.stdout.split("\0")[:-1]
-    return words[2].rpartition("main_")[2], words[3:]
-
-
-def test_commands_with_other_settings_have_other_folders_and_equal_ones_share_theirs():
-    """So all of them can be typed one after another, and none meets the run of another."""
-    settings_of, folders_of = defaultdict(set), defaultdict(set)
-    for command in commands_that_train():
-        recipe, arguments = arguments_of(command)
-        composed = examine(recipe, arguments)
-        if "--help" in arguments or composed.problems:  # one is misspelt on purpose
-            continue
-        counts = {IDENTITY, FILES}
-        settings = repr([recipe, {k: v for k, v in convert.as_json(composed.config).items() if role_of(k) in counts}])
-        folder = composed.config.trainer.default_local_dir
-        settings_of[folder].add(settings)
-        if "trainer.experiment_name=" not in command:
-            folders_of[settings].add(folder)
-    assert len(settings_of) >= 20
-    assert {folder: len(found) for folder, found in settings_of.items() if len(found) > 1} == {}
-    assert [folders for folders in folders_of.values() if len(folders) > 1] == []
 
 
 @pytest.mark.slow

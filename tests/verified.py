@@ -23,14 +23,7 @@ def record_verified(experiment: str, run: str, by: str, recorded: str) -> None:
         return
     path = ROOT / "results" / VERIFIED
     entries = (yaml.safe_load(path.read_text(encoding="utf-8")) or []) if path.exists() else []
-    today = datetime.date.today().isoformat()
-    entry = {
-        "experiment": experiment,
-        "run": run,
-        "recorded": recorded,
-        "by": by,
-        "date": today,
-        "commit": git_state()["commit"][:10],
-    }
+    entry = {"experiment": experiment, "run": run, "recorded": recorded, "by": by}
+    entry |= {"date": datetime.date.today().isoformat(), "commit": git_state()["commit"][:10]}
     entries = sorted([*(e for e in entries if e["experiment"] != experiment), entry], key=lambda e: e["experiment"])
     path.write_text(HEAD + yaml.safe_dump(entries, sort_keys=False, width=200), encoding="utf-8")

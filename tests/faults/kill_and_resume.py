@@ -1,11 +1,8 @@
 """Kills a training command again and again, lets it resume, and compares the result with an undisturbed run.
 
-The command is any that (1) takes its run folder from ``cmd_factory(folder)``, (2) writes one line a step to
-``metrics.jsonl`` there, (3) keeps its checkpoints there, and (4) when started again goes on by itself.
-
-    whole = run_uninterrupted(command, tmp / "whole")
-    killed = run_with_kills(command, tmp / "killed", [AtPoint("update", 3), AtRandom()], random.Random(0))
-    assert compare_runs(whole.folder, killed.folder) == []
+whole = run_uninterrupted(command, tmp / "whole")
+killed = run_with_kills(command, tmp / "killed", [AtPoint("update", 3), AtRandom()], random.Random(0))
+assert compare_runs(whole.folder, killed.folder) == []
 """
 
 from __future__ import annotations
@@ -21,6 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from core.checkpoint.run_state import load_tensors
 from core.checkpoint.store import CheckpointStore
@@ -48,14 +48,7 @@ class AtRandom:
     step_seconds: float = 0.5
 
 
-@dataclass(frozen=True)
-class AtTime:
-    """This long after the start of the process: to hit imports, loading and resuming."""
-
-    seconds: float
-
-
-Kill = AtPoint | AtRandom | AtTime
+Kill = AtPoint | AtRandom
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,6 @@ class Outcome:
     """What became of a run. ``landed`` are the kills that hit a living process, in order."""
 
     folder: Path
-    launches: int
     landed: tuple[Kill, ...]
 
 
@@ -74,49 +66,39 @@ class RunFailed(AssertionError):
 def run_uninterrupted(
     cmd_factory: CmdFactory, folder: Path, *, env: Mapping[str, str] | None = None, timeout: float = 600
 ) -> Outcome:
-    """Runs the command to its end."""
+    """Run the command to its end."""
     with launched(cmd_factory(folder), folder, dict(env or {})) as process:
         _check(_wait(process, timeout), folder, expected=0)
-    return Outcome(folder, 1, ())
+    return Outcome(folder, ())
 
 
 def run_with_kills(
-    cmd_factory: CmdFactory,
-    folder: Path,
-    kills: Sequence[Kill],
-    rng: random.Random,
-    *,
-    finish: bool = True,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 600,
+    cmd_factory: CmdFactory, folder: Path, kills: Sequence[Kill], rng: random.Random, *, finish: bool = True
 ) -> Outcome:
-    """Starts the command once for every kill, in order, and then (``finish``) lets it run to its end.
+    """Start the command once for every kill, in order, and then (``finish``) let it run to its end.
 
     A kill that does not land (the run ended before it) is left out of ``Outcome.landed``.
 
     Raises:
-        RunFailed: a launch failed by itself, or took longer than ``timeout`` seconds.
+        RunFailed: a launch failed by itself, or took longer than ten minutes.
     """
     landed = []
     for kill in kills:
         command, extra = cmd_factory(folder), {}
         if isinstance(kill, AtPoint):
             command, extra = killed(command, kill.phase, kill.step)
-        with launched(command, folder, {**(env or {}), **extra}) as process:
-            if isinstance(kill, AtTime):
-                _sleep_while_alive(process, kill.seconds)
+        with launched(command, folder, extra) as process:
+            if isinstance(kill, AtRandom):
+                _wait_for_step(process, folder / "metrics.jsonl", rng)
+                _wait_until(process, time.monotonic() + rng.uniform(0, kill.step_seconds))
                 process.kill()
-            elif isinstance(kill, AtRandom):
-                _wait_for_step(process, folder / "metrics.jsonl", rng, timeout)
-                _sleep_while_alive(process, rng.uniform(0, kill.step_seconds))
-                process.kill()
-            status = _wait(process, timeout)
+            status = _wait(process, 600)
         if status != 0:
             _check(status, folder, expected=-signal.SIGKILL)
             landed.append(kill)
     if finish:
-        run_uninterrupted(cmd_factory, folder, env=env, timeout=timeout)
-    return Outcome(folder, len(kills) + finish, tuple(landed))
+        run_uninterrupted(cmd_factory, folder)
+    return Outcome(folder, tuple(landed))
 
 
 class launched:
@@ -157,23 +139,22 @@ def _check(status: int, folder: Path, *, expected: int) -> None:
         raise RunFailed(f"exit status {status}, expected {expected}. The end of {_log(folder)}:\n{tail}")
 
 
-def _sleep_while_alive(process: subprocess.Popen, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < end:
+def _wait_until(process: subprocess.Popen, end: float, done: Callable[[], bool] = lambda: False) -> None:
+    while process.poll() is None and time.monotonic() < end and not done():
         time.sleep(POLL_S)
 
 
-def _wait_for_step(process: subprocess.Popen, metrics: Path, rng: random.Random, timeout: float) -> None:
-    """Until this process has written metrics and the file has as many lines as before, or up to three more."""
+def _wait_for_step(process: subprocess.Popen, metrics: Path, rng: random.Random) -> None:
+    """Wait until this process has written metrics and the file has as many lines as before, or up to three more."""
     before = read_lines(metrics)
     target = max(1, len(before) + rng.randrange(4) - 1)
-    end = time.monotonic() + timeout
-    while process.poll() is None and time.monotonic() < end:
-        lines = read_lines(metrics)
+
+    def written() -> bool:
         # A resumed run cuts the file back to its checkpoint first: only a new last line is news.
-        if lines and lines[-1:] != before[-1:] and len(lines) >= target:
-            return
-        time.sleep(POLL_S)
+        lines = read_lines(metrics)
+        return bool(lines) and lines[-1:] != before[-1:] and len(lines) >= target
+
+    _wait_until(process, time.monotonic() + 600, written)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -183,21 +164,18 @@ def read_lines(path: Path) -> list[str]:
 # ---------------------------------------------------------------- comparing
 
 
-def compare_runs(a: Path, b: Path, *, ignore: Sequence[str] = TIMES) -> list[str]:
-    """What differs between two finished runs: their last checkpoints to the bit, and their metrics without times.
+def compare_runs(a: Path, b: Path) -> list[str]:
+    """Return what differs between two finished runs: their last checkpoints to the bit, and metrics without times.
 
     Empty where nothing does. Every file of the checkpoint counts: weights, optimizer, RNG and driver state.
     """
-    return [*_compare_checkpoints(a, b), *_compare_metrics(a / "metrics.jsonl", b / "metrics.jsonl", ignore)]
+    return [*compare_checkpoints(a, b), *_compare_metrics(a / "metrics.jsonl", b / "metrics.jsonl")]
 
 
-def _compare_checkpoints(a: Path, b: Path) -> Iterator[str]:
+def compare_checkpoints(a: Path, b: Path) -> Iterator[str]:
     left, right = CheckpointStore(a).latest(), CheckpointStore(b).latest()
-    if left is None or right is None:
-        yield f"no checkpoint in {a if left is None else b}"
-        return
-    if left.step != right.step:
-        yield f"the last checkpoint is of step {left.step} there, {right.step} here"
+    if left is None or right is None or left.step != right.step:
+        yield f"the last checkpoints are {left and left.folder} and {right and right.folder}"
         return
     for name in sorted(left.files.keys() | right.files.keys()):
         if name not in left.files or name not in right.files:
@@ -211,9 +189,7 @@ def _compare_files(name: str, a: Path, b: Path) -> Iterator[str]:
     if a.suffix == ".pt":
         left, right = dict(_leaves(load_tensors(a))), dict(_leaves(load_tensors(b)))
     elif a.suffix == ".safetensors":
-        from safetensors.numpy import load_file
-
-        left, right = ({key: _bits(value) for key, value in load_file(path).items()} for path in (a, b))
+        left, right = dict(_leaves(load_file(a))), dict(_leaves(load_file(b)))
     else:
         yield f"{name} differs"
         return
@@ -223,34 +199,21 @@ def _compare_files(name: str, a: Path, b: Path) -> Iterator[str]:
 
 
 def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, f"{where}/{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{where}/{index}")
-    elif hasattr(value, "numpy"):
-        import torch
-
+    elif isinstance(value, torch.Tensor):
         yield where, (str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes())
     else:
         yield where, repr(value)
 
 
-def _bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
-    return str(array.dtype), array.shape, array.tobytes()
-
-
-def _compare_metrics(a: Path, b: Path, ignore: Sequence[str]) -> Iterator[str]:
+def _compare_metrics(a: Path, b: Path) -> Iterator[str]:
     left, right = read_lines(a), read_lines(b)
     if len(left) != len(right):
         yield f"{len(left)} lines of metrics in {a}, {len(right)} in {b}"
     for number, (one, other) in enumerate(zip(left, right, strict=False), start=1):
-        there, here = _metrics(one, ignore), _metrics(other, ignore)
+        there, here = json.loads(one), json.loads(other)
         for key in sorted(there.keys() | here.keys()):
-            if there.get(key) != here.get(key):
+            if not key.startswith(TIMES) and json.dumps(there.get(key)) != json.dumps(here.get(key)):
                 yield f"metrics line {number}, {key}: {there.get(key)} there, {here.get(key)} here"
-
-
-def _metrics(line: str, ignore: Sequence[str]) -> dict[str, str]:
-    return {key: json.dumps(value) for key, value in json.loads(line).items() if not key.startswith(tuple(ignore))}

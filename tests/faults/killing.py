@@ -110,6 +110,5 @@ def killed(command: list[str], phase: str, step: int) -> tuple[list[str], dict[s
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     patch_checkpoints()
-    if sys.argv[0] != "tests.faults.toy_run":
-        patch_trainer("ray" if "trainer.backend=ray" in sys.argv else "local")
+    patch_trainer("ray" if "trainer.backend=ray" in sys.argv else "local")
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

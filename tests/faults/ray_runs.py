@@ -10,9 +10,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.faults.kill_and_resume import CmdFactory, launched, read_lines
 from tests.pools import marked_processes, none_left
@@ -22,8 +21,7 @@ LEFT_S = 90  # after which nothing of a run may be there
 NICE = {"RAY_worker_niceness": "0"}  # not Ray's 15: on a busy machine its workers would starve, and deadlines pass
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A run over Ray that ended by itself; ``seconds`` from the act to the end."""
 
     status: int
@@ -41,8 +39,7 @@ class Watched:
 
     def pids(self, beginning: str = "") -> list[int]:
         """Its processes whose title begins so, in the order of their ids."""
-        found = [pid for pid in marked_processes(self.mark) if title(pid).startswith(beginning)]
-        return sorted(found)
+        return sorted(pid for pid in marked_processes(self.mark) if title(pid).startswith(beginning))
 
     def steps(self) -> int:
         """Complete steps; a validation before the first counts too."""
@@ -72,7 +69,6 @@ def disturbed(
     factory: CmdFactory,
     folder: Path,
     act: Callable[[Watched], None] = lambda run: None,
-    *,
     after: int = 0,
     env: Mapping[str, str] | None = None,
 ) -> Run:
@@ -82,9 +78,7 @@ def disturbed(
         act(run)
         start = time.monotonic()
         status = run.process.wait(PATIENCE_S)
-        seconds = time.monotonic() - start
-        nothing_left = none_left(lambda: run.pids(), LEFT_S)
-        return Run(status, folder, run.log(), seconds, nothing_left)
+        return Run(status, folder, run.log(), time.monotonic() - start, none_left(run.pids, LEFT_S))
 
 
 def killing(title: str) -> Callable[[Watched], None]:

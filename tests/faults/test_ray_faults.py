@@ -8,12 +8,10 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from core.tracking.run_manifest import git_state
 from tests.faults.kill_and_resume import compare_runs, read_lines, run_uninterrupted
 from tests.faults.ray_runs import Run, Watched, disturbed, killing, ordinals
 from tests.faults.striking import KINDS, PHASES, VARIABLE
@@ -28,12 +26,6 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     prepare(folder)
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def commit(record_testsuite_property):
-    """For ``tests.faults.report``."""
-    record_testsuite_property("commit", str(git_state()["commit"])[:7])
 
 
 def over_ray(files: Path, *overrides: str, ranks: int = 2) -> Callable[[Path], list[str]]:
@@ -54,55 +46,24 @@ def whole(files) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_learner_whose_layers_are_shared_costs_no_bit(files):
-    """Two ranks that have half of each matrix: one is killed, and both begin again from a checkpoint."""
-    sizes = [f"{part}.tensor_model_parallel_size=2" for part in ("actor_rollout_ref.actor", "critic")]
-    undisturbed = run_uninterrupted(over_ray(files, *sizes), files / "layers").folder
-    run = disturbed(over_ray(files, *sizes), files / "layers-killed", killing("ray::LearnerProcess"), after=4)
-    assert run.status == 0 and run.nothing_left, run.log
-    assert re.search(r"learner rank \d died in phase \w+", run.log) and "restart 1 of 1" in run.log
-    assert compare_runs(undisturbed, run.folder) == []
-
-
-@pytest.mark.slow
-def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole):
-    """Two ranks, one of them killed after step 3 of 6; a checkpoint is there every other step."""
-    run = disturbed(over_ray(files), files / "learner", killing("ray::LearnerProcess"), after=4)
+@pytest.mark.parametrize("layers", [False, True], ids=["whole", "shared_layers"])
+def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole, layers):
+    """Two ranks, also with half of each matrix: one is killed after step 3 of 6; a checkpoint is every other step."""
+    parts = ("actor_rollout_ref.actor", "critic") if layers else ()
+    factory = over_ray(files, *(f"{part}.tensor_model_parallel_size=2" for part in parts))
+    undisturbed = run_uninterrupted(factory, files / "layers").folder if layers else whole
+    run = disturbed(factory, files / f"killed-{layers}", killing("ray::LearnerProcess"), after=4)
     assert run.status == 0 and run.nothing_left, run.log
     assert re.search(r"learner rank \d died in phase \w+", run.log)
     assert re.search(r"restart 1 of 1, after step [24]\b", run.log)  # 4 where the kill came when that was saved
-    assert compare_runs(whole, run.folder) == []
+    assert compare_runs(undisturbed, run.folder) == []
     assert lines(run.folder)[-1]["actor/grad_norm"] > 0
-
-
-@pytest.mark.processes
-def test_the_first_step_of_two_ranks_is_that_of_one_process(files, whole):
-    """Float32 everywhere and one thread: the same answers, and numbers that differ by rounding."""
-    alone = run_uninterrupted(command(files, "ppo", STEPS), files / "alone").folder
-    times = ("timing_s/", "perf/", "rollout_corr/")  # the last are differences that rounding makes
-    found, expected = (
-        {name: value for name, value in lines(of)[1].items() if not name.startswith(times)} for of in (whole, alone)
-    )
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
-# -- slow
-
-
-@pytest.mark.slow
-def test_one_rank_over_ray_replays_to_the_bit(files):
-    command = over_ray(files, ranks=1)
-    single = run_uninterrupted(command, files / "single").folder
-    run = disturbed(command, files / "killed-single", killing("ray::EngineProcess"), after=4)
-    assert run.status == 0 and "restart 1 of 1" in run.log and run.nothing_left, run.log
-    assert compare_runs(single, run.folder) == []
 
 
 @pytest.mark.slow
 def test_without_restarts_a_death_is_one_clear_line(files):
-    run = disturbed(
-        over_ray(files, "trainer.max_restarts=0"), files / "given-up", killing("ray::EngineProcess"), after=4
-    )
+    factory = over_ray(files, "trainer.max_restarts=0")
+    run = disturbed(factory, files / "given-up", killing("ray::EngineProcess"), after=4)
     assert run.seconds < 120 and run.nothing_left
     assert run.status == 1 and "engine 0 died in phase" in run.log and "Traceback" not in run.log
 
@@ -122,19 +83,6 @@ def test_ctrl_c_at_the_whole_group_saves_and_resumes(files, whole):
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_ends_at_once(files):
-    def twice(run: Watched) -> None:
-        run.process.send_signal(signal.SIGINT)
-        run.until(lambda: "finishing this step" in run.log())
-        run.process.send_signal(signal.SIGINT)
-
-    slow = "custom_reward_function.name=slowly"
-    run = disturbed(over_ray(files, slow), files / "twice", twice, after=2)
-    assert run.status == 130 and run.seconds < 10 and run.nothing_left, run.log
-    assert "SIGINT again: stopping at once" in run.log
-
-
-@pytest.mark.slow
 def test_a_killed_driver_takes_everything_with_it(files):
     run = disturbed(over_ray(files), files / "whole-driver", lambda run: run.process.kill(), after=4)
     assert run.status == -signal.SIGKILL and run.nothing_left
@@ -147,18 +95,6 @@ STRIKE_STEPS = 8
 AT = {"rollout": 2, "log-probs": 3, "update": 4, "sync": 5, "validation": 6, "checkpoint": 7}
 OFTEN = ("trainer.save_freq=1", "reward_model.reward_manager=prime", "reward_model.num_workers=2")
 SLOW = "custom_reward_function.name=slowly"  # a scoring process has something in hand when it is struck
-
-
-@dataclass(frozen=True)
-class Struck:
-    run: Run
-    journal: list[dict]
-
-    def after(self, phase: str) -> list[dict]:
-        """What the journal says from the strike on."""
-        at = [index for index, line in enumerate(self.journal) if line.get("phase") == phase]
-        assert len(at) == 1, f"{len(at)} strikes in {phase}"
-        return self.journal[at[0] :]
 
 
 def striking(files: Path, kind: str) -> Callable[[Path], list[str]]:
@@ -178,13 +114,13 @@ def orders(files: Path, kind: str, at: dict[str, int]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def struck(files) -> Callable[[str], Struck]:
-    """One run a kind, in which one process of that kind is killed in each phase in turn."""
+def struck(files) -> Callable[[str], tuple[Run, list[dict]]]:
+    """One run a kind, in which one process of that kind is killed in each phase in turn, and its journal."""
 
     @functools.cache
-    def of(kind: str) -> Struck:
+    def of(kind: str) -> tuple[Run, list[dict]]:
         run = disturbed(striking(files, kind), files / f"struck-{kind}", env=orders(files, kind, AT))
-        return Struck(run, [json.loads(line) for line in read_lines(files / f"{kind}.journal")])
+        return run, [json.loads(line) for line in read_lines(files / f"{kind}.journal")]
 
     return of
 
@@ -198,11 +134,12 @@ def unstruck(files) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_death_in_a_phase_is_over_within_two_minutes(struck, kind, phase, record_property):
-    strike, *later = struck(kind).after(phase)
+def test_a_death_in_a_phase_is_over_within_two_minutes(struck, kind, phase):
+    _, journal = struck(kind)
+    (at,) = (index for index, line in enumerate(journal) if line.get("phase") == phase)
+    strike, *later = journal[at:]
     assert strike["step"] == AT[phase]
     following = next(line for line in later if line["what"] == "step")
-    record_property("seconds", following["time"] - strike["time"])
     assert following["time"] - strike["time"] < 120
     if kind == "grader":  # a new one takes over
         assert later[0]["what"] == "step"
@@ -217,7 +154,7 @@ def test_a_death_in_a_phase_is_over_within_two_minutes(struck, kind, phase, reco
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_all_deaths_the_run_is_the_undisturbed_one(files, struck, unstruck, kind):
-    run = struck(kind).run
+    run, _ = struck(kind)
     assert run.status == 0 and run.nothing_left, run.log
     assert ordinals(Path(f"{run.folder}-rollouts")) == list(range(STRIKE_STEPS * PROMPTS))
     assert len(lines(run.folder, STRIKE_STEPS)) == STRIKE_STEPS + 1

@@ -36,15 +36,8 @@ def parts(run: Watched) -> list[int]:
     They are told by their parent: the title that vLLM gives them may overwrite their environment, and the mark in it.
     """
     (engine,) = run.pids("ray::EngineProcess")
-    everyone = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-    return sorted(pid for pid in everyone if parent(pid) == engine and title(pid).startswith("VLLM::Worker"))
-
-
-def parent(pid: int) -> int:
-    try:
-        return int(re.search(r"PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
-    except OSError:
-        return 0
+    children = " ".join(path.read_text() for path in Path(f"/proc/{engine}/task").glob("*/children")).split()
+    return sorted(pid for pid in map(int, children) if title(pid).startswith("VLLM::Worker"))
 
 
 def the_engine(run: Watched) -> None:

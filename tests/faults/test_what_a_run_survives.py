@@ -15,7 +15,7 @@ import pytest
 
 from core.checkpoint.store import CheckpointStore
 from tests.checkpoints import ROOT
-from tests.faults.kill_and_resume import _compare_checkpoints, read_lines, run_uninterrupted
+from tests.faults.kill_and_resume import compare_checkpoints, read_lines, run_uninterrupted
 from tests.faults.tiny_run import command, prepare
 
 STEPS = 6
@@ -80,7 +80,7 @@ def test_two_warnings_and_a_damaged_line_leave_no_trace_in_the_weights(files, tm
     rates = [json.loads(line)["reward/crash_rate"] for line in read_lines(run / "metrics.jsonl")[1:]]
     assert rates == [0.0] * (STEPS - 1), "graders outlive what their group is sent"
     whole = run_uninterrupted(command(files, "grpo", STEPS, *SLOWLY), tmp_path / "whole").folder
-    assert list(_compare_checkpoints(whole, run)) == []
+    assert list(compare_checkpoints(whole, run)) == []
 
 
 def test_a_full_disk_ends_in_one_line_with_1_and_the_status_failed(files, tmp_path):

@@ -7,9 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from tests.row_files import plain_row, write_parquet
 from tests.tiny import tiny_model, tiny_tokenizer
 
 # No verdict but a number that differs from answer to answer, so that every step has gradients
@@ -37,17 +35,11 @@ def prepare(folder: Path, hidden_size: int = 16) -> None:
     (folder / "reward.py").write_text(REWARD)
     rng = random.Random(0)
     for name, count in (("train", 13), ("test", 4)):  # 13 rows, 4 a step: epochs end within steps
-        rows = [
-            {
-                "data_source": "tests/letters",
-                "prompt": [{"role": "user", "content": "".join(rng.choices("abcd", k=rng.randint(2, 9)))}],
-                "ability": "counting",
-                "reward_model": {"style": "rule", "ground_truth": "a"},
-                "extra_info": {"index": index, "split": name},
-            }
-            for index in range(count)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+        rows = []
+        for index in range(count):
+            chat = [{"role": "user", "content": "".join(rng.choices("abcd", k=rng.randint(2, 9)))}]
+            rows.append(plain_row(index, "tests/letters", prompt=chat, extra_info={"index": index, "split": name}))
+        write_parquet(folder / f"{name}.parquet", rows)
 
 
 def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[[Path], list[str]]:

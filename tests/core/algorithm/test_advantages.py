@@ -1,4 +1,4 @@
-"""Advantage estimators: the formulas, written a second time, and what must not change them."""
+"""Advantage estimators: by hand, and what must not change them. Their formulas are held to tests/golden."""
 
 import math
 
@@ -9,10 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.algorithm import advantages
-from core.algorithm.sequences import discounted_sums
+from core.algorithm.sequences import masked_mean, masked_var
 from core.config import registry
 from core.errors import InputError
-from tests import reference
 from tests.padded import PaddedAdvantageInputs as AdvantageInputs
 from tests.padded import flat_inputs, on_padded
 
@@ -45,48 +44,6 @@ def make_inputs(seed: int, prompts: int = 3, n: int = 4, width: int = 7, **overr
 
 def changed(inputs: AdvantageInputs, **fields) -> AdvantageInputs:
     return AdvantageInputs(**{**vars(inputs), **fields})
-
-
-def numpy_of(inputs: AdvantageInputs):
-    counted = inputs.counted_B.numpy()
-    mask = inputs.response_mask.numpy() & counted[:, None]
-    return inputs.token_level_rewards.numpy(), mask, inputs.group.numpy(), counted
-
-
-# -- the formulas, written a second time ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
-def test_group_estimators_are_their_formulas(name, norm, seed):
-    rewards = torch.rand(12, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    different = {"token_level_rewards": rewards} if name == "grpo_passk" else {}  # where equal rewards have no order
-    inputs = make_inputs(seed, norm_adv_by_std_in_grpo=norm, **different)
-    rewards, mask, group, counted = numpy_of(inputs)
-    expected = reference.outcome_advantage(name, rewards, mask, group, counted, norm)[:, None] * mask
-    advantages, returns = ESTIMATORS[name](inputs)
-    np.testing.assert_allclose(advantages, expected, rtol=1e-7 if name == "gpg" else 1e-9, atol=1e-12)
-    assert returns is advantages
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_token_estimators_are_their_formulas(seed):
-    inputs = make_inputs(seed)
-    rewards, mask, group, counted = numpy_of(inputs)
-    discounted, plain = (reference.discounted_returns(rewards, mask, gamma) for gamma in (0.9, 1.0))
-    centred = reference.whiten(
-        reference.outcome_advantage("centred", rewards, mask, group, counted)[:, None] * mask, mask
-    )
-    expected = {
-        "gae": reference.gae(rewards, inputs.values.numpy(), mask, 0.9, 0.8),
-        "reinforce_plus_plus": (reference.whiten(discounted, mask), discounted),
-        "reinforce_plus_plus_baseline": (centred, centred),
-        "remax": (np.where(mask, plain - inputs.baseline.numpy()[:, None], 0), plain),
-    }
-    for name, pair in expected.items():
-        for got, want in zip(ESTIMATORS[name](inputs), pair, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_group_estimators_by_hand():
@@ -127,32 +84,6 @@ def test_gae_by_hand():
 # -- what must not change them ----------------------------------------------------------------------------------------
 
 seeds = st.integers(0, 10**6)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-@given(seed=seeds)
-@settings(max_examples=15, deadline=None)
-def test_order_of_rows_and_names_of_groups_do_not_matter(name, seed):
-    inputs = make_inputs(seed)
-    rng = np.random.default_rng(seed + 1)
-    order = torch.from_numpy(rng.permutation(len(inputs.group)))
-    renamed = {label: int(new) for label, new in zip((7, -3, 2**40), rng.integers(-(2**62), 2**62, 3), strict=True)}
-    shuffled = {field: value[order] for field, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
-    shuffled["group"] = torch.tensor([renamed[int(label)] for label in shuffled["group"]])
-    for before, after in zip(ESTIMATORS[name](inputs), ESTIMATORS[name](changed(inputs, **shuffled)), strict=True):
-        torch.testing.assert_close(before[order], after, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline"])
-@given(seed=seeds, shift=st.floats(-100, 100))
-@settings(max_examples=15, deadline=None)
-def test_a_constant_on_a_group_s_rewards_changes_nothing(name, seed, shift):
-    inputs = make_inputs(seed)
-    rewards = inputs.token_level_rewards.clone()
-    rewards[inputs.group == 7, 2] += shift
-    before, _ = ESTIMATORS[name](inputs)
-    after, _ = ESTIMATORS[name](changed(inputs, token_level_rewards=rewards))
-    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -252,17 +183,8 @@ def test_the_reward_lies_on_the_last_token_the_policy_wrote():
     assert inputs.at_actions(inputs.action_rewards()).tolist() == [0, 0, 1, 0, 0, 2, 0, 0, 0]
 
 
-@given(seed=seeds, decay=st.sampled_from([0.0, 0.7, 1.0]))
-@settings(max_examples=25, deadline=None)
-def test_discounted_sums_are_those_of_each_sequence(seed, decay):
-    rng = np.random.default_rng(seed)
-    lengths = torch.from_numpy(rng.integers(0, 6, rng.integers(1, 7)))
-    values = torch.from_numpy(rng.normal(size=int(lengths.sum())))
-    expected = []
-    for part in values.split(lengths.tolist()):
-        running, sums = 0.0, []
-        for value in part.flip(0).tolist():
-            running = value + decay * running
-            sums.append(running)
-        expected += sums[::-1]
-    assert discounted_sums(values, lengths, decay).tolist() == expected
+def test_nothing_kept_is_zero_and_has_no_variance():
+    nothing = torch.zeros(2, 3).bool()
+    assert float(masked_mean(torch.ones(2, 3), nothing)) == 0
+    with pytest.raises(ValueError, match="a variance over 0 tokens"):
+        masked_var(torch.ones(2, 3), nothing)

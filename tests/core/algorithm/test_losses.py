@@ -1,4 +1,4 @@
-"""Policy losses, the value loss and the weights that make an objective of them."""
+"""Policy losses, the value loss and the weights of an objective: by hand. Formulas are held to tests/golden."""
 
 import math
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from core.algorithm.losses import clip_cov_tokens, covariances, kl_cov_tokens, p
 from core.config.registry import LOSS_AGG_MODES, POLICY_LOSSES
 from core.config.training_keys import PolicyLossConfig
 from core.errors import InputError
-from tests import reference
 from tests.padded import padded_loss, padded_loss_weights
 
 NUMBERS = {
@@ -46,14 +45,6 @@ def called(name, logp, old, adv, mask, config=CONFIG):
 # -- policy losses ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_losses_are_their_formulas(name, seed):
-    logp, old, adv, mask = make(seed)
-    expected = reference.policy_loss(name, *(value.numpy() for value in (logp, old, adv, mask)), NUMBERS)
-    np.testing.assert_allclose(called(name, logp, old, adv, mask)[0], expected, rtol=1e-12)
-
-
 def test_vanilla_by_hand():
     """Ratios 2, 2, 0.5, 0.5, 4 with advantages 2, -1, 2, -1, -1; bounds 0.9 and 1.3, dual clip 3."""
     config = SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 3.0})
@@ -70,17 +61,6 @@ def test_vanilla_by_hand():
     assert stats["ppo_kl"][0].tolist() == pytest.approx(
         [-math.log(2), -math.log(2), math.log(2), math.log(2), -math.log(4)]
     )
-
-
-@pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo"])
-def test_a_bound_that_is_not_given_is_clip_ratio(name):
-    logp, old, adv, mask = make(0)
-    one = SimpleNamespace(**{**NUMBERS, "clip_ratio": 0.05, "clip_ratio_low": None, "clip_ratio_high": None})
-    both = SimpleNamespace(**{**NUMBERS, "clip_ratio_low": 0.05, "clip_ratio_high": 0.05})
-    low = SimpleNamespace(**{**NUMBERS, "clip_ratio": 0.05, "clip_ratio_high": None})
-    loss = padded_loss(name)
-    assert torch.equal(loss(logp, old, adv, mask, one)[0], loss(logp, old, adv, mask, both)[0])
-    assert not torch.equal(loss(logp, old, adv, mask, one)[0], loss(logp, old, adv, mask, low)[0])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -101,14 +81,6 @@ def test_what_lies_outside_the_mask_reaches_neither_loss_nor_gradient_nor_stats(
         assert torch.equal(clean, dirty)
 
 
-@pytest.mark.parametrize("name", ["vanilla", "gspo", "sapo", "cispo"])
-def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
-    _, old, adv, mask = make(4)
-    logp = old.clone().requires_grad_()
-    padded_loss(name)(logp, old, adv, mask, CONFIG)[0].sum().backward()
-    torch.testing.assert_close(logp.grad, torch.where(mask, -adv, 0))
-
-
 def test_a_loss_of_the_user_s_own(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def loss(x):\n    return -x.advantages, {}\n")
@@ -120,28 +92,6 @@ def test_a_loss_of_the_user_s_own(tmp_path):
         padded_loss_weights(torch.ones(1, 1).bool(), "mean")
     with pytest.raises(ValueError, match="clip_ratio_c=1.0"):  # a dual clip that would cut the plain ratio
         padded_loss("vanilla")(logp, old, adv, mask, SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 1.0}))
-
-
-def test_gradients_of_gspo_and_cispo():
-    """Of gspo with one advantage a row: that of its sequence objective. Of cispo: the clipped weight on every token."""
-    logp, old, adv, mask = make(2)
-    adv = adv[:, :1].expand_as(adv).clone()
-    logp.requires_grad_()
-
-    def objective(x):
-        return reference.policy_loss("gspo", x, old.numpy(), adv.numpy(), mask.numpy(), NUMBERS).sum()
-
-    (found,) = torch.autograd.grad(padded_loss("gspo")(logp, old, adv, mask, CONFIG)[0].sum(), logp)
-    numeric, base = np.zeros(logp.shape), logp.detach().numpy()
-    for at in np.ndindex(*base.shape):
-        step = np.zeros_like(base)
-        step[at] = 1e-6
-        numeric[at] = (objective(base + step) - objective(base - step)) / 2e-6
-    np.testing.assert_allclose(found, numeric, atol=1e-7)
-    assert np.abs(numeric).max() > 0.1
-    (found,) = torch.autograd.grad(padded_loss("cispo")(logp, old, adv, mask, CONFIG)[0].sum(), logp)
-    weight = (logp - old).exp().clamp(0.9, 1.3)
-    torch.testing.assert_close(found, torch.where(mask, -weight * adv, 0).detach())
 
 
 def test_geo_mean_is_the_geometric_mean_of_bounded_ratios():
@@ -254,21 +204,6 @@ def test_what_lies_outside_the_mask_does_not_reach_the_value_loss():
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@given(seed=st.integers(0, 10**6), pieces=st.integers(1, 5))
-@settings(max_examples=20, deadline=None)
-def test_weights_are_the_published_aggregations_however_the_rows_are_split(mode, seed, pieces):
-    """Micro-batches and ranks slice the step's weights: one objective."""
-    loss, _, _, mask = make(seed)
-    weight = padded_loss_weights(mask.double(), mode, scale_factor=11)
-    parts = np.array_split(np.random.default_rng(seed).permutation(len(loss)), pieces)
-    expected = reference.aggregate(loss.numpy(), mask.numpy(), mode, width=11)
-    assert sum(float((loss[p] * weight[p]).sum()) for p in parts) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    if mode in ("token-mean", "seq-mean-token-mean"):
-        assert float(weight.sum()) == pytest.approx(float(mask.any()))
-    assert not padded_loss_weights(torch.zeros(3, 4).bool(), mode).any()
-
-
 def test_weights_by_hand():
     """Rows of 3, 1 and 0 tokens: four tokens, two rows that count."""
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
@@ -282,3 +217,4 @@ def test_weights_by_hand():
     assert first_two("seq-mean-token-mean") == pytest.approx([1 / 6, 1 / 2])
     assert first_two("seq-mean-token-sum") == pytest.approx([1 / 2, 1 / 2])
     assert first_two("seq-mean-token-sum-norm", scale_factor=5) == pytest.approx([1 / 10, 1 / 10])
+    assert not any(padded_loss_weights(torch.zeros(3, 4).bool(), mode).any() for mode in LOSS_AGG_MODES)

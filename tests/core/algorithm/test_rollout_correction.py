@@ -9,8 +9,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from core.algorithm import rollout_correction as rc
 from core.algorithm.losses import MetricSums
@@ -29,30 +27,6 @@ HALF = math.log(2)
 def flat(log_ratio, mask):
     """Return log-ratio and mask of rows without padding, and their lengths."""
     return log_ratio.flatten(), mask.flatten(), torch.full((len(mask),), mask.shape[1])
-
-
-def random_ratios(seed, scale):
-    rng = np.random.default_rng(seed)
-    mask = rng.random((4, 6)) < 0.7
-    mask[0] = True
-    return np.where(mask, rng.normal(size=(4, 6)) * scale, 0.0), mask
-
-
-@given(
-    seed=st.integers(0, 10**6), scale=st.sampled_from([0.01, 0.7, 30.0]), level=st.sampled_from(["token", "sequence"])
-)
-@settings(max_examples=30, deadline=None)
-def test_weights_are_their_formula(seed, scale, level):
-    d, mask = random_ratios(seed, scale)
-    exponent = d if level == "token" else np.repeat(np.where(mask, d, 0).sum(1, keepdims=True), 6, 1)
-    weight = np.exp(np.clip(exponent, -20, 20))
-    expected = {
-        Bounds(None, 2.0): np.minimum(weight, 2),
-        Bounds(0.5, 1.7): np.where((weight >= 0.5) & (weight <= 1.7), weight, 0),
-    }
-    for bounds, wanted in expected.items():
-        applied, _ = rc.importance_weights(*flat(torch.tensor(d), torch.tensor(mask)), level, bounds)
-        np.testing.assert_allclose(applied.view(mask.shape), np.where(mask, wanted, 0), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -108,10 +82,7 @@ def test_rejected_tokens_leave_the_denominators_and_nothing_else():
     assert batch.padded("loss_mask").tolist() == [[False, False, True, True], [False, True, True, True]]
     assert bool(batch.in_group_stats.all()) and batch.rollout_is_weights is None
     (step,) = mini_batches(batch, prompts=2, agg_mode="token-mean", scale_factor=1.0)
-    assert step.padded("loss_weight").tolist() == [
-        [0, 0, pytest.approx(0.2), pytest.approx(0.2)],
-        [0, *[pytest.approx(0.2)] * 3],
-    ]
+    assert step.padded("loss_weight").flatten().tolist() == pytest.approx([0, 0, 0.2, 0.2, 0, 0.2, 0.2, 0.2])
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
     whole, _ = corrected(rollout_rs="sequence", rollout_rs_threshold=1.5)

@@ -1,4 +1,3 @@
-import hashlib
 import json
 from pathlib import Path
 
@@ -7,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import ExampleFile, Problems, sha256_of
+from core.data.parquet import ExampleFile, Problems
 from core.errors import InputError
 from tests.row_files import plain_row, rows_file, write_parquet
 
@@ -136,11 +135,6 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "no column 'data_source' (data.reward_fn_key), 'reward_model' (the schema)" in error(Path(columns))
 
 
-def test_a_folder_named_like_a_partition_adds_no_column(tmp_path):
-    (tmp_path / "split=train").mkdir()
-    assert ExampleFile(rows_file(tmp_path / "split=train/a.parquet", 2)).example(1).prompt == "s1"
-
-
 def test_names_and_hashes_say_when_rows_ask_the_same(tmp_path):
     rows = [
         plain_row(0),
@@ -158,8 +152,3 @@ def test_names_and_hashes_say_when_rows_ask_the_same(tmp_path):
     for index, name in (("9a9b", "s/-/9a9b"), ("", None), (1.0, None)):
         path = write_parquet(tmp_path / "b.parquet", [plain_row(0, extra_info={"index": index})])
         assert ExampleFile(path).example(0).name == name
-
-
-def test_the_hash_of_a_file(tmp_path):
-    (tmp_path / "x").write_bytes(b"abc" * 700_000)
-    assert sha256_of(tmp_path / "x") == hashlib.sha256(b"abc" * 700_000).hexdigest()

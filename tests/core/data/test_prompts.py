@@ -105,23 +105,21 @@ def long_and_short(tmp_path):
     return write_parquet(tmp_path / "long.parquet", [plain_row(n, text="x" * (n + 2)) for n in range(6)])
 
 
-def test_overlong_prompts_are_left_out_and_counted(long_and_short, caplog):
+def test_overlong_prompts_are_left_out_or_cut_and_counted_or_an_error(long_and_short, three, caplog):
     caplog.set_level(logging.INFO, "core.data.prompts")
-    prompts = stream(long_and_short, max_prompt_length=4, filter_overlong_prompts=True)
-    assert sorted(golds(map(prompts.prompt, range(3)))) == ["0", "1", "2"] and len(prompts) == 3
-    left_out = "3 left out and 0 cut as longer than data.max_prompt_length=4 tokens, longest prompt 4 tokens"
-    assert len(prompts) == 3 and left_out in caplog.text
+    limit, filtered = dict(max_prompt_length=4), dict(filter_overlong_prompts=True)
+    prompts = stream(long_and_short, **limit, **filtered)
+    assert len(prompts) == 3 and sorted(golds(map(prompts.prompt, range(3)))) == ["0", "1", "2"]
+    assert "3 left out and 0 cut as longer than data.max_prompt_length=4 tokens, longest prompt 4" in caplog.text
     said = "all 6 prompts are longer than data.max_prompt_length=1 tokens", "the shortest has 2"
-    refused(lambda: stream(long_and_short, max_prompt_length=1, filter_overlong_prompts=True), *said)
-
-
-def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short, caplog):
-    caplog.set_level(logging.INFO, "core.data.prompts")
+    refused(lambda: stream(long_and_short, max_prompt_length=1, **filtered), *said)
     parts = ("long.parquet", "data.max_prompt_length=4 tokens in 3 rows (3: 5 tokens, 4: 6 tokens, 5: 7 tokens)")
-    refused(lambda: stream(long_and_short, max_prompt_length=4), *parts, "data.filter_overlong_prompts=True")
-    prompts = stream(long_and_short, max_prompt_length=4, truncation="left")
+    refused(lambda: stream(long_and_short, **limit), *parts, "data.filter_overlong_prompts=True")
+    prompts = stream(long_and_short, **limit, truncation="left")
     assert max(len(prompts.prompt(ordinal).token_ids) for ordinal in range(6)) == 4
     assert "0 left out and 3 cut as longer than data.max_prompt_length=4 tokens" in caplog.text
+    short = validation([long_and_short, three[0]], **limit, **filtered)
+    assert [prompt.ordinal for prompt in short] == [-1, -2, -3, *range(-7, -14, -1)]
 
 
 def test_all_problems_of_all_files_come_together(three, tmp_path):
@@ -179,16 +177,6 @@ def test_copies_of_a_question_share_their_uid_and_are_counted(tmp_path, caplog):
     assert {stream(named).prompt(ordinal).uid for ordinal in range(2)} == {"s/train/0"}
 
 
-def test_rows_for_the_scorers(three, long_and_short, tmp_path):
-    unused = write_parquet(tmp_path / "d.parquet", [plain_row(0, "d", text="too long"), plain_row(0)])
-    prompts = stream([*three, long_and_short], max_prompt_length=3, filter_overlong_prompts=True)
-    fitting = stream(unused, max_prompt_length=3, filter_overlong_prompts=True)
-    assert {row.data_source for row in fitting.files.examples()} == {"s"}
-    assert Counter(row.data_source for row in prompts.files.examples()) == {"a": 7, "b": 5, "c": 12, "s": 2}
-    first = [row.where.rpartition("/")[2] for row in prompts.files.first.values()]
-    assert first == [f"{file}.parquet row 0" for file in ("a", "b", "c", "long")]
-
-
 def test_validation_asks_every_row_in_order(three):
     prompts = validation(three)
     assert [prompt.uid for prompt in prompts][6:8] == ["a/train/6", "b/train/0"]
@@ -208,13 +196,6 @@ def test_a_validation_choice_is_a_file_s_own_and_the_same_for_every_run(three):
     assert golds(only_c) != ["0", "1", "2", "3"]
     assert golds(only_c) == sorted(golds(only_c), key=int)
     assert golds(validation(three[2:], val_max_samples=4, seed=5)) != golds(only_c)
-
-
-def test_validation_can_be_filtered(three, long_and_short, caplog):
-    with caplog.at_level(logging.INFO, "core.data.prompts"):
-        short = validation([long_and_short, three[0]], max_prompt_length=4, filter_overlong_prompts=True)
-    assert [prompt.ordinal for prompt in short] == [-1, -2, -3, *range(-7, -14, -1)]
-    assert "3 left out" in caplog.text
 
 
 def test_files_with_different_kinds_of_ground_truth_go_together(tmp_path):

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.data.prompts import Encoder
-from core.data.vocabulary import ChatError, end_ids, template_ends, writable
+from core.data.vocabulary import end_ids, template_ends, writable
 from tests.core.data.templates import FAMILIES, tokenizer_of
 
 CHAT = {"role": "user", "content": "q"}
@@ -26,15 +25,6 @@ def test_without_a_template_or_with_a_broken_one_the_tokenizer_s_end_is_left():
     for template in (None, "{{ raise_exception('no') }}", "{{ messages[9].content }}", "nothing"):
         words.chat_template = template
         assert end_ids(words) == {words.eos_token_id} and end_ids(SimpleNamespace(eos_token_id=3)) == {3}
-
-
-def test_a_role_whose_text_is_left_out_is_found():
-    encoder, other = Encoder(tokenizer_of("phi3")), {"role": "developer", "content": "d"}
-    encoder.check_roles([{"role": "system", "content": "s"}, CHAT])
-    encoder.check_roles("a string")
-    for _ in range(2):
-        with pytest.raises(ChatError, match="role developer"):
-            encoder.check_roles([CHAT, other])
 
 
 def test_text_that_no_tokenizer_takes_is_replaced():

@@ -15,9 +15,7 @@ from core.engines import SampleRequest, make_engine
 from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.learner.passes import WeightSyncError
-from core.types import Stop
 from tests.core.engine_contract import (
-    HELLO,
     PROMPTS,
     Counts,
     ModelEngineContract,
@@ -43,7 +41,6 @@ class TestHF(ModelEngineContract):
 MODELS = {
     "qwen2": tiny_model,
     "gpt2": lambda: tiny_model("gpt2"),
-    "one head of keys": lambda: tiny_model(num_key_value_heads=1),
     "a head of keys each": lambda: tiny_model(num_key_value_heads=4),
     "tied": lambda: tiny_model(tie_word_embeddings=True),
     "wide heads": lambda: tiny_model("llama", head_dim=24),
@@ -250,30 +247,6 @@ def test_the_cache_stays_within_its_bytes():
     assert 0.5 * 2000 * PER_TOKEN < max(held) <= 2000 * PER_TOKEN
     with pytest.raises(ValueError, match="cache_gib"):
         sample_all(engine_of(100), [ask(max_tokens=120)])
-
-
-def test_a_late_sample_shares_the_prompt_that_is_decoding():
-    engine, prompt = HFEngine(tiny_model(), tiny_tokenizer()), tuple(range(4, 54))
-
-    async def late():
-        early = asyncio.ensure_future(engine.sample(ask(prompt, max_tokens=40, ignore_eos=True)))
-        await engine.sample(ask(HELLO, max_tokens=5, ignore_eos=True))
-        engine.probe((4, 5, 6, 7))  # which disturbs nothing
-        return await asyncio.gather(early, engine.sample(ask(prompt, seed=8, max_tokens=40, ignore_eos=True)))
-
-    for trajectory in run(late()):
-        expected = full_logprobs(tiny_model(), ask(prompt), ids(trajectory))
-        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
-    assert engine.prefill_tokens == len(prompt) - 1 + len(HELLO) - 1
-
-
-def test_any_end_of_sequence_id_ends():
-    model = tiny_model()
-    free = ids(sample_all(HFEngine(model, tiny_tokenizer()), [ask(max_tokens=30, ignore_eos=True)])[0])
-    end = next(i for i in range(3, 30) if free[i] not in free[:i])
-    model.generation_config.eos_token_id = [1, free[end]]
-    ended = sample_all(HFEngine(model, tiny_tokenizer()), [ask(max_tokens=30)])[0]
-    assert (ids(ended), ended.stop) == (free[: end + 1], Stop.EOS)
 
 
 def test_make_engine_follows_the_configuration():

@@ -93,14 +93,6 @@ class TestSGLang(ModelEngineContract):
     test_aborted_rows_are_not_computed_on = None
 
 
-def test_a_later_sample_finds_its_prompt_until_the_weights_change(engine):
-    body = {"input_ids": list(range(40, 90)), "sampling_params": {"max_new_tokens": 1}, "stream": False}
-    first, second = (engine.server.call("/generate", body)["meta_info"]["cached_tokens"] for _ in range(2))
-    assert (first, second) == (0, 49)
-    engine.update_weights(tiny_model(**SHAPE).state_dict().items(), 1)
-    assert engine.server.call("/generate", body)["meta_info"]["cached_tokens"] == 0
-
-
 def test_any_stale_weight_of_a_run_is_noticed(engine, model, monkeypatch):
     """A sync brings every weight, and one that is left out is noticed: each in its turn."""
     monkeypatch.setattr(sglang, "make", lambda *_: engine)  # the server that runs already

@@ -7,8 +7,7 @@ import json
 import re
 import threading
 import time
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from core.errors import InputError, WorkersLost
 from core.types import Stop
 from tests.core.engine_contract import HELLO, ask, ids, run, sample_all
 from tests.core.ray_cluster import write_model
+from tests.search import reply, serving
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 ROLLOUT, CPU = "actor_rollout_ref.rollout", torch.device("cpu")
@@ -34,48 +34,25 @@ def scripted(generate):
     status, or a list of what a stream brings."""
     seen = []
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def behave(handler, body):
+        if "model_path" in body:
+            body["weights"] = load_file(f"{body['model_path']}/model.safetensors")
+        seen.append((handler.path, body))
+        made = (
+            generate(body) if handler.path == "/generate" else {"success": True, "ranks": [{"per_gpu_checksum": "1f"}]}
+        )
+        if made is None:  # it dies
+            handler.close_connection = True
+        elif isinstance(made, list):
+            data = "".join(f"data: {one if isinstance(one, str) else json.dumps(one)}\n\n" for one in made)
+            reply(handler, 200, data.encode(), [("Content-Type", "text/event-stream")])
+        elif isinstance(made, int):
+            reply(handler, made, {"error": {"message": "scripted"}})
+        else:
+            reply(handler, 200, made)
 
-        def do_GET(self):
-            self.reply({})
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if "model_path" in body:
-                body["weights"] = load_file(f"{body['model_path']}/model.safetensors")
-            seen.append((self.path, body))
-            made = {"success": True, "ranks": [{"per_gpu_checksum": "1f"}]}
-            self.reply(generate(body) if self.path == "/generate" else made)
-
-        def reply(self, made):
-            if made is None:  # it dies
-                self.close_connection = True
-                return
-            status, kind = (made if isinstance(made, int) else 200), "application/json"
-            if isinstance(made, list):
-                kind = "text/event-stream"
-                data = "".join(f"data: {one if isinstance(one, str) else json.dumps(one)}\n\n" for one in made).encode()
-            else:
-                data = json.dumps({"error": {"message": "scripted"}} if isinstance(made, int) else made).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            with suppress(BrokenPipeError):  # aborted
-                self.wfile.write(data)
-
-        def log_message(self, *_):
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(behave, "", listed=lambda handler, _: reply(handler, 200, {})) as url:
+        yield url, seen
 
 
 def written(tokens, why="length", total=None, **meta):

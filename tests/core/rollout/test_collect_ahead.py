@@ -7,16 +7,13 @@ import math
 import random
 import shutil
 import threading
-from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.data.draw_order import derive_seed, sampling_seed
-from core.rollout.collect import Ahead, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
-from core.tracking.metrics import BusyClock
-from core.types import StepMetrics
+from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.rollout.test_collect import Rollouts
@@ -172,23 +169,3 @@ def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
             run.fit()
         assert run.run.step == 1  # a fault in the collection surfaces after the update
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
-
-
-def test_work_runs_beside_and_can_be_given_up():
-    begun, released, metrics = threading.Event(), threading.Event(), StepMetrics(1)
-
-    async def work():
-        begun.set()
-        while not released.is_set():
-            await asyncio.sleep(0)
-        return CollectState(7)
-
-    with asyncio.Runner() as runner, closing(Ahead(runner, BusyClock("decode"), overlaps=True)) as ahead:
-        ahead.start(work(), metrics)
-        assert begun.wait(10)  # it runs while this thread does what it likes
-        released.set()
-        assert ahead.result(metrics) == CollectState(7) and "timing_s/hidden_ahead" in metrics.values
-        released.clear()
-        ahead.start(work(), StepMetrics(2))
-        ahead.close()  # endless otherwise
-        assert runner.run(asyncio.sleep(0, 3)) == 3  # the loop is free again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -64,26 +63,13 @@ class Any(BaseTool):
         return RAISES[what]() if what in RAISES else {**RETURNS, **TEXTS}[what]
 
 
-class Blocks(BaseTool):
-    """Blocks its thread where it is asked to."""
-
-    tool_schema = {"type": "function", "function": {"name": "blocks"}}
-
-    def execute(self, instance_id, parameters, **kwargs):
-        threading.Event().wait(60 if parameters else 0)
-        return "here", 1.0, {}
-
-
 class Counter(BaseTool):
     """Counts the calls of an episode, from a number of the example's on, and rewards them."""
 
     tool_schema = {"type": "function", "function": {"name": "counter"}}
     counts: dict[str, int] = {}
-    fails = ""
 
     async def create(self, instance_id=None, start=(0,), **kwargs):
-        if self.fails == "create":
-            raise KeyError("create")
         self.counts[instance_id] = list(start).pop()
         if isinstance(start, list):
             start.clear()  # it may change what it is given
@@ -95,8 +81,6 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         del self.counts[instance_id]
-        if self.fails == "release":
-            raise KeyError("release")
 
 
 class Checker(BaseInteraction):
@@ -189,13 +173,6 @@ def test_a_call_is_answered_or_told_what_is_wrong_with_it(tmp_path, said, answer
     assert loop.metrics()["agent/invalid_calls"] == 1 - made
 
 
-def test_arguments_that_break_the_check_of_the_schema_are_invalid_calls(tmp_path):
-    strict = "{type: function, function: {name: any, parameters: {properties: {what: {multipleOf: 0.5}}}}}"
-    tools = f"{own('Any')}    tool_schema: {strict}\n"
-    trajectory, loop = played(tmp_path, [call("any", what=10**400), "2"], tools=tools)
-    assert trajectory.turns == 2 and loop.metrics()["agent/invalid_calls"] == 1
-
-
 # --- the stream of tokens ---
 
 
@@ -214,35 +191,29 @@ def test_without_a_template_the_tags_stand_alone(tmp_path):
     assert added(trajectory) == "<tool_response>2</tool_response>"
 
 
-def framed(tmp_path, name, role, last, texts=("REPLY",), stop=Stop.EOS):
-    words = tokenizer_of(name)
-    tools, users = (CALCULATOR, None) if role == "tool" else (None, USERS)
-    loop = loop_of(tmp_path, f"{MULTI}.max_parallel_calls={len(texts)}", tools=tools, users=users, words=words)
-    added, end = [], words.convert_tokens_to_ids(last)
-    parts = {"encode": lambda text: [], "add": lambda text, role, ids: added.append(text)}
-    loop.add(role, list(texts), SimpleNamespace(ids=[end], stop=stop, **parts))
-    return last + added[0]
+FRAME = "\n<|im_start|>user{}<|im_end|>\n<|im_start|>assistant\n"
+TWO_ANSWERS = "\n<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response>"
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "last", "expected"),
+    ("name", "role", "last", "texts", "expected"),
     [
-        ("gemma", "user", "<end_of_turn>", "\n<start_of_turn>user\nREPLY<end_of_turn>\n<start_of_turn>model\n"),
-        ("glm4", "tool", "<|observation|>", "\nREPLY<|assistant|>\n"),
-        ("gpt-oss", "user", "<|end|>", "<|start|>user<|message|>REPLY<|end|><|start|>assistant"),
-        ("base with chatml", "user", "<|endoftext|>", "\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"),
+        ("gemma", "user", "<end_of_turn>", "R", "\n<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\n"),
+        ("glm4", "tool", "<|observation|>", "R", "\nR<|assistant|>\n"),
+        ("gpt-oss", "user", "<|end|>", "R", "<|start|>user<|message|>R<|end|><|start|>assistant"),
+        ("base with chatml", "user", "<|endoftext|>", "R", FRAME.format("\nR")),
+        ("chatml", "user", "x", "R", f"<|im_end|>{FRAME.format(chr(10) + 'R')}"),  # a turn that was cut gets its end
+        ("chatml", "tool", "<|im_end|>", "AB", FRAME.format(TWO_ANSWERS)),  # answers of several calls one frame
     ],
 )
-def test_the_end_of_a_turn_is_written_once(tmp_path, name, role, last, expected):
-    assert framed(tmp_path, name, role, last) == last + expected
-
-
-def test_a_turn_that_was_cut_gets_its_end_and_answers_of_several_calls_one_frame(tmp_path):
-    expected = "x<|im_end|>\n<|im_start|>user\nREPLY<|im_end|>\n<|im_start|>assistant\n"
-    assert framed(tmp_path, "chatml", "user", "x", stop=Stop.STOP_STRING) == expected
-    answers = "\n<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response>"
-    expected = f"<|im_end|>\n<|im_start|>user{answers}<|im_end|>\n<|im_start|>assistant\n"
-    assert framed(tmp_path, "chatml", "tool", "<|im_end|>", ("A", "B")) == expected
+def test_the_end_of_a_turn_is_written_once(tmp_path, name, role, last, texts, expected):
+    words, added = tokenizer_of(name), []
+    tools, users = (CALCULATOR, None) if role == "tool" else (None, USERS)
+    loop = loop_of(tmp_path, f"{MULTI}.max_parallel_calls={len(texts)}", tools=tools, users=users, words=words)
+    parts = {"encode": lambda text: [], "add": lambda text, role, ids: added.append(text)}
+    stop = Stop.STOP_STRING if last == "x" else Stop.EOS
+    loop.add(role, list(texts), SimpleNamespace(ids=[words.convert_tokens_to_ids(last)], stop=stop, **parts))
+    assert added == [expected]
 
 
 @pytest.mark.parametrize(
@@ -296,20 +267,17 @@ def test_examples_that_choose_what_is_not_there_are_refused_before_a_start(tmp_p
 # --- limits ---
 
 
-def test_no_more_calls_are_made_than_an_episode_has(tmp_path):
-    trajectory, loop = played(tmp_path, [ONE_AND_ONE, ONE_AND_ONE, "2"], f"{MULTI}.max_tool_calls=1")
-    assert trajectory.tool_calls == 1
-    assert "error: no call is left: an episode has 1" in added(trajectory)
-    assert (loop.metrics()["agent/calls"], loop.metrics()["agent/invalid_calls"]) == (2, 0.5)
-
-
-def test_calls_of_a_turn_beyond_the_limit_are_not_answered(tmp_path):
+def test_calls_are_bounded_in_a_turn_and_in_an_episode(tmp_path):
     turn = ONE_AND_ONE + call("calculator", expression="2 + 2")
     one, _ = played(tmp_path, [turn, "2"])
     both, _ = played(tmp_path, [turn, "2"], f"{MULTI}.max_parallel_calls=2")
     assert added(one) == "\n<bos>tool\n2<eos>\n<bos>assistant\n"
     assert added(both) == "\n<bos>tool\n2<eos>\n<bos>tool\n4<eos>\n<bos>assistant\n"
     assert (one.tool_calls, both.tool_calls) == (1, 2)
+    trajectory, loop = played(tmp_path, [ONE_AND_ONE, ONE_AND_ONE, "2"], f"{MULTI}.max_tool_calls=1")
+    metrics = loop.metrics()
+    assert (trajectory.tool_calls, metrics["agent/calls"], metrics["agent/invalid_calls"]) == (1, 2, 0.5)
+    assert "error: no call is left: an episode has 1" in added(trajectory)
 
 
 def test_turns_and_answers_are_bounded(tmp_path):
@@ -352,15 +320,11 @@ def test_any_text_is_an_answer_and_a_refusal_is_counted(tmp_path):
     assert metrics["agent/refused_calls"] == 1 / 5 and metrics["agent/failed_calls"] == 0
 
 
-@pytest.mark.parametrize("tool", ["Any", "Blocks"])
-def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path, tool):
+def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path):
     turns = [call("any", what="hang"), call("any", what="empty"), "2"]
-    if tool == "Blocks":
-        turns = [call("blocks", long=True), call("blocks"), "2"]
-    trajectory, loop = played(tmp_path, turns, f"{MULTI}.tool_timeout_s=0.2", tools=own(tool))
+    trajectory, loop = played(tmp_path, turns, f"{MULTI}.tool_timeout_s=0.2", tools=own("Any"))
     assert "no answer in 0.2 s" in added(trajectory) and trajectory.turns == 3
     assert loop.metrics()["agent/failed_calls"] == 1 / 2
-    assert trajectory.tool_rewards == ((1.0,) if tool == "Blocks" else ())
 
 
 def test_a_tool_keeps_the_state_of_each_episode_and_rewards_it(tmp_path):
@@ -372,9 +336,9 @@ def test_a_tool_keeps_the_state_of_each_episode_and_rewards_it(tmp_path):
     assert Counter.counts == {} and loop.metrics()["agent/tool_state_failures"] == 0
 
 
-@pytest.mark.parametrize(("fails", "answer"), [("create", "error: the tool failed: KeyError"), ("release", "1")])
-def test_a_tool_that_cannot_begin_or_end_costs_no_run(tmp_path, monkeypatch, fails, answer):
-    monkeypatch.setattr(Counter, "fails", fails)
+@pytest.mark.parametrize(("method", "answer"), [("create", "error: the tool failed: KeyError"), ("release", "1")])
+def test_a_tool_that_cannot_begin_or_end_costs_no_run(tmp_path, monkeypatch, method, answer):
+    monkeypatch.setattr(Counter, method, lambda self, *_, **__: {}["x"])
     trajectory, loop = played(tmp_path, [call("counter"), "2"], tools=own("Counter"))
     assert f"<bos>tool\n{answer}" in added(trajectory) and loop.metrics()["agent/tool_state_failures"] == 1
 

@@ -21,12 +21,8 @@ ALONE = ("actor_rollout_ref.actor.use_kl_loss=False", "algorithm.adv_estimator=g
 
 def batch() -> TrainBatch:
     """Four prompts: one has two pictures, one a picture, two have none; then what the update reads."""
-    asked = [
-        prompt(0, "<image> and <image>?", picture(1), picture(2)),
-        prompt(1, "no picture, but many more words than that"),
-        prompt(2, "a <image>", picture(3)),
-        prompt(3, "none"),
-    ]
+    asked = [prompt(0, "<image> and <image>?", picture(1), picture(2)), prompt(1, "no picture, but many more words")]
+    asked += [prompt(2, "a <image>", picture(3)), prompt(3, "none")]
     made = sampled(vision_model(), asked, n=2)
     draw = torch.Generator().manual_seed(0)
     advantages = torch.randn(made.tokens, generator=draw) * made.response_mask

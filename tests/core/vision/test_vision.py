@@ -105,20 +105,6 @@ def test_the_body_gives_what_transformers_gives(case):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_a_picture_goes_through_the_tower_once_a_pass(monkeypatch):
-    model, asked, counts = vision_model(), prompt(0, "<image>", picture(1)), []
-    inner = model.base_model.get_image_features
-
-    def counting(pixels, grid, **more):
-        counts.append(len(pixels))
-        return inner(pixels, grid, **more)
-
-    monkeypatch.setattr(model.base_model, "get_image_features", counting)
-    ids = torch.tensor([asked.token_ids] * 3)
-    run_with_pictures(model, ids, picture_inputs(model, ids, [asked.media] * 3), use_cache=False)
-    assert counts == [picture(1).tokens * 4]
-
-
 def test_placeholders_that_the_policy_wrote_are_ordinary_tokens():
     model, asked = vision_model(), prompt(0, "a<image>b", picture(1))
     ids = [*asked.token_ids, 101, 101, 5]
