@@ -81,8 +81,6 @@ def test_gae_by_hand():
     assert advantages[0].tolist() == pytest.approx([-2.25 / std, -1.125 / std, 0, (6 - mean) / std], 1e-5)
 
 
-# -- what must not change them ----------------------------------------------------------------------------------------
-
 seeds = st.integers(0, 10**6)
 
 
@@ -134,9 +132,6 @@ def test_equal_rewards_give_exactly_zero(name, seed, value, dtype):
     rewards[:, -1] = value
     inputs = make_inputs(seed, n=3, token_level_rewards=rewards, in_group_stats=None)
     assert not ESTIMATORS[name](inputs)[0].any()
-
-
-# -- edges ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])

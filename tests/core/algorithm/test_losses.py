@@ -42,9 +42,6 @@ def called(name, logp, old, adv, mask, config=CONFIG):
     return padded_loss(name)(logp, old, adv, mask, config, *apart)
 
 
-# -- policy losses ----------------------------------------------------------------------------------------------------
-
-
 def test_vanilla_by_hand():
     """Ratios 2, 2, 0.5, 0.5, 4 with advantages 2, -1, 2, -1, -1; bounds 0.9 and 1.3, dual clip 3."""
     config = SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 3.0})
@@ -108,8 +105,6 @@ def test_geo_mean_is_the_geometric_mean_of_bounded_ratios():
     torch.testing.assert_close(logp.grad, torch.tensor(expected, dtype=torch.float64))
     assert stats["pg_clipfrac"].sum() == 2 and stats["pg_clipfrac_lower"].sum() == 1
 
-
-# -- tokens that a loss selects ---------------------------------------------------------------------------------------
 
 ALL = torch.ones(4).bool()
 QUARTER = 0.25 * math.log(2)
@@ -179,9 +174,6 @@ def test_rounding_decides_nothing_in_kl_cov():
         torch.testing.assert_close(logp.grad, -adv, rtol=0, atol=1e-6)
 
 
-# -- the value loss ---------------------------------------------------------------------------------------------------
-
-
 def test_value_loss_by_hand():
     """Old value 1, bound 0.5. New values 3, 3, 1.2 against returns 0, 4, 2: clipped to 1.5, 1.5, 1.2."""
     values = torch.tensor([[3.0, 3.0, 1.2]], requires_grad=True)
@@ -199,9 +191,6 @@ def test_what_lies_outside_the_mask_does_not_reach_the_value_loss():
     loss, stats = value_loss(*dirty, 0.1, mask)
     assert torch.equal(loss, value_loss(*clean, 0.1, mask)[0])
     assert not loss[~mask].any() and not stats["vf_clipfrac"][~mask].any()
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 def test_weights_by_hand():

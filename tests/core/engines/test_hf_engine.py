@@ -36,8 +36,6 @@ class TestHF(ModelEngineContract):
         return Counts(engine.prefill_tokens, engine.row_steps)
 
 
-# -- models
-
 MODELS = {
     "qwen2": tiny_model,
     "gpt2": lambda: tiny_model("gpt2"),
@@ -104,9 +102,6 @@ def test_bf16_keeps_the_rotary_frequencies():
     for request, trajectory in zip(requests, sample_all(engine, requests), strict=True):
         difference = np.abs(trajectory.logprobs - full_logprobs(tiny_model(), request, ids(trajectory)))
         assert 0 < difference.mean() < 0.05
-
-
-# -- weights
 
 
 def test_tied_weights_may_come_under_one_name_or_both():
@@ -185,9 +180,6 @@ def test_a_fault_that_nobody_awaits_does_not_end_in_silence():
 
     with pytest.raises(RuntimeError, match="the grader is gone"):
         run(aborted_before_the_fault())
-
-
-# -- what is in flight
 
 
 PER_TOKEN = 2 * 2 * 2 * 8 * 4  # of the tiny model: layers, keys and values, heads, dim, bytes

@@ -97,9 +97,6 @@ def watched(engine: VLLMEngine) -> dict[str, int]:
     return work
 
 
-# -- in a run
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, **SHAPE)

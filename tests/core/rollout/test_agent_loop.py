@@ -45,9 +45,6 @@ async def said(text: str) -> str:
     return text
 
 
-# --- the stream ---
-
-
 async def two_turns(e: Episode) -> None:
     turn = await e.turn(stop=ASK)
     assert turn.text == "so <ask>x</ask>" and e.stop is Stop.STOP_STRING
@@ -77,9 +74,6 @@ def test_an_episode_is_one_stream_of_what_was_sampled_and_what_was_added():
     assert [r.seed for r in requests] == [sampling_seed(1, 3, 5, 0), sampling_seed(1, 3, 5, 1)]
     assert t.seed == sampling_seed(1, 3, 5)
     assert t.policy_version == 0, "the oldest of the turns"
-
-
-# --- limits ---
 
 
 def test_what_does_not_fit_is_not_added_at_all_and_ends_the_episode_as_truncated():

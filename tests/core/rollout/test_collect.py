@@ -62,7 +62,7 @@ def ordinals(collected):
     return [g.prompt.ordinal for g in collected.groups]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     timing=st.integers(0, 10**6),
     share=st.floats(0.15, 1.0),
@@ -84,7 +84,7 @@ def test_the_lowest_ordinals_that_pass_are_chosen_whatever_the_timing(timing, sh
     assert again.begun == rollouts.begun, "a replay begins the same groups in the same order"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(timing=st.integers(0, 10**6), share=st.floats(0.2, 1.0), staleness=st.integers(0, 2))
 def test_over_many_steps_each_passing_ordinal_is_trained_once_and_none_is_skipped(timing, share, staleness):
     keep, state, trained = passes(share), CollectState(), []

@@ -46,7 +46,7 @@ def written_out(steps: int, passing, wanted: int = P):
     return trained
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     timing=st.integers(0, 10**6),
     share=st.floats(0.2, 1.0),
@@ -84,9 +84,6 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
         if step == stop_after:  # killed and resumed: only the state is left
             state = CollectState(state.next_ordinal, state.keep_rate, dict(state.carried))
     assert trained == written_out(STEPS, lambda ordinal, version: passes(ordinal, version, share))
-
-
-# --- the trainer ---
 
 
 @pytest.fixture(scope="module")
