@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -98,15 +97,12 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device, layer_siz
     names = set(getattr(module, "_no_split_modules", None) or ())
     blocks = [part for part in module.modules() if type(part).__name__ in names]
     for block in blocks:
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(block, reshard_after_forward=True, **options)
     # The root too is resharded: a pass without gradients must not leave weights behind that the next step outdates.
     fully_shard(module, reshard_after_forward=True, **options)
     for part in [*blocks, module]:
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-    if config.forward_prefetch:
-        for block, following in pairwise(blocks):
-            block.set_modules_to_forward_prefetch([following])
     module.forward_of = MethodType(lambda self, function, *args, **kwargs: function(self, *args, **kwargs), module)
     register_fsdp_forward_method(module, "forward_of")
     return module

@@ -1,9 +1,8 @@
 """Code that a configuration names by its path: ``package.module:name`` or ``path/to/file.py:name``.
 
-A file is imported with its own folder and the root of its project (the nearest folder above with one of
-:data:`MARKERS`) on ``sys.path``, as if Python had been started there. The folders leave the path when the import ends,
-so import what you need at the top of the file. Graders import a file again by its path; what goes to Ray actors is
-pickled by value, because no actor could import it. Names of tables are those of :mod:`core.config.registry`.
+A file is imported with its own folder and its project's root (the nearest folder above with one of :data:`MARKERS`) on
+``sys.path``, until the import ends, so import what you need at the top of the file. Graders import a file again; what
+goes to Ray actors is pickled by value, because no actor could import it.
 """
 
 from __future__ import annotations
@@ -26,26 +25,21 @@ ROOT = Path(__file__).resolve().parents[2]
 # What is nobody's own: this repository's packages, Python and what is installed
 OTHERS = [ROOT / name for name in ("core", "recipes", "reward_scores", "data_preprocess", "results", "tests")]
 OTHERS += [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-_OF_PROJECTS: dict[str, tuple[str, ...]] = {}  # module that was imported for a user's file -> the folders of that file
 
 
 def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
     """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to; a file is run once.
 
     ``key`` is the configuration key the path came from. ``beside``: a file whose project may hold the module.
-
-    Raises:
-        InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
-            An exception raised by the module's own code is passed on unchanged.
+    Raises InputError: no ``:name``, no such module or file, or no such name in it.
     """
-    where, separator, name = spec.rpartition(":")
+    where, _, name = spec.rpartition(":")
     label = f"{key}={spec}" if key else spec
-    if not separator or not where or not name:
+    if not where or not name:
         raise InputError(f"{label}: write package.module:function or path/to/file.py:function")
     module = load_module(where, label, beside)
     if not hasattr(module, name):
-        public = ", ".join(sorted(item for item in vars(module) if not item.startswith("_"))) or "nothing"
-        raise InputError(f"{label}: {where} has no {name!r}; it has {public}")
+        raise InputError(f"{label}: {where} has no {name!r}; name one of its functions or classes")
     return getattr(module, name)
 
 
@@ -56,9 +50,6 @@ def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
     """
     if name in known:
         return load_object(known[name].function)
-    if ":" not in name:
-        own = "name your own as package.module:function or path/file.py:function"
-        raise InputError(f"{key}={name}: choose one of {', '.join(known)}, or {own}")
     return load_object(name, key)
 
 
@@ -113,17 +104,10 @@ def _from_file(where: str, label: str) -> ModuleType:
 
 @contextmanager
 def importing_from(file: Path) -> Iterator[None]:
-    """Put a file's folder and its project's root (and ``src`` there) first on ``sys.path`` while it is imported.
-
-    Modules of the same names that were imported for a file of another project are forgotten before.
-    """
+    """Put a file's folder and its project's root (and ``src`` there) first on ``sys.path`` while it is imported."""
     roots = [one for one in file.parents if any((one / marker).exists() for marker in MARKERS)][:1]
-    folders = tuple(map(str, dict.fromkeys([file.parent, *roots, *(one / "src" for one in roots)])))
-    for name in [name for name, others in _OF_PROJECTS.items() if others != folders]:
-        sys.modules.pop(name, None)
-        del _OF_PROJECTS[name]
+    folders = list(map(str, dict.fromkeys([file.parent, *roots, *(one / "src" for one in roots)])))
     known = set(sys.modules)
-    own = [folder for folder in folders if folder not in sys.path]  # what those on the path hold is no project's alone
     importlib.invalidate_caches()
     sys.path[:0] = folders
     try:
@@ -131,11 +115,9 @@ def importing_from(file: Path) -> Iterator[None]:
     finally:
         for folder in folders:
             sys.path.remove(folder)
-        for name in set(sys.modules) - known:
-            top, imported = name.partition(".")[0], str(getattr(sys.modules[name], "__file__", None))
-            if imported.startswith(tuple(f"{folder}/{top}{end}" for folder in own for end in ("/", ".py"))):
-                _OF_PROJECTS[name] = folders
-                _pickle_by_value(sys.modules[name])
+        for module in [sys.modules[name] for name in set(sys.modules) - known]:
+            if is_own(str(getattr(module, "__file__", None))):
+                _pickle_by_value(module)
 
 
 def _pickle_by_value(module: ModuleType) -> None:

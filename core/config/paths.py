@@ -48,21 +48,22 @@ def models(config: Config) -> dict[str, str | None]:
 
 def named(config: Config) -> Iterator[tuple[str, str]]:
     """Yield every (key, path or URL) that has to exist."""
-    yield from (("data.train_files", path) for path in config.data.train_files)
-    yield from (("data.val_files", path) for path in config.data.val_files)
-    yield from ((key, path) for key, path in models(config).items() if path and (is_local(path) or is_url(path)))
+    multi_turn, reward, trainer = config.actor_rollout_ref.rollout.multi_turn, config.reward_model, config.trainer
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
-    if custom.endswith(".py"):
-        yield "custom_reward_function.path", custom
-    judges = ["reward_model.judge.template"] if config.reward_model.judged else []
-    lists = (f"actor_rollout_ref.rollout.multi_turn.{name}_config_path" for name in ("tool", "interaction"))
-    resumed = ["trainer.resume_from_path"] if config.trainer.resume_mode == "resume_path" else []
-    paths = {key: convert.get(config, key) for key in (*judges, *lists, *resumed)}
-    yield from ((key, path) for key, path in paths.items() if path)
-    for key in OWN_FUNCTIONS:
-        value = convert.get(config, key)
-        files = (name.rpartition(":")[0] for name in (value if isinstance(value, tuple) else (value or "",)))
-        yield from ((key, path) for path in files if path.endswith(".py"))
+    functions = {key: convert.get(config, key) or () for key in OWN_FUNCTIONS}
+    functions = {key: (value,) if isinstance(value, str) else value for key, value in functions.items()}
+    table = {
+        "data.train_files": config.data.train_files,
+        "data.val_files": config.data.val_files,
+        **{key: [path] for key, path in models(config).items() if path and (is_local(path) or is_url(path))},
+        "custom_reward_function.path": [custom] if custom.endswith(".py") else [],
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path": [multi_turn.tool_config_path],
+        "actor_rollout_ref.rollout.multi_turn.interaction_config_path": [multi_turn.interaction_config_path],
+        "reward_model.judge.template": [reward.judge.template if reward.judged else None],
+        "trainer.resume_from_path": [trainer.resume_from_path if trainer.resume_mode == "resume_path" else None],
+        **{key: [name.rpartition(":")[0] for name in value if ".py:" in name] for key, value in functions.items()},
+    }
+    yield from ((key, path) for key, paths in table.items() for path in paths if path)
 
 
 def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
@@ -90,20 +91,16 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
 
 def not_checked(config: Config) -> list[str]:
     """Return what a dry run leaves open: what is not on this machine, packages, devices, logins, checkpoints."""
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    hub = [(key, path) for key, path in models(config).items() if path and not (is_local(path) or is_url(path))]
-    away = {one: 1 for one in named(config) if is_url(one[1]) or not os.path.exists(os.path.expanduser(one[1]))}
-    rows = ["lengths of prompts, and trial answers: they need all of these"] if hub or away else []
-    ray, loggers = trainer.backend == "ray", {name: registry.logger(name) for name in trainer.logger}
-    packages = [registry.ENGINES[rollout.name].package, "ray" if ray else None]
-    packages += [name for name, entry in loggers.items() if entry.function]
-    devices = f"{trainer.nnodes} x {trainer.n_gpus_per_node} " if ray else ""
+    trainer, over_ray = config.trainer, config.trainer.backend == "ray"
+    found = [*named(config), *models(config).items()]
+    away = [one for one in found if one[1] and (is_url(one[1]) or not os.path.exists(os.path.expanduser(one[1])))]
+    loggers = {name: entry for name in trainer.logger if (entry := registry.logger(name)).function}
+    packages = [registry.ENGINES[config.actor_rollout_ref.rollout.name].package, "ray" if over_ray else None, *loggers]
+    devices = f"{trainer.nnodes} x {trainer.n_gpus_per_node} " if over_ray else ""
     return [
-        *(f"not on this machine: {key}={path}" for key, path in (*away, *hub)),
-        *rows,
+        *(f"not on this machine: {key}={path}" for key, path in dict.fromkeys(away)),
         *(f"package: {name} can be imported" for name in packages if name),
         f"devices: {devices}{trainer.device or 'cuda if there is one, else cpu'}; the weights fit on them",
-        *([f"judge: {config.reward_model.judge.url} has its model"] if config.reward_model.judged else []),
         *(f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login),
         f"run folder: {trainer.default_local_dir} can be written; its checkpoints, if any, are complete",
     ]
@@ -124,7 +121,8 @@ def address_problem(config: Config) -> Problem | None:
     if trainer.backend != "ray" or trainer.device == "cpu" or cluster_address(config) is not None:
         return None
     nodes = {"trainer.nnodes": trainer.nnodes}
-    nodes |= {} if part.hybrid_engine else {"actor_rollout_ref.rollout.nnodes": part.rollout.nnodes or 1}
+    if not part.hybrid_engine:
+        nodes["actor_rollout_ref.rollout.nnodes"] = part.rollout.nnodes
     rule = "needs a Ray cluster, and neither RAY_ADDRESS nor ray_kwargs.ray_init.address names one"
     fix = "type `ray start --head` on the first node, `ray start --address=HEAD_IP:6379` on the others, then this "
     fix += "command on any of them with RAY_ADDRESS=HEAD_IP:6379 in front"

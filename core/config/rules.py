@@ -115,8 +115,9 @@ def _unread(view: View, key: str) -> str:
     )
     for section, choice, table, entry in chosen:
         name = key.removeprefix(f"{section}.")
-        if name not in entry.reads and (readers := registry.readers(table, name)):
-            return f"{choice}={convert.get(view.config, choice)} does not read it, only {readers}"
+        readers = [other for other, one in table.items() if name in one.reads]
+        if readers and name not in entry.reads:
+            return f"{choice}={convert.get(view.config, choice)} does not read it, only {', '.join(readers)}"
     within = key.partition("actor_rollout_ref.rollout.engine_kwargs.")[2].partition(".")[0]
     bounds = ("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high")
     if within not in ("", view.rollout.name):

@@ -177,9 +177,6 @@ def places_fit(c: View) -> Broken:
     if serves and c.cluster and gpus % c.rollout.tensor_model_parallel_size:
         rule = f"must divide the {gpus} GPUs of a node that engines compute on"
         yield f"{ROLLOUT}.{LAYERS}", rule, "change one of them; a model that fits one GPU needs 1"
-    if "max_model_len" in c.engine.reads and (c.rollout.max_model_len or c.longest) < c.longest:
-        rule = f"must hold max_prompt_length + max_response_length = {c.longest} tokens"
-        yield f"{ROLLOUT}.max_model_len", rule, "raise it, or leave it out"
 
 
 def who_plays_episodes(c: View) -> Broken:

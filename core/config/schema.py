@@ -106,7 +106,6 @@ class RolloutConfig(Section):
     max_num_batched_tokens: Count = execution(8192, "tokens in one iteration of the engine")
     max_num_seqs: Count = execution(1024, "sequences that an engine decodes at once")
     update_weights_bucket_megabytes: Count = execution(2048, "size in which weights travel to the engine", OVER_RAY)
-    max_model_len: Count | None = execution(None, "tokens of a sequence; null: prompt and response lengths")
     enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations")
     enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once")
     engine_kwargs: Open = execution(FrozenDict(), "arguments of an engine: engine_kwargs.vllm.*, .hf.*", code=ARGUMENTS)
@@ -134,16 +133,9 @@ class JudgeConfig(Section):
     template: str | None = files(
         None, "file of what the judge reads, with {question}, {response}, {reference}; null: judge_template.txt here"
     )
-    lowest: float = key(0.0, "least number that counts")
-    highest: float = key(1.0, "largest number that counts")
-    temperature: NonNegative = key(0.0, "of the judge's sampling")
-    seed: Size = key(0, "of the judge's sampling")
     max_tokens: Count = key(1024, "tokens of a reply; one that is cut off has no number")
-    extra: Open = key(FrozenDict(), "further fields of a request; null takes one of the usual fields out")
     max_concurrent: Count = execution(32, "requests at a time")
     timeout_s: Positive = execution(120.0, "seconds for a try of a request")
-    give_up_s: Positive = execution(600.0, "seconds in which a request that failed is tried again, with growing pauses")
-    max_failures: Count = execution(100, "answers in a row without a number, after which the run ends")
     cache_dir: str | None = execution(None, "folder of kept replies; null: judge in the run folder")
 
 
@@ -172,9 +164,6 @@ class SandboxConfig(Section):
 class SandboxFusionConfig(Section):
     url: str | None = execution(None, "a server's address, with /run_code; null: a sandbox on this machine")
     max_concurrent: Count = execution(64, "requests at a time", ".url")
-    memory_limit_mb: Count = key(1024, "MiB that a program may use there", ".url")
-    give_up_s: Positive = execution(120.0, "seconds for which a server that is away is tried again", ".url")
-    api_key_env: str | None = execution(None, "environment variable of the server's key, if it needs one", ".url")
 
 
 class CustomRewardFunctionConfig(Section):

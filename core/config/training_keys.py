@@ -108,8 +108,6 @@ class FSDPConfig(Section):
     param_offload: bool = execution(False, "keep weights in host memory until a phase needs them", OVER_RAY)
     optimizer_offload: bool = execution(False, "keep the optimizer's state in host memory until updates", OVER_RAY)
     offload_policy: bool = execution(False, "keep all of it in host memory; the CPU takes the steps", OVER_RAY)
-    reshard_after_forward: bool = execution(True, "drop gathered weights after a layer's forward pass", OVER_RAY)
-    forward_prefetch: bool = execution(False, "gather the next layer's weights while a layer computes", OVER_RAY)
     fsdp_size: OffOrCount = execution(-1, "ranks that share one copy of the state; -1: all", OVER_RAY)
 
 

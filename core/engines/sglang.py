@@ -229,6 +229,6 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SG
     except (RuntimeError, WorkersLost) as error:
         server.close()
         raise InputError(f"{KEY}={server.url}: {error}") from error
-    longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    longest = data.max_prompt_length + data.max_response_length
     limits = {"max_length": min(longest, positions(skeleton)), "max_rows": rollout.max_num_seqs}
     return SGLangEngine(tokenizer, skeleton, server, device=device, **limits)

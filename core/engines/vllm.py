@@ -254,7 +254,7 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     extra = {name: value for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items() if value is not None}
     # Fields of the model's configuration that vLLM is to read otherwise than they stand in its folder
     overrides = {name: value for name, value in thaw(model.override_config).items() if name != ATTENTION_KEY}
-    longest = max(rollout.max_model_len or data.max_prompt_length + data.max_response_length, LEAST_LENGTH)
+    longest = max(data.max_prompt_length + data.max_response_length, LEAST_LENGTH)
     arguments = {
         "model": resolve_path(model.path),
         "trust_remote_code": model.trust_remote_code,

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from core.config.schema import JudgeConfig
 
 KEY = "reward_model.judge"
+LOW, HIGH = 0.0, 1.0  # of the numbers that count, as the template asks for
+GIVE_UP_S = 600.0  # for which a request that failed is tried again, with growing pauses
+MAX_FAILURES = 100  # answers in a row without a number, after which the run ends
 TEMPLATE = Path(__file__).with_name("judge_template.txt")
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 FIELDS = ("question", "response", "reference")
@@ -64,14 +67,12 @@ class Judge:
             raise InputError(f"{KEY}.cache_dir: {folder} cannot be opened ({error}); name another folder") from error
         token = os.environ.get(config.api_key_env)  # a server of one's own needs none
         bearer = f"Bearer {token}" if token else None
-        options = HttpOptions(
-            config.timeout_s, config.give_up_s, connections=config.max_concurrent, authorization=bearer
-        )
+        options = HttpOptions(config.timeout_s, GIVE_UP_S, connections=config.max_concurrent, authorization=bearer)
         self.http = HttpClient("judge", options)
         self._failed_in_row = 0
 
     async def run(self, answer: Answer) -> Score | Failure:
-        """Return the answer's number, or why it has none. Raises JudgeLost after ``max_failures`` of these in a row."""
+        """Return the answer's number, or why it has none. Raises JudgeLost after MAX_FAILURES of these in a row."""
         return await asyncio.wrap_future(self.http.submit(self._grade(answer)))
 
     def check(self) -> None:
@@ -106,18 +107,17 @@ class Judge:
 
     async def _grade(self, answer: Answer) -> Score | Failure:
         texts = shown_texts(answer)
-        body = {name: getattr(self.config, name) for name in ("model", "temperature", "seed", "max_tokens")}
-        body |= {"messages": [{"role": "user", "content": fill(self.template, texts)}], **self.config.extra}
+        body = {"model": self.config.model, "temperature": 0.0, "seed": 0, "max_tokens": self.config.max_tokens}
         try:
-            reply = await self._reply({name: value for name, value in body.items() if value is not None})
+            reply = await self._reply(body | {"messages": [{"role": "user", "content": fill(self.template, texts)}]})
             value = self.read(reply)
         except (RequestFailed, NoNumber) as failure:
             self.http.counts["failures"] += 1
             self._failed_in_row += 1
-            if self._failed_in_row >= self.config.max_failures:
-                rule = f"{self.config.url}: so many answers in a row had no number, the last one because of: {failure}"
+            if self._failed_in_row >= MAX_FAILURES:
+                rule = f"{MAX_FAILURES} answers in a row had no number, the last one because of: {failure}"
                 fix = "The run ends, and the same command goes on from its last checkpoint"
-                raise JudgeLost(f"{KEY}.max_failures={self.config.max_failures}: {rule}. {fix}") from failure
+                raise JudgeLost(f"{KEY}.url={self.config.url}: {rule}. {fix}") from failure
             timed_out = getattr(failure, "kind", "") == "timeout"
             return Failure(ScoreStatus.TIMEOUT if timed_out else ScoreStatus.CRASH, f"the judge: {failure!s:.300}\n")
         self._failed_in_row = 0
@@ -137,15 +137,14 @@ class Judge:
 
     def read(self, reply: Mapping[str, Any]) -> float:
         """Return the number of a reply. Raises NoNumber."""
-        low, high = self.config.lowest, self.config.highest
         if reply["finish"] == "length":  # [[1 may have been about to become [[10]]
             raise NoNumber(f"the reply was cut off at {KEY}.max_tokens={self.config.max_tokens}")
         values = {float(one) for one in NUMBER.findall(reply["text"])}
         if len(values) != 1:  # several, such as one quoted from the answer: which is the judge's own is a guess
             raise NoNumber(f"{len(values)} numbers as [[1]] in {reply['text'][-200:]!r}")
         (value,) = values
-        if not low <= value <= high:
-            raise NoNumber(f"{value:g} is not between {KEY}.lowest={low:g} and highest={high:g}")
+        if not LOW <= value <= HIGH:
+            raise NoNumber(f"{value:g} is not between {LOW:g} and {HIGH:g}")
         return value
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TESTS_SHARE = 0.8  # of reward_model.timeout_s: a slow program is a wrong answer, not a failing scorer
+FUSION_GIVE_UP_S = 120.0  # for which a Sandbox Fusion server that is away is tried again: Server's default
 
 
 class RewardError(RuntimeError):
@@ -52,7 +53,7 @@ class RewardLayer:
             raise InputError(problems)
         self.scorers = Scorers(scorer_options(reward), function)
         # A server that restarts must not cost an answer: its time is not the scorer's
-        seconds = reward.timeout_s + (reward.sandbox_fusion.give_up_s if reward.sandbox_fusion.url else 0.0)
+        seconds = reward.timeout_s + (FUSION_GIVE_UP_S if reward.sandbox_fusion.url else 0.0)
         self.pool = GraderPool(self.scorers, grader_count(reward), seconds, reward.memory_limit_mb)
         self.manager = InProcess(self.scorers, self.pool) if reward.reward_manager == "naive" else self.pool
         self.judge: Any = None

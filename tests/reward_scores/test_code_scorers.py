@@ -176,8 +176,7 @@ def test_the_configuration_reaches_the_scorers():
         "reward_model.sandbox_fusion.url=http://h/run_code", "reward_model.sandbox_fusion.max_concurrent=3"
     )
     fusion = scorer_options(reward)["prime_code"]["sandbox_fusion"]
-    own = {"url": "http://h/run_code", "max_concurrent": 3, "memory_limit_mb": 1024}
-    assert fusion == {**own, "give_up_s": 120.0, "api_key_env": None}
+    assert fusion == {"url": "http://h/run_code", "max_concurrent": 3}
     assert "total_timeout_s" not in scorer_options(configured())["prime_code"]["sandbox"]
 
 

@@ -27,10 +27,7 @@ NO_ENTROPY = ("actor_rollout_ref.actor.use_kl_loss=False", "actor_rollout_ref.ac
 MEMORY = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "actor_rollout_ref.actor.fsdp_config.param_offload=True",
-    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False",
     "critic.model.fsdp_config.optimizer_offload=True",
-    "critic.model.fsdp_config.reshard_after_forward=False",
-    "critic.model.fsdp_config.forward_prefetch=True",
 )
 ADAPTERS = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=3")
 PACKED = ("actor_rollout_ref.model.use_remove_padding=True", "critic.model.use_remove_padding=True")

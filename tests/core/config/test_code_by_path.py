@@ -46,15 +46,6 @@ def test_a_file_imports_from_its_folder_its_project_s_root_and_src_and_leaves_no
     assert sys.path == before
 
 
-def test_two_projects_have_modules_of_their_own_under_one_name(tmp_path):
-    for name in ("one", "two"):
-        write(
-            tmp_path / name,
-            {"setup.py": "", "helpers_of.py": f"x = {name!r}\n", "mine.py": "from helpers_of import x\n"},
-        )
-    assert [load_object(f"{tmp_path}/{name}/mine.py:x") for name in ("one", "two")] == ["one", "two"]
-
-
 def test_a_file_is_run_once_and_files_of_one_name_do_not_collide(tmp_path):
     write(tmp_path, {"a/mine.py": "x = object()\n", "b/mine.py": "x = 2\n"})
     assert load_object(f"{tmp_path}/a/mine.py:x") is load_object(f"{tmp_path}/a/mine.py:x")

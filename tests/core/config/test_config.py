@@ -32,7 +32,6 @@ ADDED = {
     *(f"reward_model.{name}" for name in ("num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
-    *(f"reward_model.sandbox_fusion.{name}" for name in ("give_up_s", "api_key_env")),
     *("trainer.backend", "trainer.cpu_threads", "trainer.seed"),
     *("trainer.max_staleness", "trainer.health.reward_window", "trainer.reference"),
     *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound",)),

@@ -36,7 +36,6 @@ def config(folder, run, url, *overrides, steps=3, **more):
         "reward_model.judge.url": url,
         "reward_model.judge.model": MODEL,
         "reward_model.judge.cache_dir": folder / "kept",
-        "reward_model.judge.give_up_s": 0.2,
         "custom_reward_function.path": "null",
     }
     given = [f"{key}={value}" for key, value in keys.items()]
@@ -95,11 +94,14 @@ def test_failures_are_masked_counted_and_told_at_a_bound(folder, caplog):
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_ends_the_run_soon(folder):
-    with serve(lambda n, body: generous(n, body) if n < 2 else {"status": 503}) as server:
-        few = "reward_model.judge.max_failures=4"
-        with pytest.raises(JudgeLost, match="judge.max_failures=4"):
-            scripted()(config(folder, "lost", server.url, few), answer).init_workers().fit()
+def test_a_server_that_dies_ends_the_run_soon(folder, monkeypatch):
+    monkeypatch.setattr("core.rewards.judge.MAX_FAILURES", 4)
+    monkeypatch.setattr("core.rewards.judge.GIVE_UP_S", 0.2)
+    with (
+        serve(lambda n, body: generous(n, body) if n < 2 else {"status": 503}) as server,
+        pytest.raises(JudgeLost, match="4 answers in a row"),
+    ):
+        scripted()(config(folder, "lost", server.url), answer).init_workers().fit()
 
 
 @pytest.mark.slow
