@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,19 @@ from core.config.schema import Config
 from core.config.section import Open, Section, hidden, hints, is_section, optional, thaw
 
 
-def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key and its type; a section's type is its class."""
-    for name, hint in hints(section).items():
-        yield prefix + name, hint
-        if is_section(hint):
-            yield from _walk(hint, f"{prefix}{name}.")
-
-
 @functools.cache
 def all_keys(schema: type = Config) -> dict[str, Any]:
     """Return flat key -> type, of a whole configuration, sections left out."""
-    return {key: hint for key, hint in _walk(schema) if not is_section(hint)}
+    own = {name: hint for name, hint in hints(schema).items() if not is_section(hint)}
+    below = {name: hint for name, hint in hints(schema).items() if is_section(hint)}
+    return own | {f"{name}.{key}": hint for name, section in below.items() for key, hint in all_keys(section).items()}
 
 
 @functools.cache
 def sections(schema: type = Config) -> dict[str, type]:
     """Return flat key -> class, of the sections of a whole configuration."""
-    return {key: hint for key, hint in _walk(schema) if is_section(hint)}
+    own = {name: hint for name, hint in hints(schema).items() if is_section(hint)}
+    return own | {f"{name}.{key}": part for name, section in own.items() for key, part in sections(section).items()}
 
 
 def known(key: str, schema: type = Config) -> bool:
@@ -79,15 +74,6 @@ def as_recorded(config: Any) -> dict[str, Any]:
 def to_yaml(config: Any) -> str:
     """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema, without secrets."""
     return yaml.safe_dump(as_recorded(config), sort_keys=False, width=120)
-
-
-def entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield flat keys and values of what stands at a key, of mappings within mappings too."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from entries(f"{key}.{name}", item)
-    else:
-        yield key, value
 
 
 def over(below: Any, *layers: Any) -> Any:

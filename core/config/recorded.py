@@ -125,15 +125,22 @@ def role_of(key: str) -> str:
 # --- code ---
 
 
-def _names_code(kind: str, name: str, value: Any) -> bool:
-    """Return whether a value names code; ``name`` is the key, or that within a mapping, under which it stands."""
+def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield flat keys and values of what stands at a key, of mappings within mappings too."""
     if isinstance(value, Mapping):
-        return any(_names_code(kind, key, item) for key, item in value.items())
+        for name, item in value.items():
+            yield from _entries(f"{key}.{name}", item)
+    else:
+        yield key, value
+
+
+def _names_code(kind: str, name: str, value: Any) -> bool:
+    """Return whether a value names code; ``name`` is the key under which it stands, mappings within one included."""
     if isinstance(value, list | tuple):
-        return any(_names_code(kind, name, item) for item in value)
+        return any(_names_code(kind, at, one) for item in value for at, one in _entries(name, item))
     text, allows = isinstance(value, str) and value != "", value is True or value == 1
     if kind == CONSENT:
-        return allows and name in ("trust_remote_code", "allow_unisolated")
+        return allows and name.endswith((".trust_remote_code", ".allow_unisolated"))
     return {ARGUMENTS: allows or text, CODE: text}.get(kind, text and ":" in value)  # other texts are names of tables
 
 
@@ -150,6 +157,5 @@ def code_in(config: Config) -> dict[str, Any]:
     schema, found = type(config), {}
     for key, value in convert.flat(config).items():
         if (kind := kind_of(key, schema)) and value != convert.get(schema(), key):
-            entries = convert.entries(key, value)
-            found |= {name: one for name, one in entries if _names_code(kind, name.rpartition(".")[2], one)}
+            found |= {name: one for name, one in _entries(key, value) if _names_code(kind, name, one)}
     return found

@@ -48,10 +48,8 @@ from core.config.training_keys import (
     RefConfig,
 )
 
-OWN_POOL, IN_PROCESS = (
-    "actor_rollout_ref.hybrid_engine=False",
-    "actor_rollout_ref.rollout.name=hf & trainer.backend=local",
-)
+OWN_POOL = "actor_rollout_ref.hybrid_engine=False"
+IN_PROCESS = "actor_rollout_ref.rollout.name=hf & trainer.backend=local"
 CRITIC = "critic.enable"
 GRADERS = ".reward_manager!=naive"
 CLASSIFIER = "reward_model.enable & reward_model.judge.url=None"
@@ -59,6 +57,8 @@ REFERENCE = f"algorithm.use_kl_in_reward | {ACTOR}.use_kl_loss"
 AgentLoop = Annotated[str, names(*registry.AGENT_LOOPS)]
 EngineName = Literal[*registry.ENGINES]
 Logger = Annotated[str, names(*registry.LOGGERS)]
+ResumeMode = Literal["auto", "disable", "resume_path"]
+RewardManager = Literal[*registry.REWARD_MANAGERS]
 
 
 class MultiTurnConfig(Section):
@@ -130,9 +130,7 @@ class JudgeConfig(Section):
     url: str | None = execution(None, "OpenAI-compatible server, http://host:8000/v1; null: reward_model.model scores")
     model: str | None = key(None, "name of the model there")
     api_key_env: str = bookkeeping("OPENAI_API_KEY", "environment variable of the server's key, if it needs one")
-    template: str | None = files(
-        None, "file of what the judge reads, with {question}, {response}, {reference}; null: judge_template.txt here"
-    )
+    template: str | None = files(None, "file of what it reads, with {question}, {response}, {reference}; null: ours")
     max_tokens: Count = key(1024, "tokens of a reply; one that is cut off has no number")
     max_concurrent: Count = execution(32, "requests at a time")
     timeout_s: Positive = execution(120.0, "seconds for a try of a request")
@@ -145,10 +143,7 @@ class ScoringFSDPConfig(Section):
 
 class RewardModelModelConfig(Section):
     path: str = key("~/models/FsfairX-LLaMA3-RM-v0.1", "a sequence or token classifier with one label")
-    input_tokenizer: str | None = key(
-        "policy",
-        "The policy's, whose text is put into the reward model's chat template; null: it reads the policy's token ids",
-    )
+    input_tokenizer: str | None = key("policy", "the policy's; null: the model reads the policy's token ids")
     trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
     fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig()
 
@@ -173,10 +168,7 @@ class CustomRewardFunctionConfig(Section):
 
 
 class RewardModelConfig(Section):
-    reward_manager: Literal[*registry.REWARD_MANAGERS] = key(
-        "naive",
-        "who grades: this process (naive), graders (prime, dapo), graders with a function of lists (batch)",
-    )
+    reward_manager: RewardManager = key("naive", "this process (naive), graders (prime, dapo), or with lists (batch)")
     num_workers: Count | None = execution(None, "grading processes; null: one a core, at most 4", GRADERS)
     timeout_s: Positive = execution(10.0, "seconds for an answer with its tests", GRADERS)
     memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", GRADERS)
@@ -219,23 +211,14 @@ class HealthConfig(Section):
     nonfinite: HealthBound = key(HealthBound(bound=3), "steps in a row that skipped an update")
     entropy: HealthBound = key(HealthBound(), "least mean entropy, nats a token")
     reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best", "generates")
-    reward_window: Count = key(
-        10,
-        "steps over which reward_drop and scorer_errors average",
-        "generates & .reward_drop.bound!=None | .scorer_errors.bound!=None",
-    )
+    reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average", "generates")
+    # null: 1e-4 in float32, else 0.06, and off where it is corrected
     logp_diff: HealthBound = key(
-        HealthBound(),
-        "mean |engine - learner| of log-probs; null: 1e-4 in float32, else 0.06, and off where it is corrected",
-        "generates",
+        HealthBound(), "mean |engine - learner| of log-probs; null: by number format", "generates"
     )
-    entropy_gap: HealthBound = key(
-        HealthBound(bound=6), "standard errors between entropy and -log p of sampled tokens", "generates"
-    )
+    entropy_gap: HealthBound = key(HealthBound(bound=6), "standard errors of entropy + log p of samples", "generates")
     zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores", "generates")
-    scorer_errors: HealthBound = key(
-        HealthBound(bound=0.1), "share of answers without a score, over reward_window", "generates"
-    )
+    scorer_errors: HealthBound = key(HealthBound(bound=0.1), "share of answers without a score", "generates")
 
 
 class TraceConfig(Section):
@@ -243,12 +226,7 @@ class TraceConfig(Section):
 
     freq: OffOrCount = key(-1, "steps between records, first and last step included; -1: only trainer.trace.steps")
     steps: tuple[Count, ...] | None = key(None, "record these steps as well")
-    groups: Count = key(
-        2,
-        "groups of a recorded step, the same questions in every step where possible; beside them the group of the "
-        "lowest score, that of the largest engine-learner difference and the first one that was dropped",
-        ".freq!=-1 | .steps",
-    )
+    groups: Count = key(2, "groups of a recorded step, beside those of extreme numbers", ".freq!=-1 | .steps")
 
     @property
     def used(self) -> bool:
@@ -274,27 +252,16 @@ class TrainerConfig(Section):
     experiment_name: Name | None = bookkeeping(None, "run's name; null: <model>-seed<seed> (core/config/README.md)")
     reference: str | None = bookkeeping(None, "row of results/references.yaml that it reproduces; null: none")
     default_local_dir: str | None = bookkeeping(None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>")
-    logger: tuple[Logger, ...] = bookkeeping(
-        ("console", "tensorboard"),
-        "where metrics go besides metrics.jsonl in the run folder; one that fails three times in a row is switched off",
-    )
+    logger: tuple[Logger, ...] = bookkeeping(("console", "tensorboard"), "where metrics go besides metrics.jsonl")
     log_val_generations: Size = bookkeeping(0, "answers of a validation that go to the loggers", "needs_engine")
-    rollout_data_dir: str | None = bookkeeping(
-        None, "folder or URL for every training answer; null: no dump", "generates"
-    )
-    validation_data_dir: str | None = bookkeeping(
-        None, "folder or URL for every validation answer; null: no dump", "needs_engine"
-    )
+    rollout_data_dir: str | None = bookkeeping(None, "folder or URL for training answers; null: no dump", "generates")
+    validation_data_dir: str | None = bookkeeping(None, "likewise for validation answers", "needs_engine")
     val_before_train: bool = bookkeeping(True, "validate the starting model too", "needs_engine & .val_only=False")
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
-    save_freq: OffOrSize = bookkeeping(
-        -1, "steps between checkpoints, one follows the last; -1: that one alone; 0: none, no weights are kept"
-    )
+    save_freq: OffOrSize = bookkeeping(-1, "steps between checkpoints; -1: after the last alone; 0: none is kept")
     max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "newest checkpoints kept; null: all", ".save_freq!=0")
-    resume_mode: Literal["auto", "disable", "resume_path"] = bookkeeping(
-        "auto", "its newest checkpoint, step 0, or resume_from_path"
-    )
+    resume_mode: ResumeMode = bookkeeping("auto", "from its newest checkpoint, from step 0, or resume_from_path")
     resume_from_path: str | None = bookkeeping(None, "folder or URL global_step_N", ".resume_mode=resume_path")
     resume_with_changes: bool = bookkeeping(False, "resume also with another base, data or objective; recorded")
     health: HealthConfig = bookkeeping(HealthConfig())

@@ -193,18 +193,16 @@ def _typed(hint: Any, value: Any) -> Any:
     """Return a value as its type writes it, where that is clear; pydantic judges the rest."""
     hint, _ = optional(hint)
     hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    if value is None:
-        return None
-    if get_origin(hint) is tuple:  # a single value stands for a list of one
+    if get_origin(hint) is tuple and value is not None:  # a single value stands for a list of one
         items = value if isinstance(value, list | tuple) else (value,)
         return tuple(_typed(get_args(hint)[0], item) for item in items)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int and number and value == value // 1:  # 1e3 is a count too
-        # Tensors and files hold no larger ones, and no float overflows in a plan
-        return int(value) if abs(value) < 2**63 else refuse("a whole number below 2**63")
-    if hint is float and number:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if hint is int and value == value // 1:  # 1e3 is a count too
+        return int(value) if abs(value) < 2**63 else refuse("a whole number below 2**63")  # as tensors hold
+    if hint is float:
         return float(value) if abs(value) <= sys.float_info.max else refuse("a number")
-    return str(value) if hint is str and number and isinstance(value, int) else value  # trainer.experiment_name=7
+    return str(value) if hint is str and isinstance(value, int) else value  # trainer.experiment_name=7
 
 
 # --- problems, and values as messages show them: in one line, without secrets ---
@@ -302,33 +300,29 @@ UNKNOWN, NO_SECTION = "unknown key", "is a section of the configuration"
 
 def build(schema: type[Section], tree: Any) -> tuple[Any, list[tuple[str, Any, str]]]:
     """Return the typed configuration of a tree, and (key, value, rule) of what was refused; that keeps its default."""
-    refused: dict[tuple[str, ...], tuple[str, Any, str]] = {}
+    refused: dict[str, tuple[str, Any, str]] = {}
     while True:
         try:
             return schema.model_validate(tree), list(refused.values())
         except ValidationError as error:
-            found = {path: one for one in error.errors(include_url=False) if (path := _path(schema, one["loc"]))}
-        if not found:  # the whole is no mapping
-            return schema(), list(refused.values())
+            found = {_path(schema, one["loc"]): one for one in error.errors(include_url=False)}
         for path, one in found.items():
             must = "must be one of " if one["type"] == "literal_error" else "must be "
             rule = {"extra_forbidden": UNKNOWN, "model_type": NO_SECTION}.get(one["type"])
             rule = rule or one["msg"].replace("Input should be ", must)
             rule += " (quote what looks like something else: key=\"'1e-6'\")" if one["type"] == "string_type" else ""
-            refused[path] = (".".join(path), functools.reduce(lambda node, name: node[name], path, tree), rule)
+            value = functools.reduce(lambda node, name: node[name], path, tree)
+            refused[".".join(path)] = (".".join(path), value, rule)
         for path in found:
             tree = without(tree, path)
 
 
 def _path(schema: type[Section], loc: Sequence[int | str]) -> tuple[str, ...]:
     """Return the part of an error's location that names a key: items of lists and the like are left out."""
-    path: list[str] = []
-    for name in loc:
-        path.append(str(name))
-        schema = hints(schema).get(str(name))
-        if not is_section(schema):
-            break
-    return tuple(path)
+    depth = 0
+    while is_section(schema) and depth < len(loc):
+        schema, depth = hints(schema).get(str(loc[depth])), depth + 1
+    return tuple(map(str, loc[:depth]))
 
 
 def without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:

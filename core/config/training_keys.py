@@ -36,11 +36,13 @@ from core.config.section import (
 )
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ULYSSES, LAYERS, MICRO = "ulysses_sequence_parallel_size", "tensor_model_parallel_size", "ppo_micro_batch_size_per_gpu"
 FSDP = f"{ACTOR}.fsdp_config"
 # When a key has an effect, as rules.unmet reads it: a name that begins with a dot is of the key's own section
 OVER_RAY = "trainer.backend=ray"
 EPISODES = "actor_rollout_ref.rollout.agent_loop!=None"
 SEARCHES = "plays_episodes"
+WEIGHED = ".bypass_mode=False & .rollout_is"
 BY_NUMBER, DIVIDED = ".use_dynamic_bsz=False", ".loss_agg_mode=seq-mean-token-sum-norm"
 
 AdvEstimator = Annotated[str, names(*registry.ESTIMATORS)]
@@ -66,9 +68,7 @@ class DataConfig(Section):
     shuffle: bool = key(True, "training examples in a random order, another one in each epoch")
     seed: Size | None = key(None, "decides the order of the training examples; null: trainer.seed")
     filter_overlong_prompts: bool = key(False, "leave out examples whose prompt is longer than max_prompt_length")
-    truncation: Literal["error", "left", "right", "middle"] = key(
-        "error", "what is done to a prompt that is longer; left and right name the end that is cut off"
-    )
+    truncation: Literal["error", "left", "right", "middle"] = key("error", "of a longer prompt: the end that is cut")
     apply_chat_template_kwargs: Open = key(FrozenDict(), "arguments of the tokenizer's apply_chat_template")
 
 
@@ -166,32 +166,22 @@ class ActorConfig(LearnerConfig):
 
 
 class RefConfig(Sharing):
-    ulysses_sequence_parallel_size: Count | None = execution(
-        None, "ranks that share each sequence", OVER_RAY, follows=f"{ACTOR}.ulysses_sequence_parallel_size"
-    )
-    tensor_model_parallel_size: Count | None = execution(
-        None, "ranks that share each layer", OVER_RAY, follows=f"{ACTOR}.tensor_model_parallel_size"
-    )
+    ulysses_sequence_parallel_size: Count | None = execution(None, "as there", OVER_RAY, follows=f"{ACTOR}.{ULYSSES}")
+    tensor_model_parallel_size: Count | None = execution(None, "as there", OVER_RAY, follows=f"{ACTOR}.{LAYERS}")
     fsdp_config: FSDPConfig = key(FSDPConfig(), used_if=f"{MODEL}.lora_rank=0 & {OVER_RAY}")
 
 
 class CriticModelConfig(AdaptedModel):
     path: str | None = files(None, "org/name on the hub or a folder", follows=f"{MODEL}.path")
-    trust_remote_code: bool | None = execution(
-        None, "run code that comes with the model", code=CONSENT, follows=f"{MODEL}.trust_remote_code"
-    )
-    override_config: Open | None = key(
-        None, "fields of the model's configuration", code=ARGUMENTS, follows=f"{MODEL}.override_config"
-    )
+    trust_remote_code: bool | None = execution(None, "as there", code=CONSENT, follows=f"{MODEL}.trust_remote_code")
+    override_config: Open | None = key(None, "as there", code=ARGUMENTS, follows=f"{MODEL}.override_config")
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
 class CriticConfig(LearnerConfig):
     enable: bool | None = key(None, "train a critic; null: where the estimator reads values")
     ppo_mini_batch_size: Count | None = key(None, "prompts an update", follows=f"{ACTOR}.ppo_mini_batch_size")
-    ppo_micro_batch_size_per_gpu: Count | None = execution(
-        None, "trajectories of a rank's pass", BY_NUMBER, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-    )
+    ppo_micro_batch_size_per_gpu: Count | None = execution(None, "as there", BY_NUMBER, follows=f"{ACTOR}.{MICRO}")
     ppo_max_token_len_per_gpu: Count = execution(32768, "tokens in one pass, if filled by tokens", ".use_dynamic_bsz")
     ppo_epochs: Count | None = key(None, "times that trajectories are trained on", follows=f"{ACTOR}.ppo_epochs")
     shuffle: bool | None = key(None, "trajectories in a random order", follows=f"{ACTOR}.shuffle")
@@ -242,10 +232,8 @@ def criteria(options: str, spec: float | str | None, lower: float | None = None)
 
     One threshold serves all options, or each has its own, separated by commas. ``token``, ``sequence`` and
     ``geometric`` bound the ratio learner / rollout from above and, by ``lower`` or else the reciprocal, from below.
-    ``..._k1`` takes ``lower_upper`` or the upper bound of the inverse ratio rollout / learner (that of verl's main
-    branch: k1 is the logarithm of that one), all others an upper bound of the divergence.
-
-    Raises ValueError: the bounds are impossible or cannot be read.
+    ``..._k1`` takes ``lower_upper`` or the upper bound of the inverse ratio, all others an upper bound of the
+    divergence. Raises ValueError: the bounds are impossible or cannot be read.
     """
     names = list(dict.fromkeys(part.strip() for part in options.split(",") if part.strip()))
     if strange := [name for name in names if name not in (*STATISTICS, *RATIOS)]:
@@ -290,12 +278,8 @@ class RolloutCorrectionConfig(Section):
 
     bypass_mode: bool = key(False, "the engine's log-probs are the old ones: no pass for them, and one ratio")
     rollout_is: Literal["token", "sequence"] | None = key(None, "importance weights; null: none", ".bypass_mode=False")
-    rollout_is_threshold: WeightBounds = key(
-        2.0, 'upper bound of a weight; "lower_upper" drops what is outside', ".bypass_mode=False & .rollout_is"
-    )
-    rollout_is_batch_normalize: bool = key(
-        False, "scale the weights to a mean of one", ".bypass_mode=False & .rollout_is"
-    )
+    rollout_is_threshold: WeightBounds = key(2.0, 'upper bound; "lower_upper" drops what is outside', WEIGHED)
+    rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", WEIGHED)
     rollout_rs: Rejection | None = key(None, "rejection, by one or several statistics; null: none")
     rollout_rs_threshold: NumberOrText | None = key(None, "upper bounds, one or one a statistic", ".rollout_rs")
     rollout_rs_threshold_lower: NonNegative | None = key(None, "lower bounds; null: 1 / threshold", ".rollout_rs")
