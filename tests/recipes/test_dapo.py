@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import logging
-import shlex
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from core.algorithm.advantages import AdvantageInputs, grpo
-from core.config import compose, convert, examine
+from core.config import compose, examine
 from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches
 from core.rollout.collect import Exhausted
@@ -192,32 +191,17 @@ def test_techniques_that_are_off_are_accepted_by_other_recipes():
     assert composed.unused.keys() == {text.partition("=")[0] for text in OFF}
 
 
-def test_techniques_that_are_on_are_refused_with_the_command_that_has_them(subtests):
-    """One line; its command composes what the recipe would, with DAPO's keys set, and nothing of dapo.yaml."""
-    for recipe in ["ppo", "grpo"]:
-        with subtests.test(recipe=recipe):
-            plain = ["preset=lab", "data.gen_batch_size=1024", "trainer.seed=7", f"{ROLLOUT}.n=4"]
-            techniques = [
-                "algorithm.filter_groups.enable=True",
-                FILTERING,
-                "data.overlong_buffer={enable: True, len: 4}",
-            ]
-            techniques += ["reward_model.overlong_buffer.penalty_factor=0.5"]
-            (problem,) = examine(recipe, [*plain, *techniques]).problems
-            assert problem.startswith("algorithm.filter_groups.enable=true: belongs to DAPO")
-            words = shlex.split(problem.partition("; run ")[2])
-            assert words[:3] == ["python", "-m", "recipes.dapo.main_dapo"]
-            found, alone = convert.flat(compose("dapo", words[3:])), convert.flat(compose(recipe, plain))
-            names = ("trainer.project_name", "trainer.default_local_dir")  # of the recipe
-            assert {key: found[key] for key in alone if key not in names} == {
-                key: value for key, value in alone.items() if key not in names
-            }
-            own = {key: found[key] for key in found.keys() - alone.keys()}
-            assert (
-                own["reward_model.overlong_buffer.len"] == 4
-                and own["reward_model.overlong_buffer.penalty_factor"] == 0.5
-            )
-            assert own["algorithm.filter_groups.enable"] and own["actor_rollout_ref.actor.overlong_filtering"]
+def test_techniques_that_are_on_are_refused_with_the_recipe_that_has_them():
+    techniques = ["algorithm.filter_groups.enable=True", FILTERING, "data.overlong_buffer={enable: True, len: 4}"]
+    for recipe in ("ppo", "grpo", "search_r1"):
+        problems = examine(recipe, ["data.train_batch_size=256", *techniques]).problems
+        switches = (
+            "algorithm.filter_groups.enable",
+            FILTERING.partition("=")[0],
+            "reward_model.overlong_buffer.enable",
+        )
+        assert [line.partition("=")[0] for line in problems] == [*switches]
+        assert all(line.endswith("; run python -m recipes.dapo.main_dapo") for line in problems)
 
 
 def test_keys_of_a_technique_that_is_off_are_listed_as_unused():
