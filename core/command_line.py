@@ -120,34 +120,40 @@ def open_files(trainer: str, config: Config) -> list[str]:
 
     As a start does, where data and model are on this machine; else the columns and first rows, and the function.
     """
-    data, custom = config.data, config.custom_reward_function
+    data, custom, problems = config.data, config.custom_reward_function, []
     files, model = [*data.train_files, *data.val_files], config.actor_rollout_ref.model.path
     here = [path for path in (*files, model) if Path(path).expanduser().exists()]
-    try:
-        if len(here) > len(files) and not config.reward_model.judged:  # which another machine answers
-            made = load_trainer(trainer)(config)
-            try:
-                made.load_data()
-            finally:
-                for part in (made.reward, made.agent_loop):
-                    if part is not None:
-                        part.close()
-            return []
-        from core.data.parquet import ExampleFile
-        from core.rewards.grading import CustomFunction
 
-        for path in here if config.generates else ():
-            if path in files:
-                ExampleFile(path, data.prompt_key, data.reward_fn_key, data.image_key).example(0)
-        if custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
-            CustomFunction(custom.path, custom.name, custom.reward_kwargs)
-    except InputError as error:
-        return error.problems
-    except Exception as error:
-        if (line := fault_of_user(error)) is None:
-            raise
-        return [line]
-    return []
+    def tried(work: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except InputError as error:
+            problems.extend(error.problems)
+        except Exception as error:
+            if (line := fault_of_user(error)) is None:
+                raise
+            problems.append(line)
+
+    from core.data.parquet import ExampleFile
+    from core.rewards.grading import CustomFunction
+
+    for path in here if config.generates else ():
+        if path in files:
+            tried(lambda path: ExampleFile(path, data.prompt_key, data.reward_fn_key, data.image_key).example(0), path)
+    if custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
+        tried(CustomFunction, custom.path, custom.name, custom.reward_kwargs)
+    if not problems and len(here) > len(files) and not config.reward_model.judged:  # which another machine answers
+        tried(_load_data, load_trainer(trainer)(config))
+    return problems
+
+
+def _load_data(trainer: Any) -> None:
+    try:
+        trainer.load_data()
+    finally:
+        for part in (trainer.reward, trainer.agent_loop):
+            if part is not None:
+                part.close()
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:

@@ -411,5 +411,6 @@ class RayPPOTrainer:
             metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
         self.run.tracker.log_validation(step, records)
         rows = generation_rows(step, groups, self.tokenizer)
-        self.run.tracker.log_samples(step, rows)
+        last = step >= self.run.total_steps or self.config.trainer.val_only
+        self.run.tracker.log_samples(step, rows, last)
         self.run.tracker.show(step, rows, self.config.reward_model.val_num_examine, "validation_data_dir")

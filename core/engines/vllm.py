@@ -84,7 +84,7 @@ class VLLMEngine(InProcessEngine):
         if len(unknown := unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)):
             options["logits_processors"] = [f"{__name__}:UnknownIds"]
             options["additional_config"] = {UNKNOWN: unknown.tolist()}
-        with _process_kept():
+        with _process_kept(), _told_what_avoids_it():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         super().__init__(tokenizer, skeleton, torch.device(DEVICE), self.llm.model_config.max_model_len)
         self.sleeps, self.reads_media = bool(options.get("enable_sleep_mode")), reads_media
@@ -184,7 +184,8 @@ class VLLMEngine(InProcessEngine):
     def _ask(self, method: Any, *arguments: Any, **named: Any) -> Any:
         """Call a method of vLLM's. Raises WorkersLost where one of its processes died: the run may start again."""
         try:
-            return method(*arguments, **named)
+            with _told_what_avoids_it():
+                return method(*arguments, **named)
         except Exception as error:
             if getattr(self.llm.model_executor, "is_failed", False):
                 raise WorkersLost(f"one of vLLM's processes died ({type(error).__name__}: {error})") from error
@@ -289,6 +290,18 @@ def _process_kept() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def _told_what_avoids_it() -> Iterator[None]:
+    """Raise InputError for what vLLM raises on a CPU, where it lacks kernels for some models: hf runs them."""
+    try:
+        yield
+    except Exception as error:
+        if DEVICE != "cpu":
+            raise
+        rule = f"vLLM failed on this machine's CPU ({type(error).__name__}: {error})"
+        raise InputError(f"actor_rollout_ref.rollout.name=vllm: {rule}; set actor_rollout_ref.rollout.name=hf") from error
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> VLLMEngine:

@@ -29,7 +29,7 @@ TESTS_SHARE = 0.8  # of reward_model.timeout_s: a slow program is a wrong answer
 FUSION_GIVE_UP_S = 120.0  # for which a Sandbox Fusion server that is away is tried again: Server's default
 
 
-class RewardError(RuntimeError):
+class RewardError(InputError):
     """Answers could not be scored, and the run cannot go on: by ``reward_model.on_error``, or since none ever could."""
 
 
@@ -110,9 +110,9 @@ class RewardLayer:
             f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{result.detail}"
             f"(reward_model.on_error={self.config.on_error}) "
         )
-        self.failures.count(report)
         if self.config.on_error == "raise":
-            raise RewardError(report)
+            raise RewardError(f"{report}ends the run: correct the scorer, or set mask")
+        self.failures.count(report)
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
     def job(self, prompt: Prompt | Example, trajectory: Trajectory) -> Job:

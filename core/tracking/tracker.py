@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 METRICS, SAMPLES, MANIFEST = "metrics.jsonl", "samples.jsonl", "manifest.json"
 RUN_FILES = ("config.yaml", MANIFEST, METRICS, SAMPLES, "validation", "tensorboard", "trace")
-KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
+KEPT_SAMPLES, KEPT_LAST = 50, 5_000  # answers of each data source in samples.jsonl: of a validation, of the last one
 
 
 class Tracker:
@@ -119,12 +119,14 @@ class Tracker:
         if folder := getattr(self.config.trainer, key):
             self.dump(folder, step, rows, f"trainer.{key}")
 
-    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Keep a few of these :func:`generation_rows`; trainer.log_val_generations of them go to the loggers."""
+    def log_samples(self, step: int, rows: Sequence[Row], last: bool = False) -> None:
+        """Keep a few of these :func:`generation_rows`, most of the ``last`` validation's; trainer.log_val_generations
+        of them go to the loggers."""
         count, by_source = self.config.trainer.log_val_generations, defaultdict(list)
+        most = max(count, KEPT_LAST if last else KEPT_SAMPLES)
         for row in rows:
             by_source[row.get("data_source")].append({**row, "step": step})
-        kept = [row for same in by_source.values() for row in spread_out(same, max(count, KEPT_SAMPLES))]
+        kept = [row for same in by_source.values() for row in spread_out(same, most)]
         path = self.run_dir / SAMPLES
         attempt(path, lambda: append(path, kept))
         if count:

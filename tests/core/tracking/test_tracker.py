@@ -169,8 +169,11 @@ def test_samples_are_kept_for_the_report_and_limited_for_the_loggers(tmp_path, c
     rows += [{**rows[0], "input": "other", "data_source": "y"}]
     tracker = Tracker(tmp_path, configured({"trainer.logger": ("console",), "trainer.log_val_generations": 2}))
     tracker.log_samples(5, rows)
+    tracker.log_samples(6, rows, last=True)
     tracker.close("finished")
     kept = read_jsonl(tmp_path / "samples.jsonl")
+    assert [row["input"] for row in kept if row["step"] == 6] == [row["input"] for row in rows]  # the last one's whole
+    kept = [row for row in kept if row["step"] == 5]
     assert len({row["input"] for row in kept}) == len(kept) == tracking.KEPT_SAMPLES + 1
     assert {row["step"] for row in kept} == {5} and kept[-1]["input"] == "other"
     assert capsys.readouterr().out.count("step 5 sample") == 2
