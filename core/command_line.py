@@ -45,7 +45,11 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
 
     Exits with 2 where the input is at fault, with 1 where the run or the machine is.
     """
-    work(trainer, prepare(recipe, sys.argv[1:], trainer))
+    try:
+        work(trainer, prepare(recipe, sys.argv[1:], trainer))
+    except KeyboardInterrupt:  # before the first step, or after the last: in between a signal is a request
+        print("SIGINT: stopped before the first step; the same command begins again", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -258,9 +262,12 @@ class PrintableFormatter(logging.Formatter):
 
 
 def load_trainer(trainer: str) -> Callable[[Config], Any]:
-    """Return the class ``module:class``."""
+    """Return the class ``module:class``. One with an unknown hook ends the process."""
     module, _, name = trainer.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except InputError as error:
+        _refuse(error.problems)
 
 
 def work(trainer: str, config: Config) -> None:
@@ -269,11 +276,7 @@ def work(trainer: str, config: Config) -> None:
     handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
-    try:
-        run = train(load_trainer(trainer), config).run
-    except KeyboardInterrupt:  # before the first step, or after the last: in between a signal is a request
-        print("SIGINT: stopped before the first step; the same command begins again", file=sys.stderr)
-        raise SystemExit(130) from None
+    run = train(load_trainer(trainer), config).run
     print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
 
 

@@ -219,7 +219,8 @@ class RayPPOTrainer:
         if algorithm.use_kl_in_reward:
             penalties_N, self.kl_controller, measured = kl_rewards(batch, self.kl_controller, algorithm.kl_penalty)
             metrics.add(measured)
-        advantages_N, returns_N = self.estimator(advantages.inputs_of(batch, algorithm, penalties_N))
+        inputs, shape = advantages.inputs_of(batch, algorithm, penalties_N), batch.response_mask.shape
+        advantages_N, returns_N = checks.of_tokens(self.estimator, inputs, shape, torch.Tensor)
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
         if penalties_N is not None:
             batch = batch.adding(reward=batch.reward + sum_by_sequence(penalties_N, batch.lengths))

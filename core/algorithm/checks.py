@@ -8,13 +8,14 @@ it ends the run before it trains on the values. How far entropy and -log p of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from core.errors import BrokenInvariant
+from core.errors import BrokenInvariant, InputError
 
 if TYPE_CHECKING:
     from core.types import ScoredGroup, TrainBatch
@@ -30,6 +31,22 @@ def require(holds: Any, phase: str, found: str, remedy: str) -> None:
     """Raise BrokenInvariant with the phase, what was found and where to look, unless the relation holds."""
     if not holds:
         raise BrokenInvariant(f"invariant broken in phase {phase}: {found}; {remedy}")
+
+
+def of_tokens(function: Callable[[Any], Any], inputs: Any, shape: torch.Size, second: type) -> Any:
+    """Return the pair that a policy loss or an estimator returns, whose tensors hold a number for each token.
+
+    Raises InputError for what a user's own returns otherwise: a mean would spread over all tokens unseen.
+    """
+    found = function(inputs)
+    pair = found if isinstance(found, tuple) else (found,)
+    got = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in pair]
+    wanted = [list(shape), list(shape) if issubclass(second, Tensor) else second.__name__]
+    if got != wanted:
+        rule = f"returned {', '.join(map(str, got))}, expected {', '.join(map(str, wanted))}"
+        fix = "return a number for each token, and no mean (recipes/README.md)"
+        raise InputError(f"{getattr(function, '__qualname__', function)} {rule}; {fix}")
+    return found
 
 
 def batch_is_sampled(groups: Sequence[ScoredGroup], batch: TrainBatch) -> None:

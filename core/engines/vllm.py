@@ -301,7 +301,9 @@ def _told_what_avoids_it() -> Iterator[None]:
         if DEVICE != "cpu":
             raise
         rule = f"vLLM failed on this machine's CPU ({type(error).__name__}: {error})"
-        raise InputError(f"actor_rollout_ref.rollout.name=vllm: {rule}; set actor_rollout_ref.rollout.name=hf") from error
+        raise InputError(
+            f"actor_rollout_ref.rollout.name=vllm: {rule}; set actor_rollout_ref.rollout.name=hf"
+        ) from error
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> VLLMEngine:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from core.algorithm.checks import of_tokens
 from core.algorithm.losses import LossInputs, MetricSums, kl_penalty, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
@@ -157,7 +158,7 @@ class Actor(Policy):
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
         inputs = log_prob, old, micro.require("advantages"), mask, config, micro.lengths, micro.selected
-        loss_N, stats = self.policy_loss(LossInputs(*inputs))
+        loss_N, stats = of_tokens(self.policy_loss, LossInputs(*inputs), log_prob.shape, dict)
         clip = clipped_how(stats)
         self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_N, loss_weight=weight)
         if micro.rollout_is_weights is not None:

@@ -39,6 +39,17 @@ def test_a_dry_run_opens_what_is_here_and_writes_nothing(tmp_path, monkeypatch, 
     assert status == 2 and "no column 'data_source'" in err
 
 
+def test_a_dry_run_reports_what_is_wrong_with_each_file(tmp_path, monkeypatch, capsys):
+    """One problem a call would cost a call for each."""
+    drop_column(prepare(tmp_path))
+    table = pq.read_table(tmp_path / "train.parquet")
+    pq.write_table(table.slice(0, 0), tmp_path / "empty.parquet")
+    write_reward("import not_there")(tmp_path)
+    wrong = f"data.val_files=[{tmp_path}/empty.parquet]", f"custom_reward_function.path={tmp_path}/reward.py"
+    status, _, err = dry(tmp_path, monkeypatch, capsys, "core.ray_trainer:RayPPOTrainer", *wrong)
+    assert status == 2 and "no column 'data_source'" in err and "has no rows" in err and "install not_there" in err
+
+
 def drop_column(folder):
     table = pq.read_table(folder / "train.parquet")
     pq.write_table(table.drop_columns(["data_source"]), folder / "train.parquet")
@@ -108,8 +119,9 @@ def test_a_ctrl_c_before_the_first_step_is_a_line(tmp_path, capsys, monkeypatch)
 
     monkeypatch.setattr(RayPPOTrainer, "init_workers", interrupted)
     config = configured(prepare(tmp_path), "run")
+    monkeypatch.setattr(command_line, "prepare", lambda *arguments: config)
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        command_line.work("core.ray_trainer:RayPPOTrainer", config)
+        command_line.main("grpo", trainer="core.ray_trainer:RayPPOTrainer")
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 130 and "before the first step" in line

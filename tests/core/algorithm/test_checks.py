@@ -10,7 +10,7 @@ import torch
 
 from core.algorithm import checks
 from core.config.training_keys import AlgorithmConfig
-from core.errors import BrokenInvariant
+from core.errors import BrokenInvariant, InputError
 from core.learner.batching import make_batch, mini_batches
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -35,6 +35,17 @@ def made_groups() -> list[ScoredGroup]:
 
 def broken(match: str):
     return pytest.raises(BrokenInvariant, match=match)
+
+
+@pytest.mark.parametrize("second", [dict, torch.Tensor])
+def test_what_a_loss_or_an_estimator_returns_has_a_number_for_each_token(second):
+    """A mean, returned by mistake, would spread over the tokens of a micro-batch and train on another objective."""
+    one, other = torch.ones(3), {} if second is dict else torch.ones(3)
+    assert checks.of_tokens(lambda x: (x, other), one, one.shape, second) == (one, other)
+    wrong = (one, (one.mean(), other), (one[:2], other), (0.5, other), (one, other, other), [one, other], None)
+    for found in (*wrong, (one, None)):
+        with pytest.raises(InputError, match=r"<lambda> returned .*, expected \[3\], "):
+            checks.of_tokens(lambda x, found=found: found, one, one.shape, second)
 
 
 @pytest.mark.parametrize("state_masking", [True, False])

@@ -103,7 +103,7 @@ def test_a_model_that_this_cpu_has_no_kernel_for_ends_with_the_key_that_avoids_i
     options = dict(dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, kv_cache_memory_bytes=4 << 20)
     engine = VLLMEngine(tiny_tokenizer(), skeleton(**shape), model=str(tmp_path), **options)
     try:
-        with pytest.raises(InputError, match=r"rollout.name=vllm: .*head_dim=16.*; set actor_rollout_ref.rollout.name=hf"):
+        with pytest.raises(InputError, match=r"=vllm: .*head_dim=16.*; set actor_rollout_ref.rollout.name=hf"):
             engine.update_weights(tiny_model(**shape).state_dict().items(), 0)
             engine.probe((1, 2, 3))
     finally:
