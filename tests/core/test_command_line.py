@@ -41,11 +41,11 @@ def test_a_dry_run_opens_what_is_here_and_writes_nothing(tmp_path, monkeypatch, 
 
 def test_a_dry_run_reports_what_is_wrong_with_each_file(tmp_path, monkeypatch, capsys):
     """One problem a call would cost a call for each."""
-    drop_column(prepare(tmp_path))
-    table = pq.read_table(tmp_path / "train.parquet")
+    table = pq.read_table(prepare(tmp_path) / "train.parquet")
     pq.write_table(table.slice(0, 0), tmp_path / "empty.parquet")
+    drop_column(tmp_path)
     write_reward("import not_there")(tmp_path)
-    wrong = f"data.val_files=[{tmp_path}/empty.parquet]", f"custom_reward_function.path={tmp_path}/reward.py"
+    wrong = f"data.val_files={tmp_path}/empty.parquet", f"custom_reward_function.path={tmp_path}/reward.py"
     status, _, err = dry(tmp_path, monkeypatch, capsys, "core.ray_trainer:RayPPOTrainer", *wrong)
     assert status == 2 and "no column 'data_source'" in err and "has no rows" in err and "install not_there" in err
 
