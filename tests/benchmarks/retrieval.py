@@ -153,43 +153,6 @@ def overlap(a: list[list[str]], b: list[list[str]]) -> float:
     return float(np.mean([len(set(x) & set(y)) / len(x) for x, y in zip(a, b, strict=True)]))
 
 
-def over_http(options: argparse.Namespace) -> dict[str, float]:
-    """Searches a second of our client against our server, BM25, one query each, top 3, by clients at a time."""
-    import asyncio
-
-    from recipes.search_r1.retrieval_client import ClientOptions, RetrievalClient
-
-    command = [sys.executable, "-m", "recipes.search_r1.retrieval_server", "--index", str(options.work / "index")]
-    server = subprocess.Popen(
-        [*command, "--backend", "bm25", "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    texts = [
-        json.loads(line)["question"] for line in (options.work / "questions.jsonl").read_text("utf-8").splitlines()
-    ]
-    try:
-        client = RetrievalClient(ClientOptions(f"http://127.0.0.1:{int(server.stdout.readline())}/retrieve"))
-
-        async def many(clients: int) -> float:
-            began, done = time.perf_counter(), 0
-
-            async def one(number: int) -> None:
-                nonlocal done
-                while time.perf_counter() - began < SPEED_SECONDS:
-                    await client.retrieve([texts[(number + done) % len(texts)]], 3)
-                    done += 1
-
-            await asyncio.gather(*(one(number) for number in range(clients)))
-            return done / (time.perf_counter() - began)
-
-        speeds = {str(clients): asyncio.run(many(clients)) for clients in (1, 16, 64)}
-        client.close()
-        return speeds
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
-
-
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
     """Measures ``options.backends``; what an earlier run measured on the same corpus is kept."""
     built = build(options)
@@ -213,7 +176,6 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         "measured": {backend: measured[backend] for backend in BACKENDS if backend in measured},
         "agree": {name: overlap(*_found(options.work, "flat", name)) for name in ("hnsw", "ivf") if name in measured},
         "flat_search": earlier.get("flat_search", {}),
-        "http": over_http(options) if "bm25" in options.backends else earlier.get("http", {}),
     }
 
 
@@ -317,7 +279,6 @@ def dense_lines(result: dict[str, Any]) -> tuple[str, str, str]:
 def report(result: dict[str, Any]) -> str:
     built, measured = result["built"], result["measured"]
     packages = ", ".join(f"{name} {number}" for name, number in result["packages"].items())
-    served = ", ".join(f"{speed:,.0f} with {clients} clients" for clients, speed in result["http"].items())
     settings, agreement, encoding = dense_lines(result)
     return f"""# Retrieval on a real corpus
 
@@ -349,7 +310,6 @@ mapped files (for the dense ones the encoder and its libraries are in it). Build
 
 {encoding}
 
-Requests a second over HTTP (client and server on the same cores, BM25, one query a request, top 3): {served}.
 {flat_section(result)}
 """
 
@@ -361,7 +321,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default=None, help="of the encoder over the passages (default: float32)")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="default: all")
-    parser.add_argument("--build", action="store_true", help="build the indices and stop")
     parser.add_argument("--only", choices=BACKENDS, help="measure this one and print JSON")
     parser.add_argument("--flat", action="store_true", help="measure flat search at E5's width, and nothing else")
     options = parser.parse_args()
@@ -376,8 +335,6 @@ def main() -> None:
         print(json.dumps(measure(options)))
     elif "DATA_DIR" not in os.environ:
         raise SystemExit("DATA_DIR must name the folder of the data sets")
-    elif options.build:
-        build(options)
     else:
         result = run_all(options)
         RESULT.parent.mkdir(parents=True, exist_ok=True)

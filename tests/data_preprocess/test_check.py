@@ -71,32 +71,23 @@ def test_problems_of_every_kind_end_with_1(tmp_path, capsys):
             plain_row(4, **GRADED, reward_model={"style": "rule", "ground_truth": "no number"}),
         ],
     )
-    code, out = checked(capsys, bad, rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k"))
-    assert code == 1
+    good = rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k")
+    code, out = checked(capsys, tmp_path / "none.parquet", bad, good)  # the first hides neither other
+    assert code == 1 and "none.parquet: the parquet file does not exist" in out
     assert "prompt must not be empty in 1 row (3)" in out
     assert "the ground truth is empty in 1 row (1)" in out
     assert "no scorer for data_source='openai/gsm8'; nearest: openai/gsm8k in 1 row (2)" in out
     assert "the scorer of openai/gsm8k cannot grade a row in 1 row (4: " in out
-    assert out.count("  problem       ") == 4 and out.count("  problems      none") == 1
+    assert out.count("  problem       ") == 5 and out.count("  problems      none") == 1
 
 
 def test_an_odd_ground_truth_is_read_or_named_with_row_and_field(tmp_path, capsys, subtests):
     for source, gold, code, line in [
         ("nq", {"target": 1984}, 0, "problems      none"),
-        ("nq", {"target": [1984.0]}, 0, "problems      none"),
         ("nq", {"target": [None]}, 1, "(0: target[0] must be a text or a number, got None)"),
-        ("nq", {"target": [b"Paris"]}, 1, "(0: target[0] must be a text or a number, got b'Paris')"),
-        ("nq", {"target": [["Paris"]]}, 1, "(0: target[0] must be a text or a number, got ['Paris'])"),
-        (
-            "nq",
-            {"target": ["A"]},
-            0,
-            "note          reward_model.ground_truth: a gold answer is graded in a special way",
-        ),
-        ("countdown", {"target": 5, "numbers": None}, 1, "(0: numbers must be a list of whole numbers, got None)"),
+        ("nq", {"target": ["A"]}, 0, "note          reward_model.ground_truth: "),
         ("countdown", {"target": 5, "numbers": "2 3"}, 1, "(0: numbers must be a list of whole numbers, got '2 3')"),
         ("math_dapo", "None", 1, "(0: reads 'None', which is how a missing value looks as text)"),
-        ("numina_olympiads", float("nan"), 1, "(0: must be a string, got nan)"),
         ("codecontests", {"inputs": ["1"], "outputs": [None]}, 1, "(0: outputs[0] must be a text, a number, or a list"),
     ]:
         with subtests.test(source=source, gold=gold, code=code, line=line):
@@ -104,12 +95,6 @@ def test_an_odd_ground_truth_is_read_or_named_with_row_and_field(tmp_path, capsy
             assert checked(capsys, write_parquet(tmp_path / "odd.parquet", rows))[0] == code
             out = checked(capsys, tmp_path / "odd.parquet")[1]
             assert line in out and ("reward_model.ground_truth" in out) == ("none" not in line)
-
-
-def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path, capsys):
-    good = rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k")
-    code, out = checked(capsys, tmp_path / "none.parquet", good)
-    assert code == 1 and "none.parquet: the parquet file does not exist" in out and "  rows          2" in out
 
 
 def test_a_custom_reward_function_may_take_any_source(tmp_path, capsys):
@@ -139,15 +124,6 @@ def test_a_chat_that_the_template_refuses_is_a_problem(tmp_path, tokenizer, caps
     chat = write_parquet(tmp_path / "a.parquet", [plain_row(0, **GRADED, prompt=[{"role": "user", "content": "x"}])])
     code, out = checked(capsys, chat, "--tokenizer", tmp_path / "refusing")
     assert code == 1 and "the chat template refuses a prompt in 1 row (0: roles must alternate)" in out
-
-
-def test_wrong_arguments_end_with_2(tmp_path, capsys):
-    good = rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k")
-    assert main([good, "--tokenizer", str(tmp_path / "nowhere")]) == 2
-    assert "--tokenizer=" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        main([good, "--max_prompt_length", "5"])
-    assert stop.value.code == 2
 
 
 def test_checking_without_a_tokenizer_imports_no_torch(files):

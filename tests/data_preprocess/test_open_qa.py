@@ -4,9 +4,7 @@ import gzip
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +12,6 @@ import pytest
 
 from core.data.parquet import ExampleFile, Problems
 from data_preprocess import nq_hotpotqa, qa_test_sets
-from data_preprocess.open_qa import answers_of, question_of
 from data_preprocess.search_r1_prompts import R1_PROMPT, SEARCH_PROMPT
 from reward_scores import scorer_for
 
@@ -69,41 +66,13 @@ def test_the_seven_test_sets_are_rows_of_the_published_form(folder, tmp_path, ca
 def test_the_prompts_are_the_published_ones():
     digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (SEARCH_PROMPT, R1_PROMPT)]
     assert digests == ["325187b4e28848fc", "e0b4172b1340330a"]  # of the published texts
-    assert SEARCH_PROMPT.endswith("For example, <answer> Beijing </answer>. Question: {question}\n")
-    assert "You can search as many times as your want." in SEARCH_PROMPT
-    for tag in ("think", "search", "information"):
-        assert f"<{tag}>" in SEARCH_PROMPT and f"</{tag}>" in SEARCH_PROMPT
-    assert "search" not in R1_PROMPT and "provides the answer" in R1_PROMPT
-
-
-def test_a_question_ends_with_a_question_mark(subtests):
-    for given, made in [
-        (" who ", "who?"),
-        ("who?", "who?"),
-        ("who? ", "who?"),
-        ("", ""),
-        ("{question}", "{question}?"),
-    ]:
-        with subtests.test(given=given, made=made):
-            assert question_of({"question": given}) == made
-
-
-def test_answers_are_kept_once_and_in_order():
-    assert answers_of({"answer": "b", "answer_aliases": ["a", "b", " "]}) == ["b", "a"]
-    assert answers_of({"answers": [1990]}) == ["1990"]
-    assert answers_of({}) == []
 
 
 def test_the_training_mix_holds_both_sets_and_the_baseline_s_prompt(folder, tmp_path, capsys):
     given = ["--local_dir", str(tmp_path / "out"), "--local_dataset_path", str(folder), "--prompt", "r1"]
     assert nq_hotpotqa.main(given) == 0
     rows = read(tmp_path / "out" / "train.parquet")
-    assert [(row["data_source"], row["extra_info"]["index"]) for row in rows] == [
-        ("nq", 0),
-        ("nq", 1),
-        ("hotpotqa", 0),
-        ("hotpotqa", 1),
-    ]
+    assert [row["data_source"] for row in rows] == ["nq", "nq", "hotpotqa", "hotpotqa"]
     assert rows[3]["prompt"][0]["content"] == R1_PROMPT.replace("{question}", "Who wrote Hamlet?")
     names = {row.name for row in ExampleFile(tmp_path / "out" / "train.parquet").examples(Problems())}
     assert len(names) == 4  # no two questions of the mix share a name
@@ -118,12 +87,7 @@ def test_files_by_name_in_other_forms(tmp_path, folder):
     given = [f"{name}={tmp_path / file}" for name, file in files.items()]
     command = ["--local_dir", str(tmp_path / "out"), "--sets", *files, "--local_dataset_path"]
     assert qa_test_sets.main([*command, *given]) == 0
-    assert {name: len(read(tmp_path / "out" / f"{name}.parquet")) for name in files} == {
-        "triviaqa": 2,
-        "nq": 2,
-        "bamboogle": 1,
-        "hotpotqa": 1,
-    }
+    assert [len(read(tmp_path / "out" / f"{name}.parquet")) for name in files] == [2, 2, 1, 1]
     trivia = read(tmp_path / "out" / "triviaqa.parquet")
     assert trivia[0]["reward_model"]["ground_truth"]["target"] == ["Shakespeare", "S's"]
     assert trivia[1]["extra_info"]["question"] == 'a "b"?'
@@ -131,17 +95,17 @@ def test_files_by_name_in_other_forms(tmp_path, folder):
 
 
 def test_a_row_that_cannot_be_evaluated_is_an_error_and_not_left_out(tmp_path, capsys, subtests):
+    given = [
+        "--local_dir",
+        str(tmp_path),
+        "--sets",
+        "bamboogle",
+        "--local_dataset_path",
+        f"bamboogle={tmp_path}/b.jsonl",
+    ]
     for missing in ["question", "answer"]:
         with subtests.test(missing=missing):
             (tmp_path / "b.jsonl").write_text(json.dumps(FORMS["bamboogle"] | {missing: " "}))
-            given = [
-                "--local_dir",
-                str(tmp_path),
-                "--sets",
-                "bamboogle",
-                "--local_dataset_path",
-                f"bamboogle={tmp_path}/b.jsonl",
-            ]
             assert qa_test_sets.main(given) == 2
             assert f"bamboogle: example 0 of test has no {missing}" in capsys.readouterr().err
             assert not (tmp_path / "bamboogle.parquet").exists()
@@ -158,27 +122,6 @@ def test_what_is_missing_or_broken_is_said(tmp_path, folder, capsys):
     assert "hold no popqa/test.jsonl or popqa/dev.jsonl or popqa/train.jsonl" in capsys.readouterr().err
     assert qa_test_sets.main([*given[:3], "nq=/no/such/file", "--sets", "nq"]) == 2
     assert "/no/such/file: there is no such file" in capsys.readouterr().err
-
-
-def test_the_hub_is_asked_for_every_set(tmp_path, monkeypatch, capsys):
-    asked = []
-
-    def load_dataset(*args):
-        asked.append(args)
-        return {"train": [FORMS["nq"]], "dev": [FORMS["nq"]]}
-
-    fake = SimpleNamespace(load_dataset=load_dataset, exceptions=SimpleNamespace(DatasetsError=KeyError))
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    assert qa_test_sets.main(["--local_dir", str(tmp_path)]) == 0
-    assert asked == [("RUC-NLPIR/FlashRAG_datasets", name) for name in qa_test_sets.SIZES]
-    assert read(tmp_path / "nq.parquet")[0]["extra_info"]["split"] == "dev"
-
-    def unreachable(*_):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(**vars(fake) | {"load_dataset": unreachable}))
-    assert nq_hotpotqa.main(["--local_dir", str(tmp_path)]) == 2
-    assert "no route to host" in (error := capsys.readouterr().err) and "--local_dataset_path" in error
 
 
 REAL = {

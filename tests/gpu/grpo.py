@@ -193,11 +193,7 @@ def measure(folder: Path, args: Workload) -> dict[str, Any]:
     return {
         "seconds_per_step": seconds,
         "new_tokens_per_second": answers * args.new_tokens / seconds,
-        "decoded_tokens_per_second": answers * args.new_tokens / phases["gen"],
-        "trained_tokens_per_second": answers * (PROMPT + args.new_tokens) / phases["update_actor"],
         "phases_s": phases,
-        "matmul_peak_tflops": peak / 1e12,
         "mfu": {name: flop / phases[name] / peak for name, flop in work.items()},
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "logp_diff_mean": max(trainer.mismatch),
     }

@@ -94,15 +94,8 @@ def _last(found: dict[str, Any]) -> str:
 def _rows(measured: dict[str, Any]) -> list[str]:
     """Return the numbers of a step as a table: lists of rows as they are, single numbers as two columns."""
     rows = measured.get("rows")
-    single = {key: value for key, value in measured.items() if key != "rows"}
-    lines = []
-    if single:
-        lines += [
-            "| what | value |",
-            "|---|---|",
-            *(f"| {key} | {_shown(value)} |" for key, value in single.items()),
-            "",
-        ]
+    single = [f"| {key} | {_shown(value)} |" for key, value in measured.items() if key != "rows"]
+    lines = ["| what | value |", "|---|---|", *single, ""] if single else []
     if rows:
         names = list(rows[0])
         lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]

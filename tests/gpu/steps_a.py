@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from xml.etree import ElementTree
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import get_context
 from transformers import Qwen2Config
 
 from core.cluster.fsdp import ProcessRanks, gathered, own_part, reshard, shard
@@ -64,7 +62,7 @@ def clock(device: str, function: Callable[[], Any], repeats: int = 3) -> tuple[f
 
 
 def kernels(device: str, size: str, folder: Path) -> dict[str, Any]:
-    """Tests that need a GPU: packed as padded, bf16, sync, sharding over NCCL, offloading, adapters."""
+    """Tests that need a GPU: packed as padded, bf16, sync, sharding over NCCL, offloading."""
     chosen = ["-m", "gpu"] if device == "cuda" else ["-m", "not gpu"]
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *chosen]
@@ -238,46 +236,6 @@ def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _receive(device: str, buckets: Any, answers: Any) -> None:
-    """Open buckets of another process, copy them, and answer with their checksums, until None comes."""
-    while (bucket := buckets.get()) is not None:
-        values, found = bucket.open(torch.device(device))
-        values = [value.clone() for value in values]
-        if values[0].is_cuda:
-            torch.cuda.synchronize()
-        answers.put(found)
-        del values
-
-
-def copies(device: str, size: str, folder: Path) -> dict[str, Any]:
-    """Bandwidths of a bucket of weights: to the host, pickled, and to another process of the same device."""
-    elements = 2**29 if size == "full" else 2**16  # 1 GiB in bf16
-    bucket = torch.randint(-64, 64, (elements,), device=device).to(torch.bfloat16)
-    gib = bucket.numel() * 2 / GIB
-    host = torch.empty(elements, dtype=torch.bfloat16, pin_memory=device == "cuda")
-    rows = [("to pinned host memory", clock(device, lambda: host.copy_(bucket))[0])]
-    rows.append(("to pageable host memory", clock(device, lambda: bucket.to("cpu", copy=True))[0]))
-    array = host.view(torch.int16).numpy()
-    rows.append(("pickled on the host", clock(device, lambda: pickle.dumps(array, 5))[0]))
-    context = get_context("spawn")
-    buckets, answers = context.Queue(), context.Queue()
-    other = context.Process(target=_receive, args=(device, buckets, answers), daemon=True)
-    other.start()
-    weight = Weight(("bucket",), tuple(bucket.shape), bucket.dtype)
-    staging = Staging(weight.room, torch.device(device))
-
-    def hand_over() -> None:
-        (sent,) = pack([weight], [bucket], weight.room, staging)
-        buckets.put(sent)
-        if answers.get(timeout=120) != sent.checksum:
-            raise RuntimeError("another process read other bytes than this one wrote")
-
-    rows.append(("as a bucket into another process, with checksums", clock(device, hand_over)[0]))
-    buckets.put(None)
-    other.join(30)
-    return {"bucket, GiB": gib, "rows": [{"copy": what, "seconds": s, "GiB/s": gib / s} for what, s in rows]}
-
-
 def grpo_run(device: str, size: str, folder: Path) -> dict[str, Any]:
     """GRPO in one process, hf engine, a random model in the shape of Qwen2.5-0.5B: seconds by phase."""
     run = grpo.measure(folder, replace(grpo.REHEARSAL, device=device) if size == "tiny" else grpo.Workload(device))
@@ -288,4 +246,4 @@ def grpo_run(device: str, size: str, folder: Path) -> dict[str, Any]:
     return {key: run[key] for key in ("seconds_per_step", "new_tokens_per_second", "logp_diff_mean")} | {"rows": rows}
 
 
-STEPS = {"kernels": kernels, "head": head, "layers": layers, "rank": rank, "copies": copies, "grpo": grpo_run}
+STEPS = {"kernels": kernels, "head": head, "layers": layers, "rank": rank, "grpo": grpo_run}

@@ -175,13 +175,3 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
 def test_a_sharded_rank_trains_as_the_in_process_backend(folder, device, offload, tmp_path):
     mp.spawn(_rank, args=(str(tmp_path), folder, offload), nprocs=1)
-
-
-@only_cuda
-def test_adapters_on_a_gpu(folder, device):
-    pytest.importorskip("peft")
-    one = workers(folder, device, torch.bfloat16, "actor_rollout_ref.model.lora_rank=4")
-    first = one.compute_ref_log_prob(mixed_batch())
-    one.update_actor(mixed_batch(), 1.0)
-    assert torch.equal(one.compute_ref_log_prob(mixed_batch()), first)
-    assert one.sync_weights(1)["rollout_corr/probe_diff"] < 0.25

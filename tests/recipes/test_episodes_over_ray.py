@@ -11,34 +11,15 @@ from pathlib import Path
 import pytest
 
 from core.config import compose
-from core.ray_trainer import RayPPOTrainer
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
 from tests.core.ray_cluster import local_ray
-from tests.faults.tiny_run import command, prepare
-from tests.recipes.test_search_r1 import ROOT, run_command
 from tests.recipes.test_search_r1 import files as search_files  # noqa: F401
+from tests.recipes.test_search_r1 import run_command
 from tests.search import Server
 
 # Minutes, and one Ray, however many test processes
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ROLLOUT = "actor_rollout_ref.rollout"
-
-CALLS = '''
-from core.rollout.tool_agent import ToolAgentLoop, parse_calls
-
-CALL = """<tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call>"""
-
-
-class Calls(ToolAgentLoop):
-    """The tool agent after a turn that a random model would never write."""
-
-    async def take_turns(self, tools, user, episode):
-        await episode.turn(max_tokens=3)
-        answers = await self.answers(parse_calls(CALL), tools, episode)
-        assert answers == ["4042"]
-        if self.add(self.framed("tool", answers, episode), "tool", episode):
-            await episode.turn(max_tokens=3)
-'''
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,21 +63,3 @@ def test_search_episodes_over_ray_are_those_of_one_process(search_files, tmp_pat
     for there, here in zip(ray_run[0], local[0], strict=True):
         assert there["critic/score/mean"] == pytest.approx(here["critic/score/mean"], abs=0.05)
         assert there["actor/grad_norm"] == pytest.approx(here["actor/grad_norm"], rel=0.2)
-
-
-def test_the_tool_agents_calls_over_ray(tmp_path):
-    prepare(tmp_path)
-    (tmp_path / "calls.py").write_text(CALLS)
-    overrides = (
-        f"{ROLLOUT}.agent_loop={tmp_path}/calls.py:Calls",
-        f"{ROLLOUT}.multi_turn.tool_config_path={ROOT}/recipes/lab/tools.yaml",
-        "data.max_response_length=64",
-        "trainer.backend=ray",
-    )
-    arguments = command(tmp_path, "grpo", 2, *overrides)(tmp_path / "run")[3:]
-    RayPPOTrainer(compose("grpo", arguments)).init_workers().fit()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "rollout_corr/logp_diff_max" in line]
-    assert [step["tool_call_counts/mean"] for step in steps] == [1, 1]
-    assert max(step["rollout_corr/logp_diff_max"] for step in steps) < 1e-4
-    assert "tool: 4042" in (tmp_path / "run" / "samples.jsonl").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -193,10 +192,3 @@ def test_it_trains_the_labs_model(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["step", str(step)] for step in (0, 1, 2, 2)]
     assert torch.isfinite(model.lm_head.weight).all() and not torch.equal(before, model.lm_head.weight)
-
-
-def test_without_the_base_model_it_names_the_command_that_makes_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["from_scratch"])
-    with pytest.raises(SystemExit, match="python -m recipes.lab.prepare"):
-        from_scratch.main()

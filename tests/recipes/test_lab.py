@@ -21,7 +21,7 @@ from core.tracking.run_manifest import hardware
 from recipes.lab import base_model, hops, prepare, report
 from recipes.lab.base_model import BaseModelError, BaseRecipe, build
 from recipes.lab.tokenizer import build_tokenizer
-from reward_scores.hops import check_ground_truth, score
+from reward_scores.hops import score
 from tests.verified import record_verified
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,15 +66,6 @@ def test_splits_share_no_cycle_even_with_edges_in_another_order(monkeypatch):
 def test_the_questions_are_those_of_the_published_runs():
     prompts = [question.prompt for question in hops.held_out(500, 1)]
     assert hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16] == "21d67c3a723eb403"
-
-
-def test_the_scorer_grades_the_answers_of_the_lab():
-    question = hops.Hops("vphumdjc", (6, 1, 7, 5, 4, 3, 0, 2), 5)
-    assert question.prompt == "jc ph cv dj md um vp hu =v5=" and question.chain == "vphumd#d"
-    assert score(question.chain, "d").acc == score(hops.direct("d"), "d").acc == 1.0
-    assert score(question.chain, "d").parts["chain"] == 1.0 and score(hops.direct("d"), "d").parts["chain"] == 0.0
-    assert score(hops.direct("u"), "d").acc == score("714", "d").acc == score("vphumd", "d").acc == 0.0
-    assert check_ground_truth(question.answer) is None
 
 
 # --- tokenizer ---
@@ -166,17 +157,6 @@ def test_the_lab_starts_from_the_committed_weights(tmp_path, monkeypatch):
         build(tmp_path / "again")
 
 
-@pytest.mark.slow
-def test_the_committed_weights_are_what_their_command_makes(tmp_path):
-    base_model.learn(BaseRecipe(), tmp_path / "remade")
-    remade, committed = (
-        json.loads((folder / "warm_start.json").read_text()) for folder in (tmp_path / "remade", base_model.COMMITTED)
-    )
-    assert remade["recipe"] == committed["recipe"] and remade["parameters"] == committed["parameters"]
-    assert remade["losses"][:20] == pytest.approx(committed["losses"][:20], abs=1e-3)  # another CPU rounds otherwise
-    assert remade["losses"][-20:] == pytest.approx(committed["losses"][-20:], abs=0.2)
-
-
 def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
@@ -195,23 +175,6 @@ def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
     assert not (tmp_path / SMALL.digest).exists() and not (tmp_path / "current").exists()
     folder = build(tmp_path, SMALL)
     assert folders(tmp_path) == [SMALL.digest] and (folder / "model.safetensors").exists()
-
-
-def test_transformers_loads_the_base_model(tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = build(tmp_path, SMALL)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.model_type == "qwen2" and model.dtype == torch.float32
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
-    trained = base_model.train(SMALL, build_tokenizer(), lambda step, loss: None)
-    ids = tokenizer(["ab bc cd de ef fg gh ha =a3="], return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=ids).logits, trained(input_ids=ids).logits)
-    record = json.loads((folder / "warm_start.json").read_text())
-    assert record["recipe"] == dataclasses.asdict(SMALL) and len(record["losses"]) == SMALL.steps
 
 
 # --- preparation, presets, scripts ---

@@ -37,20 +37,6 @@ def encode(words, text):
 # --- knowledge ---
 
 
-def test_questions_of_one_and_two_hops_and_none_on_both_sides():
-    base = knowledge.draw(1)
-    parts = knowledge.splits(base, 1, 800, 400)
-    assert {split: len(questions) for split, questions in parts.items()} == {"train": 800, "test": 400}
-    assert not set(parts["train"]) & set(parts["test"])
-    for questions in parts.values():
-        assert sum(len(q.relations) == 2 for q in questions) == len(questions) // 2
-    two = next(q for q in parts["test"] if len(q.relations) == 2)
-    middle = base.facts[two.start, two.relations[0]]
-    assert base.answer(two) == base.facts[middle, two.relations[1]]
-    assert two.text == f"who is the {two.relations[1]} of the {two.relations[0]} of {two.start}?"
-    assert knowledge.queries(two, base) == [f"{two.relations[0]} {two.start}", f"{two.relations[1]} {middle}"]
-
-
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
     base = knowledge.draw(1)
@@ -112,12 +98,6 @@ def test_halving_finds_every_letter_and_not_listening_does_not():
         assert len(unheard) <= guesses.GUESSES and all(one.first <= guess <= one.last for guess in unheard)
         found += unheard[-1] == one.secret
     assert 0.25 < found / len(riddles) < 0.5
-
-
-def test_no_riddle_is_on_both_sides_and_there_are_no_others():
-    parts = guesses.splits()
-    assert len(parts["test"]) == 200 and not set(parts["train"]) & set(parts["test"])
-    assert len({*parts["train"], *parts["test"]}) == sum(width * (27 - width) for width in range(8, 16))
 
 
 def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(tmp_path):

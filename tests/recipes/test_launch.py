@@ -12,8 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "recipes" / "launch"
-SCRIPTS = ["ray_node.sh", "slurm.sbatch"]
-
 # Slurm of two nodes on one machine: srun starts a command once a node, at once, and returns the last failure.
 SRUN = """#!/usr/bin/env bash
 nodes=1

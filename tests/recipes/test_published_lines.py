@@ -37,24 +37,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_published_line_validates(folder, monkeypatch, capsys, subtests):
+def test_a_published_line_validates_in_one_process_and_for_a_cluster(folder, monkeypatch, capsys, subtests):
+    monkeypatch.setenv("DRY_RUN", "1")
     for path in LINES:
-        with subtests.test(path=path):
-            monkeypatch.setenv("DRY_RUN", "1")
-            name = path.stem
-            with pytest.raises(SystemExit) as end:
-                prepare(RECIPES.get(name, "ppo"), arguments(path))
-            assert (end.value.code, capsys.readouterr().err) == (0, "")
-
-
-def test_a_published_line_validates_for_a_cluster(folder, monkeypatch, capsys, subtests):
-    for path in LINES:
-        with subtests.test(path=path):
-            monkeypatch.setenv("DRY_RUN", "1")
-            name, cluster = path.stem, ["trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm"]
-            with pytest.raises(SystemExit) as end:
-                prepare(RECIPES.get(name, "ppo"), [*arguments(path), *cluster])
-            assert (end.value.code, capsys.readouterr().err) == (0, "")
+        for cluster in ([], ["trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm"]):
+            with subtests.test(path=path, cluster=cluster):
+                with pytest.raises(SystemExit) as end:
+                    prepare(RECIPES.get(path.stem, "ppo"), [*arguments(path), *cluster])
+                assert (end.value.code, capsys.readouterr().err) == (0, "")
 
 
 def test_the_entry_point_runs_it_dry(folder, subtests):

@@ -18,7 +18,7 @@ from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.corpus import Corpus
 from recipes.search_r1.index.encoder import EncoderSettings, HashingEncoder, make_encoder, settings_of
 from recipes.search_r1.index.opening import make_retriever
-from recipes.search_r1.index.passages import BACKENDS, RetrievalError, RetrieverOptions
+from recipes.search_r1.index.passages import RetrievalError, RetrieverOptions
 from tests.search import contents, write_corpus
 
 ROWS = 200
@@ -76,17 +76,15 @@ def test_bm25_scores_are_lucenes(tmp_path):
     assert ids(found) == ["0", "1"]
 
 
-def test_bm25_finds_nothing_where_no_word_is_shared_and_says_so_with_an_empty_list(built, subtests):
-    for query in ["", "   ", "the of and", "zzzz qqqq", "?!", "\x00\ud800", "日本"]:
-        with subtests.test(query=query):
-            assert opened(built, "bm25").retrieve([query], 5) == [[]]
+def test_bm25_finds_nothing_where_no_word_is_shared_and_says_so_with_an_empty_list(built):
+    queries = ["", "   ", "the of and", "zzzz qqqq", "?!", "\x00\ud800", "日本"]
+    assert opened(built, "bm25").retrieve(queries, 5) == [[]] * len(queries)
 
 
-def test_equal_scores_are_ordered_by_row(subtests):
+def test_equal_scores_are_ordered_by_row():
+    scores = np.array([0, 2, 2, 7, -1, 1], np.float32)
     for topk, expected in [(1, [3]), (2, [3, 1]), (3, [3, 1, 2]), (9, [3, 1, 2, 5])]:
-        with subtests.test(topk=topk, expected=expected):
-            scores = np.array([0, 2, 2, 7, -1, 1], np.float32)
-            assert best_rows(scores, topk).tolist() == expected
+        assert best_rows(scores, topk).tolist() == expected
 
 
 def test_flat_is_the_exact_inner_product_and_the_others_agree(built):
@@ -110,13 +108,6 @@ def test_controls_find_something_else_or_nothing(built):
     control = opened(built, "random")
     one, other, again = control.retrieve(["a", "b", "a"], 5)
     assert one == again != other and len(set(ids(one))) == 5
-
-
-def test_fingerprints_tell_answers_apart(built):
-    prints = {opened(built, backend).fingerprint for backend in BACKENDS}
-    assert len(prints) == len(BACKENDS)
-    assert opened(built, "hnsw", ef_search=16).fingerprint != opened(built, "hnsw").fingerprint
-    assert opened(built, "hnsw").fingerprint == opened(built, "hnsw").fingerprint
 
 
 # --- building ---
@@ -202,10 +193,8 @@ def test_an_interrupted_encoding_goes_on_and_repeats_nothing(built, tmp_path, mo
 def test_a_bad_line_is_named(tmp_path, subtests):
     for line, said in [
         ("not json", "line 2: not {id, contents}"),
-        ('{"id": "x"}', "line 2: not {id, contents}"),
         ('{"id": "x", "contents": 3}', "line 2: id must be text"),
         ("", "line 2: not {id, contents}"),
-        ("[1]", "line 2: not {id, contents}"),
     ]:
         with subtests.test(line=line, said=said):
             good = json.dumps({"id": 1, "contents": "a"})
@@ -269,35 +258,29 @@ def test_another_encoder_than_the_index_s_is_refused(built, subtests):
 
 
 def test_a_faiss_file_from_elsewhere_is_searched_and_checked(built, tmp_path, subtests):
+    given = {"encoder": "hashing:128", "query_prefix": "", "passage_prefix": ""}
     for backend in ["flat", "hnsw", "ivf"]:
         with subtests.test(backend=backend):
             place = tmp_path / backend
-            (place / "b").mkdir(parents=True)
-            given = {"encoder": "hashing:128", "query_prefix": "", "passage_prefix": ""}
-            file = place / "e5.index"
+            place.mkdir()
+            file, corpus = place / "e5.index", place / "wiki.jsonl.gz"
             file.write_bytes((built / "index" / f"{backend}.faiss").read_bytes())
-            corpus = place / "wiki.jsonl.gz"
             corpus.write_bytes(gzip.compress((built / "corpus.jsonl").read_bytes()))
             for _ in range(2):  # the second time the corpus is unpacked already
                 retriever = make_retriever(RetrieverOptions(file, corpus=corpus, **given))
                 assert retriever.backend == backend
                 assert retriever.retrieve(["Entity3"], 3) == opened(built, backend).retrieve(["Entity3"], 3)
-            with pytest.raises(RetrievalError, match="needs corpus and encoder as well"):
-                make_retriever(RetrieverOptions(file))
-            shorter = write_corpus(place / "short.jsonl", ROWS - 1)
-            (place / "b" / "e5.index").write_bytes(file.read_bytes())
-            with pytest.raises(RetrievalError, match=f"{ROWS} vectors, the corpus has {ROWS - 1} rows"):
-                make_retriever(RetrieverOptions(place / "b" / "e5.index", corpus=shorter, **given))
-
-
-def test_rows_in_another_order_are_noticed(built, tmp_path):
-    lines = (built / "corpus.jsonl").read_text().splitlines()
-    turned = tmp_path / "turned.jsonl"
-    turned.write_text("".join(f"{line}\n" for line in lines[::-1]))
-    file = tmp_path / "e5.index"
-    file.write_bytes((built / "index" / "flat.faiss").read_bytes())
-    with pytest.raises(RetrievalError, match="row 0 of the corpus"):
-        make_retriever(RetrieverOptions(file, corpus=turned, encoder="hashing:128"))
+    with pytest.raises(RetrievalError, match="needs corpus and encoder as well"):
+        make_retriever(RetrieverOptions(tmp_path / "flat/e5.index"))
+    lines = (built / "corpus.jsonl").read_text().splitlines(keepends=True)
+    for number, (rows, said) in enumerate(
+        ((lines[:-1], f"{ROWS} vectors, the corpus has {ROWS - 1} rows"), (lines[::-1], "row 0 of the corpus"))
+    ):
+        file, corpus = tmp_path / f"{number}.index", tmp_path / f"{number}.jsonl"
+        file.write_bytes((built / "index" / "flat.faiss").read_bytes())
+        corpus.write_text("".join(rows))
+        with pytest.raises(RetrievalError, match=said):
+            make_retriever(RetrieverOptions(file, corpus=corpus, **given))
 
 
 def test_what_is_missing_is_said(built, tmp_path):
@@ -356,9 +339,6 @@ def test_mean_pooling_leaves_padding_out_and_prefixes_count(tiny_bert):
     assert np.abs(encoder.encode(texts, "passage: ") - together).max() > 1e-3
     first = make_encoder(EncoderSettings(str(tiny_bert / "encoder"), pooling="cls")).encode(texts, "query: ")
     assert np.abs(first - together).max() > 1e-3
-    assert encoder.encode([], "").shape == (0, 16)
-    torn = encoder.encode(["half \ud83d", "half \ufffd"], "query: ")
-    assert (torn[0] == torn[1]).all()
 
 
 # --- a flat index ---
@@ -383,11 +363,3 @@ def test_an_answer_depends_neither_on_the_batch_nor_on_threads(ties):
     many = [" ".join(random.Random(number).choices(WORDS, k=9)) for number in range(256)]
     together = one.retrieve(many, 5)
     assert together == two.retrieve(many, 5) == [two.retrieve([query], 5)[0] for query in many]
-
-
-def test_equal_scores_are_ordered_by_id_as_a_number(ties):
-    (found,) = make_retriever(RetrieverOptions(ties, backend="flat")).retrieve(["w1 w2 w3"], 40)
-    assert found == sorted(found, key=lambda passage: (-passage.score, int(passage.id)))
-    last = [int(passage.id) for passage in found if passage.score == found[-1].score]
-    (more,) = make_retriever(RetrieverOptions(ties, backend="flat")).retrieve(["w1 w2 w3"], 400)
-    assert last == [int(passage.id) for passage in more if passage.score == found[-1].score][: len(last)]

@@ -179,6 +179,13 @@ def test_a_script_of_several_nodes_names_its_cluster_and_survives_a_loss(run, su
             assert f"cluster: {line}" not in run(path, "trainer.nnodes=1")[1]
 
 
+@pytest.mark.parametrize("recipe", ["sft", "grpo", "ppo", "dapo", "search_r1"])
+def test_a_killed_run_of_the_real_model_loses_ten_steps_at_most(recipe):
+    for task in {"grpo": ("", "naive", "passages"), "sft": ("", "search")}.get(recipe, ("",)):
+        script = read_script(ROOT / "recipes" / recipe / "run_smollm2_135m.sh", tuple(filter(None, [task])))
+        assert 0 < script.config.trainer.save_freq <= 10, task
+
+
 def test_without_its_cluster_a_script_is_refused_before_it_starts(run, elsewhere, monkeypatch):
     monkeypatch.setenv("DRY_RUN", "")
     files = [f"data.{kind}_files={ROOT / 'README.md'}" for kind in ("train", "val")]

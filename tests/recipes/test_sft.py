@@ -23,7 +23,6 @@ from recipes.sft.demonstrations import (
     DemonstrationError,
     DemonstrationFiles,
     Writer,
-    end_ids,
 )
 from recipes.sft.sft_trainer import SFTTrainer
 from tests.recipes.sft_data import (
@@ -34,7 +33,6 @@ from tests.recipes.sft_data import (
     prepare,
     settings,
     tokenizer,
-    write_model,
     write_rows,
 )
 
@@ -63,13 +61,8 @@ def trained_text(one: Demonstration) -> str:
 
 
 def test_the_assistants_turns_are_trained_on_up_to_their_end():
-    chat = [
-        {"role": "system", "content": "be"},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "bc"},
-        {"role": "user", "content": "d"},
-        {"role": "assistant", "content": "e"},
-    ]
+    turns = [("system", "be"), ("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")]
+    chat = [{"role": role, "content": content} for role, content in turns]
     one = writer().chat(chat)
     expected = "<bos>system: be\n<bos>user: a\n<bos>assistant: [bc<eos>]\n<bos>user: d\n<bos>assistant: [e<eos>]\n"
     assert trained_text(one) == expected
@@ -91,15 +84,6 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused():
         writer(chat_template=forgets).chat(chats(1, seed=3)[0] + chats(1)[0])
 
 
-def test_a_template_that_opens_an_answer_otherwise_than_it_writes_one_is_refused_for_that():
-    thinks = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: <think></think>{% endif %}"
-    )
-    with pytest.raises(DemonstrationError, match="begins an answer with 'assistant: <think></think>'"):
-        writer(chat_template=thinks).chat(chats(1)[0])
-
-
 def test_ids_of_a_policy_are_kept_with_their_mask_and_those_of_another_tokenizer_are_refused():
     ids = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "response_mask": [True, False, True]}
     text = tokenizer().decode([5, 6])
@@ -107,15 +91,6 @@ def test_ids_of_a_policy_are_kept_with_their_mask_and_those_of_another_tokenizer
     assert one.ids.tolist() == [5, 6, 7, 8, 9] and one.mask.tolist() == [False, False, True, False, True]
     with pytest.raises(DemonstrationError, match="not those of this tokenizer"):
         writer().written("other", ids)
-
-
-def test_the_ends_are_those_of_the_engine(files, tmp_path):
-    model = configured(files).actor_rollout_ref.model
-    assert end_ids(tokenizer(), model) == {EOS}
-    other = write_model(tmp_path / "other")
-    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 42]}))
-    model = configured(files, f"actor_rollout_ref.model.path={other}").actor_rollout_ref.model
-    assert end_ids(tokenizer(), model) == {EOS, 42}
 
 
 TOOLS = "{% for t in tools or [] %}{{ '<bos>tool ' + t.name + t.keys()|join(' ') }}{% endfor %}"
@@ -225,11 +200,8 @@ def test_a_file_that_cannot_be_trained_on_is_refused(tmp_path, subtests):
             "nothing of a row is trained on",
         ),
     ]:
-        with subtests.test(row=row, says=says):
-            with pytest.raises(InputError, match=says):
-                loaded(write_rows(tmp_path / "x.parquet", [row]))
-            with pytest.raises(InputError, match="does not exist"):
-                loaded(tmp_path / "none.parquet")
+        with subtests.test(row=row, says=says), pytest.raises(InputError, match=says):
+            loaded(write_rows(tmp_path / "x.parquet", [row]))
 
 
 def test_pictures_are_not_left_out_unnoticed(tmp_path):
@@ -256,15 +228,10 @@ def plain_gradients(module, demonstrations) -> tuple[float, dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("tokens", [192, 4096])
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-7), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
-def test_loss_and_gradients_are_those_of_plain_transformers(packed, tokens, dtype, near, files):
-    config = configured(
-        files,
-        "data.train_batch_size=9",
-        f"actor_rollout_ref.model.use_remove_padding={packed}",
-        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
-    )
+def test_loss_and_gradients_are_those_of_plain_transformers(packed, dtype, near, files):
+    layout = (f"actor_rollout_ref.model.use_remove_padding={packed}", "data.train_batch_size=9")
+    config = configured(files, *layout, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=192")
     demonstrations = [writer().chat(chat) for chat in chats(9, seed=5)]
     loss, gradients, metrics = learner_gradients(config, demonstrations, dtype)
     assert not [name for name in metrics if name.startswith("rollout_corr")]  # no engine wrote them
@@ -402,8 +369,12 @@ def kept(scores: Path, *arguments: str) -> list[dict]:
 def test_right_answers_are_kept_with_the_ids_that_the_policy_wrote(scores, capsys):
     answers = [json.loads(line) for line in scores.with_name("answers.jsonl").read_text().splitlines()]
     right = [one for one in answers if sum(map(ord, one["response"])) % 2 == 0 and one["stop"] != "length"]
-    rows = kept(scores)
-    assert 0 < len(rows) < len(answers)
+    rows, one_each = kept(scores), kept(scores, "--most", "1")
+    assert 0 < len(rows) < len(answers) and kept(scores, "--most", "1") == one_each
+    uids = [row["uid"] for row in one_each]
+    assert len(uids) == len(set(uids)) == len({row["uid"] for row in rows})
+    capsys.readouterr()
+    kept(scores)
     said = capsys.readouterr().out
     assert f"{len(rows)} of 32 answers kept, to {len({row['uid'] for row in rows})} of 8 questions" in said
     assert [(row["uid"], row["sample"]) for row in rows] == [(one["uid"], one["sample"]) for one in right]
@@ -416,42 +387,25 @@ def test_right_answers_are_kept_with_the_ids_that_the_policy_wrote(scores, capsy
     assert [one.ids.tolist() for one in found] == [row["prompt_ids"] + row["response_ids"] for row in rows]
 
 
-def test_at_most_so_many_answers_of_a_question_are_kept_by_seed(scores):
-    rows = kept(scores)
-    one = kept(scores, "--most", "1")
-    uids = [row["uid"] for row in one]
-    assert len(uids) == len(set(uids)) == len({row["uid"] for row in rows}) < len(rows)
-    assert kept(scores, "--most", "1") == one
-    assert any(kept(scores, "--most", "1", "--seed", str(seed)) != one for seed in (2, 3, 4))
-
-
 def test_what_does_not_belong_together_is_refused(scores, questions, capsys):
-    out = ["--out", str(scores.with_name("kept.parquet"))]
-    assert rejection.main([str(scores), *out, "--least", "2"]) == 2
-    assert "none of 32 answers has acc of at least 2" in capsys.readouterr().err
-    assert rejection.main([str(scores), *out, "--by", "nope"]) == 2
-    assert "--by=nope" in capsys.readouterr().err
-    assert (
-        rejection.main([str(scores), "--out", "x.json"]) == 2
-        and rejection.main([str(scores), *out, "--most", "0"]) == 2
-    )
-    capsys.readouterr()
-    rows = pq.read_table(questions).to_pylist()
-    held = questions.read_bytes()
+    rows, held = pq.read_table(questions).to_pylist(), questions.read_bytes()
+    answers = scores.with_name("answers.jsonl")
+    text = answers.read_text()
+
+    def refused(*arguments: str) -> str:
+        assert rejection.main([str(scores), "--out", str(scores.with_name("kept.parquet")), *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "none of 32 answers has acc of at least 2" in refused("--least", "2")
+    assert "--by=nope" in refused("--by", "nope") and refused("--most", "0") and refused("--out", "x.json")
     rows[3]["prompt"][0]["content"] = "other"
     write_rows(questions, rows)
     try:
-        assert rejection.main([str(scores), *out]) == 2
-        assert "others than those that were answered" in capsys.readouterr().err
+        assert "others than those that were answered" in refused()
+        answers.write_text(text.replace("tests/letters", "tests/Letters", 1))
+        assert "is not the file that" in refused()
     finally:
         questions.write_bytes(held)
-    answers = scores.with_name("answers.jsonl")
-    text = answers.read_text()
-    answers.write_text(text.replace("tests/letters", "tests/Letters", 1))
-    try:
-        assert rejection.main([str(scores), *out]) == 2
-        assert "is not the file that" in capsys.readouterr().err
-    finally:
         answers.write_text(text)
 
 
@@ -476,13 +430,10 @@ def test_what_has_no_meaning_here_is_refused(subtests):
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "weighs samples by their advantages"),
         ("algorithm.adv_estimator=gae", "has a critic"),
         ("actor_rollout_ref.actor.use_kl_loss=True", "there is none"),
-        ("algorithm.use_kl_in_reward=True", "demonstrations have no reward"),
         ("actor_rollout_ref.rollout.n=2", "one demonstration"),
         ("actor_rollout_ref.rollout.temperature=0.7", "the likelihood is that of the model itself"),
         ("trainer.max_staleness=1", "none are drawn"),
-        ("trainer.critic_warmup=1", "there is no critic"),
         ("trainer.test_freq=5", "data.val_files names none"),
-        ("trainer.val_only=True", "data.val_files names none"),
     ]:
         with subtests.test(override=override, says=says):
             assert not examine("sft", []).problems

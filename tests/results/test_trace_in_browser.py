@@ -59,13 +59,6 @@ def test_html_in_an_answer_is_shown_and_never_run(page):
     assert EVIL + "<script>" in page.locator("article .policy .tokens").first.inner_text()
 
 
-def test_a_token_that_is_no_text_alone_shows_its_bytes_and_what_it_is_part_of(page):
-    chips = page.locator("article .t.bytes")
-    assert [chips.nth(i).inner_text() for i in range(2)] == ["C3", "A9"]
-    chips.first.hover()
-    assert "part of é" in page.locator("#token").inner_text()
-
-
 def test_the_keyboard_does_all(page):
     assert page.locator("h2", has_text="Answer 1 of 4, grpo/good, step 1").count() == 1
     page.keyboard.press("j")
@@ -76,8 +69,6 @@ def test_the_keyboard_does_all(page):
     first = page.locator("#field").input_value()
     page.keyboard.press("c")
     assert page.locator("#field").input_value() != first
-    page.keyboard.press("C")
-    assert page.locator("#field").input_value() == first
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     told = page.locator("#token").inner_text()
@@ -89,8 +80,6 @@ def test_the_keyboard_does_all(page):
     assert page.locator("h2", has_text="Answer 1 of 4, grpo/good, step 1").count() >= 1
     page.keyboard.press("Escape")
     assert page.evaluate("document.activeElement.id") != "search"
-    page.keyboard.press("Tab")
-    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
 
 
 def test_filters_and_search_leave_what_they_name(page):
@@ -103,9 +92,6 @@ def test_filters_and_search_leave_what_they_name(page):
     page.keyboard.press("n")
     assert page.locator(".t.now.found").count() == 1
     page.locator("#chips button", has_text="findings").click()
-    page.locator("#chips button", has_text="tool error").click()
-    assert 0 < page.locator(".row").count() < every
-    page.locator("#chips button", has_text="tool error").click()
     page.locator("#chips button", has_text="flipped").click()
     page.locator(".group", has_text="flipped").first.wait_for()  # drawn a moment after it is there
     assert 0 < page.locator(".row").count() < every

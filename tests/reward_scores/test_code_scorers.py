@@ -113,12 +113,6 @@ def test_rewards_and_failures():
     assert unit_tests.score("none", SUM).parts.keys() == half.parts.keys()
 
 
-def test_an_answer_has_a_time_limit_over_all_its_tests():
-    tests = {"inputs": ["\n"] * 20, "outputs": ["1\n"] * 20}
-    score = unit_tests.score(fenced("import time\ntime.sleep(0.2)\nprint(1)"), tests, sandbox={"total_timeout_s": 0.7})
-    assert 0 < score.value < 0.5 and score.parts["timeout"] == pytest.approx(1 - score.value)
-
-
 def test_memory_is_limited():
     source = fenced("x = bytearray(300 << 20)\n" + ADD)
     assert unit_tests.score(source, SUM).acc == 1
@@ -178,11 +172,6 @@ def test_the_configuration_reaches_the_scorers():
     fusion = scorer_options(reward)["prime_code"]["sandbox_fusion"]
     assert fusion == {"url": "http://h/run_code", "max_concurrent": 3}
     assert "total_timeout_s" not in scorer_options(configured())["prime_code"]["sandbox"]
-
-
-def test_options_of_the_user_come_first():
-    reward = configured("+reward_model.reward_kwargs.prime_code.method=robust")
-    assert scorer_options(reward)["prime_code"]["method"] == "robust"
 
 
 def test_without_isolation_nothing_is_graded_unless_told(monkeypatch):

@@ -129,12 +129,6 @@ def test_the_scorers_compare_by_math_verify_where_they_are_told():
     assert math_reward.score("\\boxed{x=5}", "5", {}, "robust").pred == "5"  # what maj@k votes on
 
 
-def test_math_verify_is_the_library_as_it_comes():
-    assert math_verify_equal("0.333333", "\\frac{1}{3}") and not equivalent("0.333333", "\\frac{1}{3}")
-    assert math_verify_equal("\\{1,2\\}", "2,1") and not math_verify_equal("", "") and not math_verify_equal("2", "3")
-    assert not math_verify_equal("\\pi", "3.14") and not math_verify_equal("(0,1]", "[0,1]")
-
-
 def test_formulas_are_compared_exactly_where_they_can_be():
     for one, other in pairs("""
         2x(x+1) ~ 2x^2 + 2 x ; -x^2 ~ -(x^2) ; 2^3^2 ~ 512 ; 2^-1 ~ 0.5 ; 1/2x ~ x/2 ; sqrt(9/4) ~ 1.5
@@ -146,17 +140,6 @@ def test_formulas_are_compared_exactly_where_they_can_be():
     for broken in ("", "1+", "(1", "1)", "2**", "import", "!", "9^9^9^9", "1e99999", "10!!!", "x" * 600, "(" * 300):
         assert not same_value(broken, broken), broken
     assert ratio("2x-2y", "y-x") == -2 and ratio("x-5", "y-5") is None and ratio("0*x", "x") is None
-
-
-def test_formulas_that_sympy_takes_for_equal_and_those_that_it_does_not():
-    for one, other in pairs("""
-        2sqrt(2) ~ sqrt(8) ; (x+1)^2 ~ x^2+2x+1 ; sin(x)^2+cos(x)^2 ~ 1 ; ln(e^0)+1/3 ~ 2/6
-        4! ~ 24 ; log(100) ~ 2 ; 0.5x ~ x/2 ; pi/2 ~ 0.5 pi
-    """):
-        assert same_formula(one, other) and same_formula(other, one), (one, other)
-    for one, other in pairs("x ~ x+1 ; sqrt(x^2) ~ x ; 1/0 ~ 1/0+1 ; pi ~ 3.14159 ; import os ~ import os"):
-        assert not same_formula(one, other), (one, other)
-    assert not same_formula("", "")
 
 
 def test_no_text_is_evaluated_as_code(monkeypatch):

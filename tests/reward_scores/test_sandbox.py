@@ -74,41 +74,24 @@ def box(how):
 
 WON = "print('WON')"
 ESCAPES = {
-    "reads a file of the system": f"open('/etc/passwd').read(); {WON}",
     "reads the repository": f"open({str(ROOT / 'pyproject.toml')!r}).read(); {WON}",
-    "lists the repository": f"import os; os.listdir({str(ROOT)!r}); {WON}",
-    "lists the homes": f"import os; os.listdir('/home'); {WON}",
-    "reads another process": f"import os; open(f'/proc/{{os.getppid()}}/environ').read(); {WON}",
     "reads its own mounts": f"open('/proc/self/mounts').read(); {WON}",
-    "TCP": f"import socket; socket.socket(); {WON}",
-    "UDP": f"import socket; socket.socket(type=socket.SOCK_DGRAM); {WON}",
-    "Unix socket": f"import socket; socket.socket(socket.AF_UNIX); {WON}",
-    "fork": f"import os; os.fork(); {WON}",
-    "vfork and exec": f"import subprocess, sys; subprocess.run([sys.executable, '-c', '']); {WON}",
     "exec": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', \"print('WON')\"])",
-    "posix_spawn": f"import os; os.posix_spawn('/bin/true', ['true'], {{}}); {WON}",
     "multiprocessing": (
         "import multiprocessing as m\n"
         f"def f(): pass\np = m.get_context('fork').Process(target=f); p.start(); p.join(); {WON}"
     ),
     "kills everybody": f"import os; os.kill(-1, 9); {WON}",
-    "kills its parent": f"import os; os.kill(os.getppid(), 9); {WON}",
     "debugs its parent": (
         f"import ctypes, os\nlibc = ctypes.CDLL(None)\nif libc.ptrace(16, os.getppid(), None, None) == 0: {WON}"
     ),
-    "makes namespaces": f"import ctypes\nif ctypes.CDLL(None).unshare(0x10000000) == 0: {WON}",
-    "mounts": f"import ctypes\nif ctypes.CDLL(None).mount(b'proc', b'/box', b'proc', 0, None) == 0: {WON}",
     "becomes root": f"import os; os.setuid(0); os.setgid(0); open('/etc/shadow').read(); {WON}",
     "outlives its parent": f"import ctypes\nif ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0: {WON}",
-    "raises its limits": f"import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 40, 1 << 40)); {WON}",
-    "has an environment": f"import os\nif os.environ: {WON}",
     "has descriptors": (
         "import os\ndef is_open(n):\n    try: return bool(os.fstat(n))\n    except OSError: return False\n"
         f"if any(is_open(n) for n in range(3, 1000)): {WON}"
     ),
-    "writes outside": f"open('/tmp/rlrepro-escape', 'w').write('x'); {WON}",
     "writes to the library": f"import os; open(os.path.dirname(os.__file__) + '/escape.py', 'w').write('x'); {WON}",
-    "shared memory": f"from multiprocessing import shared_memory as s; s.SharedMemory(create=True, size=9); {WON}",
     "finds files where it is": f"import os\nif os.listdir('.'): {WON}",
 }
 
@@ -117,12 +100,10 @@ def test_no_way_out(box):
     for name, source in ESCAPES.items():
         ran = box.run(source)
         assert "WON" not in ran.stdout, (name, ran)
-        assert not Path("/tmp/rlrepro-escape").exists(), name
         assert box.run("print(input())", "still here").stdout == "still here\n", name
 
 
 USING_UP = {
-    "sleeps for ever": ("import time\nwhile True: time.sleep(1)", "timeout"),
     "loops for ever": ("while True: pass", "timeout"),
     "closes its output and stays": ("import os, time\nfor n in range(3): os.close(n)\ntime.sleep(99)", "timeout"),
     "ignores signals": (
@@ -130,19 +111,13 @@ USING_UP = {
         "timeout",
     ),
     "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout"),
-    "thread that stays": ("import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()", "timeout"),
     "threads": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()", None),
     "prints for ever": ("while True: print('x' * 1000)", "output"),
-    "complains for ever": ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", "output"),
     "takes all memory": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "error"),
-    "takes memory at once": ("x = bytearray(1 << 40)", "error"),
     "writes without end": ("f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 16))", "error"),
     "recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return repr([f]) + f([x])\nf(1)", None),
     "crashes": ("import ctypes; ctypes.string_at(0)", "error"),
-    "exit code": ("import sys; sys.exit(3)", "error"),
     "hard exit": ("import os; os._exit(4)", "error"),
-    "not Python": ("def f(:", "error"),
-    "tower": ("9**9**9**9", None),
 }
 
 
@@ -158,9 +133,6 @@ def test_it_ends_in_time(box):
 
 ORDINARY = {
     "input": ("a, b = map(int, input().split())\nprint(a + b)", "1 2\n", "3\n"),
-    "stdin": ("import sys\nprint(sys.stdin.buffer.read().decode().upper())", "ab\nc", "AB\nC\n"),
-    "no input": ("import sys\nprint(len(sys.stdin.readlines()))", "", "0\n"),
-    "guard": ("def main():\n    print('x')\nif __name__ == '__main__':\n    main()", "", "x\n"),
     "deep in a thread": (
         "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\n"
         "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
@@ -170,11 +142,6 @@ ORDINARY = {
     ),
     "exit 0": ("print(1)\nexit = __import__('sys').exit\nexit(0)", "", "1\n"),
     "at exit": ("import atexit\natexit.register(lambda: print('end'))\nprint('start')", "", "start\nend\n"),
-    "late thread": (
-        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print(1))).start()",
-        "",
-        "1\n",
-    ),
     "unicode": ("print('\u00e9' + input())", "\u4e2d", "\u00e9\u4e2d\n"),
     "library": (
         "import heapq, decimal, fractions, bisect, itertools, zoneinfo, sqlite3\nprint(decimal.Decimal(1))",
@@ -182,8 +149,6 @@ ORDINARY = {
         "1\n",
     ),
     "long input": ("import sys\nprint(len(sys.stdin.read()))", "x" * 3_000_000, "3000000\n"),
-    "input that is not read": ("print(1)", "x" * 3_000_000, "1\n"),
-    "order of sets": ("print(list({'a', 'b', 'c', 'd', 'e'}) == list({'a', 'b', 'c', 'd', 'e'}))", "", "True\n"),
 }
 
 
@@ -286,58 +251,12 @@ def test_every_way_out_is_shut_and_is_open_where_nothing_holds_a_program():
     assert reached(sandbox.isolation()) == []
 
 
-@pytest.mark.parametrize("arch", [0, 1])
-def test_the_filter_of_system_calls(monkeypatch, arch):
-    """The instructions, run here: a call is allowed by its number and arguments, and no other one is."""
+def test_system_calls_of_both_machines_are_told_apart(monkeypatch):
+    """Two names with one number would allow what nobody named; the probe tries this machine's."""
     monkeypatch.syspath_prepend(str(Path(sandbox.__file__).parent))
     import seccomp
 
-    allow, refuse, absent, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-    calls = {**seccomp.ALLOWED, **{name: numbers for name, numbers, _ in seccomp.limited(7)}}
-    for side in zip(*calls.values(), strict=True):
+    calls = [*seccomp.ALLOWED.values(), *(numbers for _, numbers, _ in seccomp.limited(7))]
+    for side in zip(*calls, strict=True):
         known = [number for number in side if number >= 0]
-        assert len(known) == len(set(known))
-
-    def answer(name, *arguments, machine=seccomp._AUDIT_ARCH[arch]):
-        number = calls[name][arch] if name in calls else name
-        words = [number, machine, 0, 0, *(part for one in arguments for part in (one & 0xFFFFFFFF, one >> 32))]
-        return filtered(seccomp._filter(arch, 7), words + [0] * 16)
-
-    assert answer("read") == allow and answer("read", machine=0x40000003) == kill
-    assert answer("chmod" if arch == 0 else "fchmodat") == absent
-    assert answer(9999) == answer(0x40000000 + calls["read"][arch]) == answer("clone3") == absent
-    thread = 0x3D0F00
-    assert answer("clone", thread) == allow
-    assert answer("clone", 17) == answer("clone", thread | 0x10000000) == refuse
-    assert answer("kill", 7) == answer("kill", 7 | 1 << 32) == answer("tgkill", 7, 9, 2) == allow  # an int is 32 bits
-    assert answer("kill", 1) == answer("kill", 0) == answer("kill", 2**64 - 1) == answer("tgkill", 1, 1) == refuse
-    assert answer("fcntl", 3, 4, 0x800) == answer("fcntl", 3, 2, 1) == allow
-    assert answer("fcntl", 3, 4, 0x2800) == answer("fcntl", 3, 8, 1) == answer("fcntl", 3, 10) == refuse
-    assert answer("fcntl", 3, 6) == refuse
-    assert answer("ioctl", 0, 0x5401) == allow
-    assert {answer("ioctl", 0, one) for one in (0x5412, 0x5452, 0x8901, 0x8902)} == {refuse}
-    assert answer("prctl", 15) == allow and {answer("prctl", one) for one in (1, 4, 22, 36, 62)} == {refuse}
-    assert answer("socketpair", 1, 0x80801) == allow
-    assert answer("socketpair", 1, 2) == answer("socketpair", 1, 5) == answer("socketpair", 2, 1) == refuse
-    assert answer("sendto", 3, 1, 1, 0, 0) == allow
-    assert answer("sendto", 3, 1, 1, 0, 0x1000) == answer("sendto", 3, 1, 1, 0, 1 << 40) == refuse
-    assert answer("prlimit64", 0, 7) == allow and answer("prlimit64", 8, 7) == refuse
-
-
-def filtered(program, words):
-    """Run a filter, as the kernel would, on a call given as 32-bit words: number, machine, address, arguments."""
-    at, value = 0, 0
-    while True:
-        code, if_true, if_false, operand = program[at]
-        at += 1
-        if code == 0x20:
-            value = words[operand // 4]
-        elif code == 0x54:
-            value &= operand
-        elif code == 0x15:
-            at += if_true if value == operand else if_false
-        elif code == 0x05:
-            at += operand
-        else:
-            assert code == 0x06
-            return operand
+        assert len(known) == len(set(known)) > 50

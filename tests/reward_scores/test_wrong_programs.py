@@ -68,12 +68,9 @@ POLL = "import time\nwhile True:\n    for _ in range(2000): pass\n    time.sleep
 ANYWHERE = {  # as a script, when it is loaded, and in a call
     "signals to the first process": SIGNAL,
     "a loop that polls": POLL,
-    "sleep": "import time\ntime.sleep(99)",
     "stopped": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
     "hard exit": "import os\nos._exit(0)",
-    "exit in a thread": "import os, threading\nt = threading.Thread(target=os._exit, args=(0,))\nt.start()\nt.join()",
     "no descriptors": "import os, time\nos.closerange(0, 64)\ntime.sleep(99)",
-    "killed": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
     "all memory": "x = []\nwhile True: x.append(bytearray(1 << 22))",
     "all threads": (
         "import threading, time\nwhile True:\n"
@@ -86,7 +83,6 @@ ANYWHERE = {  # as a script, when it is loaded, and in a call
         "import os\nwhile True:\n    for n in (1, 4):\n"
         "        try: os.write(n, b'x' * 65536)\n        except OSError: pass"
     ),
-    "crash": "import ctypes\nctypes.string_at(0)",
     "files": (
         "import os\nfor n in range(9**9):\n"
         "    try: os.makedirs('y' * 250); os.chdir('y' * 250)\n    except OSError: break"

@@ -85,11 +85,3 @@ def test_scores_that_are_called_guarded_and_were_made_by_another_reward_are_refu
         InputError, match=r"naive\.scores-guarded\.jsonl: is called guarded .*method=naive; score .*again"
     ):
         Stage.load(tmp_path / "naive.jsonl")
-
-
-def test_seeds_of_a_run_share_a_line_with_an_interval_over_seeds():
-    acc = {"grpo-seed1": (1.0, 0.0), "grpo-seed2": (1.0, 1.0), "other-seed1": (0.0, 0.0)}
-    stages = [Stage(name, ({}, {}), {"acc": values, "truncated": (0.0, 0.0)}) for name, values in acc.items()]
-    _, _, several, single = table(stages, {"grpo-seed1": -1.0, "grpo-seed2": -2.0, "other-seed1": 0.0}).splitlines()
-    assert several == "| grpo | 2 | 75.0 ± 35.4 [0.0, 100.0] | 0% | -1.50 nats a token |"
-    assert single.startswith("| other-seed1 | 1 | 0.0 [0.0, ")

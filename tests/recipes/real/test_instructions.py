@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 
 from core.errors import InputError
 from recipes.real.demonstrations import demonstrations, write_demonstrations
-from recipes.real.instructions import HELD_OUT, TRAIN, WORDING, instructions_of, opening, rewrite, row
-from recipes.real.prepare import write_task
+from recipes.real.instructions import HELD_OUT, TRAIN, WORDING, instructions_of, opening, rewrite
 from reward_scores import scorer_for
 from reward_scores.instructions import CHECKS
 
-ROOT = Path(__file__).resolve().parents[3]
 TEXT = (
     "Lighthouses are tall, bright towers that guide ships at night, keeping sailors safe. They are old. Some are red."
 )
@@ -57,10 +53,3 @@ def test_a_file_that_holds_no_answers_is_an_input_error(tmp_path):
     (tmp_path / "answers.jsonl").write_text("no json")
     with pytest.raises(InputError, match="core.evaluate generate"):
         write_demonstrations(tmp_path / "answers.jsonl", tmp_path / "out.parquet", 3)
-
-
-def test_the_files_are_written_in_verls_schema(tmp_path):
-    written = write_task("instructions", tmp_path)
-    assert [one.rows for one in written] == [4096, 200, len(TRAIN.topics), 4096, 4096]
-    example = row(next(instructions_of(HELD_OUT, 1, seed=1)), "test", 0)
-    assert json.loads(example["reward_model"]["ground_truth"]) and example["data_source"] == "real/instructions"

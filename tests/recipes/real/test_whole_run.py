@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from recipes.real.overview import SCORES, STAGES, files_of
-from results.reporting.run_scripts import read_script
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = r"""#!/usr/bin/env bash
@@ -114,11 +113,3 @@ def test_every_row_of_the_overview_has_answers_that_one_command_makes(clone):
             if len(files_of(clone / f"outputs/real/answers_{task}", task, pattern)) != expected:
                 missing.append((task, stage))
     assert not missing
-
-
-@pytest.mark.parametrize("recipe", ["sft", "grpo", "ppo", "dapo", "search_r1"])
-def test_a_killed_run_of_the_real_model_loses_ten_steps_at_most(recipe):
-    tasks = {"grpo": ("", "naive", "passages", "arithmetic"), "sft": ("", "passages", "arithmetic", "search")}
-    for task in tasks.get(recipe, ("",)):
-        script = read_script(ROOT / "recipes" / recipe / "run_smollm2_135m.sh", tuple(filter(None, [task])))
-        assert 0 < script.config.trainer.save_freq <= 10, task
