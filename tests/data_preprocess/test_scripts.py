@@ -194,35 +194,9 @@ def test_dapo_keeps_each_prompt_once_with_the_exact_text(tmp_path, capsys):
     assert "no test split" not in printed and os.listdir(tmp_path / "out") == ["train.parquet"]
 
 
-def test_dapo_takes_cleaned_copies_and_says_what_it_lacks(tmp_path, capsys):
-    lines = [{"prompt": "1+1?", "reward_model": {"ground_truth": "2"}}, {"question": "3+3?", "answer": 6}]
-    (tmp_path / "clean.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--local_dir", str(tmp_path / "out"), "--local_dataset_path", str(tmp_path / "clean.jsonl")]
-    assert run(dapo_math.SOURCE, arguments) == 0
-    rows = read(tmp_path / "out" / "train.parquet")
-    assert [row["prompt"][0]["content"] for row in rows] == [PUBLISHED.format("1+1?"), PUBLISHED.format("3+3?")]
-    assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "6"]
-    (tmp_path / "clean.jsonl").write_text('{"prompt": "1+1?"}\n')
-    assert run(dapo_math.SOURCE, arguments) == 2
-    assert "example 0 of train has no field 'answer', only prompt" in capsys.readouterr().err
-    assert run(dapo_math.SOURCE, ["--local_dataset_path", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere does not exist" in capsys.readouterr().err
-
-
 def test_every_split_of_the_hub_is_read_where_there_is_only_one(tmp_path, hub):
     asked = hub({"train": [published_example("q", "073", 0)] * 32, "extra": [published_example("p", "000", 1)] * 32})
     assert run(aime.SOURCE, ["--local_dir", str(tmp_path)]) == 0
     rows = read(tmp_path / "test.parquet")
     found = [(row["data_source"], row["reward_model"]["ground_truth"]) for row in rows]
     assert found == [("aime2024", "73"), ("aime2024", "0")] and asked == [("BytedTsinghua-SIA/AIME-2024",)]
-
-
-@pytest.mark.skipif("DATA_DIR" not in os.environ, reason="DATA_DIR (the whole data sets) is not set")
-def test_aime_has_thirty_problems_that_the_scorer_takes(tmp_path):
-    raw = Path(os.environ["DATA_DIR"]) / "aime2024"
-    assert run(aime.SOURCE, ["--local_dir", str(tmp_path), "--local_dataset_path", str(raw)]) == 0
-    rows = list(ExampleFile(tmp_path / "test.parquet").examples(Problems()))
-    assert len({row.name for row in rows}) == len(rows) == 30
-    for row in rows:
-        assert scorer_for("aime2024")(f"Answer: {row.ground_truth}", row.ground_truth).acc == 1.0
-        assert row.ground_truth == str(int(row.ground_truth))

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,18 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen2Config
 
-from core.cluster.fsdp import ProcessRanks, gathered, own_part, reshard, shard
+from core.cluster.fsdp import ProcessRanks, reshard, shard
 from core.config import compose
-from core.engines.weight_buckets import Staging, Weight, pack, staged_size
 from core.learner import log_probs
 from core.learner.batching import mini_batching
 from core.learner.learner import Actor
 from core.learner.models import load_policy
 from core.learner.passes import MicroBatchSize
-from core.learner.saving import OPTIMIZER, load_optimizer, optimizer_tensors, save_files
 from core.plan import MODELS, Shape, block_bytes, gathered_bytes, head_bytes, update_bytes
 from core.types import TrainBatch
-from tests.gpu import grpo
 from tests.padded import batch_of_padded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +36,12 @@ def shape_of(name: str, size: str, layers: int | None = None) -> Shape:
     """Return a model's shape with fewer layers, or the tiny one of a rehearsal."""
     shape = MODELS[name] if size == "full" else TINY
     return shape if layers is None or size != "full" else replace(shape, layers=layers)
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a product of two square matrices, the best of ten."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / clock(device.type, lambda: a @ b, repeats=10)[0]
 
 
 def clock(device: str, function: Callable[[], Any], repeats: int = 3) -> tuple[float, float]:
@@ -156,20 +158,14 @@ def batch_of(rows: int, length: int, vocabulary: int) -> TrainBatch:
 
 def pass_flops(shape: Shape, rows: int, length: int) -> float:
     """Return the FLOPs of one forward pass: 2 a parameter and token, and causal attention."""
-    return rows * length * (2 * shape.matmul_parameters + 2 * shape.layers * shape.q_size * length)
+    matrices = shape.layers * shape.block + shape.vocab * shape.hidden
+    return rows * length * (2 * matrices + 2 * shape.layers * shape.q_size * length)
 
 
 def layers(device: str, size: str, folder: Path) -> dict[str, Any]:
     """Eight layers of 32B at its true width, 22,528 tokens a pass: utilisation, and memory beside the plan's."""
     shape = shape_of("Qwen/Qwen2.5-32B", size, layers=8)
     tokens, rows = (22_528, 4) if size == "full" else (256, 4)
-    return measure_rank(shape, device, tokens, rows, folder)[0]
-
-
-def measure_rank(
-    shape: Shape, device: str, tokens: int, rows: int, folder: Path
-) -> tuple[dict[str, Any], Actor, TrainBatch]:
-    """Measure an update and a pass for log-probs of one micro-batch, and return the actor too."""
     actor, config = sharded_actor(shape, device, tokens, folder)
     batch = batch_of(rows, tokens // rows, shape.vocab)
     part, length = config.actor_rollout_ref.actor, config.data.max_response_length
@@ -183,11 +179,11 @@ def measure_rank(
 
     (update_s, update_gib), (read_s, read_gib) = clock(device, update), clock(device, read)
     kind = (torch.bfloat16, 8192) if device == "cuda" else (torch.float32, 512)
-    peak = grpo.matmul_peak(torch.device(device), *kind)
+    peak = matmul_peak(torch.device(device), *kind)
     forward = pass_flops(shape, rows, tokens // rows)
     logits = log_probs.logits_at_a_time(torch.device(device))
     plan = update_bytes(shape, tokens, 2, checkpointing=True, ranks=1, logits=logits)
-    found = {
+    return {
         "parameters": shape.parameters,
         "tokens of a pass": tokens,
         "update, s": update_s,
@@ -201,49 +197,6 @@ def measure_rank(
         "a layer keeps by the plan, GiB": tokens * block_bytes(shape, 2) / GIB,
         "the head takes by the plan, GiB": head_bytes(shape, tokens, 2, logits=logits) / GIB,
     }
-    return found, actor, batch
 
 
-def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
-    """One learner rank of a 3B model: update, log-probs, weights for the engine, optimizer saved and loaded."""
-    shape = shape_of("Qwen/Qwen2.5-3B", size)
-    found, actor, _ = measure_rank(shape, device, *((16_384, 8) if size == "full" else (256, 8)), folder)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    named = list(actor.module.named_parameters())
-    weights = [Weight((name,), tuple(value.shape), dtype) for name, value in named]
-    limit = max(2**30, *(weight.room for weight in weights))
-    staging = Staging(staged_size(weights, limit), torch.device(device))
-
-    def take() -> None:
-        wholes = (gathered(value, dtype, torch.device(device)) for _, value in named)
-        for _ in pack(weights, wholes, limit, staging):
-            pass
-
-    found["weights into buckets for the engine, s"] = clock(device, take, repeats=1)[0]
-    state = folder / OPTIMIZER
-    start = time.perf_counter()
-    tensors = {
-        name: gathered(value, value.dtype, torch.device(device))
-        for _, own in optimizer_tensors(actor)
-        for name, value in own
-    }
-    save_files({"1.safetensors": tensors}, state)
-    found["optimizer written and hashed, s"] = time.perf_counter() - start
-    found["optimizer, GiB"] = sum(file.stat().st_size for file in state.rglob("*") if file.is_file()) / GIB
-    start = time.perf_counter()
-    load_optimizer(actor, folder, partial(own_part, device=torch.device(device)))
-    found["optimizer read, s"] = time.perf_counter() - start
-    return found
-
-
-def grpo_run(device: str, size: str, folder: Path) -> dict[str, Any]:
-    """GRPO in one process, hf engine, a random model in the shape of Qwen2.5-0.5B: seconds by phase."""
-    run = grpo.measure(folder, replace(grpo.REHEARSAL, device=device) if size == "tiny" else grpo.Workload(device))
-    share = run["mfu"]
-    rows = [
-        {"phase": name, "seconds": s, "share of the peak": share.get(name, "")} for name, s in run["phases_s"].items()
-    ]
-    return {key: run[key] for key in ("seconds_per_step", "new_tokens_per_second", "logp_diff_mean")} | {"rows": rows}
-
-
-STEPS = {"kernels": kernels, "head": head, "layers": layers, "rank": rank, "grpo": grpo_run}
+STEPS = {"kernels": kernels, "head": head, "layers": layers}

@@ -13,13 +13,13 @@ from core.engines import SamplingParams
 from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
 from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import BaseTool, load_listed
+from core.tracking.run_manifest import ROOT
 from core.types import Prompt
-from recipes.lab import guesses, sums, warm_start
+from recipes.lab import guesses, sums
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, as_row, build
+from recipes.lab.warm_start import IGNORED, as_row
 from recipes.search_r1 import knowledge, knowledge_model
 from recipes.search_r1.search_loop import INVALID, information, parse_action
-from tests.recipes.test_search_r1 import ROOT
 from tests.scripted_engine import ScriptedEngine
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -124,34 +124,3 @@ def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(
 
 
 # --- the warm start ---
-
-TINY = WarmStart(hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, task_steps=2, mixture_steps=1)
-
-
-def tiny(**changes):
-    import dataclasses
-
-    return dataclasses.replace(TINY, hold_steps=1, warmup_steps=1, **changes)
-
-
-def test_a_seed_that_does_not_learn_is_followed_by_the_next(words, tmp_path, monkeypatch, capsys):
-    """What a kind of CPU rounds otherwise can keep a seed from the task; the record names the seed that learned it."""
-    rows = [as_row("Q: who is", knowledge.guessing(random.Random(n)), words) for n in range(8)]
-    tried, plain = [], warm_start.train
-
-    def unlucky(recipe, *given):
-        tried.append(recipe.seed)
-        if recipe.seed < unlucky.until:
-            raise BaseModelError(f"the base model did not learn the task with seed {recipe.seed}")
-        return plain(recipe, *given)
-
-    monkeypatch.setattr(warm_start, "train", unlucky)
-    unlucky.until = 3
-    made = build(tmp_path / "third", tiny(loss_bound=99.0), words, lambda: (rows, rows))
-    assert tried == [1, 2, 3]
-    assert json.loads((made / "warm_start.json").read_text())["recipe"]["seed"] == 3
-    assert "did not learn the task with seed 1; trying seed 2" in capsys.readouterr().err
-    unlucky.until = 99
-    with pytest.raises(BaseModelError, match="seed 3"):
-        build(tmp_path / "none", tiny(loss_bound=99.0), words, lambda: (rows, rows))
-    assert list((tmp_path / "none").glob("[0-9a-f]*")) == list((tmp_path / "none").glob("*.partial"))

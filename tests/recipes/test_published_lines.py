@@ -66,15 +66,3 @@ def test_the_entry_point_runs_it_dry(folder, subtests):
             assert (done.returncode, done.stderr) == (0, "")
             assert "imported: []" in done.stdout and "valid" in done.stdout
             assert sorted(folder.rglob("*")) == before
-
-
-def test_the_published_length_and_evaluation_are_warned_about(folder, monkeypatch, capsys):
-    """They suit the published files, which hold every row many times, and no others."""
-    monkeypatch.setenv("DRY_RUN", "1")
-    repaired = ["trainer.total_training_steps=330", "actor_rollout_ref.rollout.val_kwargs.n=32"]
-    for extra, warned in (([], True), (repaired, False)):
-        with pytest.raises(SystemExit):
-            prepare("dapo", [*arguments(COMMANDS / "dapo.args"), *extra])
-        printed = capsys.readouterr().out
-        assert ("trainer.total_epochs=1: is DAPO's length only" in printed) == warned
-        assert ("val_kwargs.n=1: is avg@32 only" in printed) == warned

@@ -1,7 +1,6 @@
 """The server: the published format, clear refusals, batches across requests."""
 
 import asyncio
-import socket
 import threading
 from contextlib import asynccontextmanager
 
@@ -185,15 +184,3 @@ def test_it_listens_on_the_loopback_unless_told_otherwise(index, monkeypatch, ca
     assert "anyone" not in caplog.text
     assert retrieval_server.main([*command, "--host", "0.0.0.0"]) == 0
     assert bound == ["127.0.0.1", "0.0.0.0"] and "anyone who reaches this port can search" in caplog.text
-
-
-def test_a_port_in_use_and_a_missing_index_are_one_line(index, tmp_path, capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        assert retrieval_server.main(["--index", str(index), "--port", port]) == 2
-    assert f"--port {port}: Address already in use" in capsys.readouterr().err
-    assert retrieval_server.main(["--index", str(tmp_path), "--port", "0"]) == 2
-    error = capsys.readouterr().err
-    assert "no index is there" in error and error.count("\n") == 1

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,7 +41,6 @@ from tests.faults.tiny_run import command, prepare
 from tests.scripted_engine import ScriptedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = tiny_tokenizer()
 FIXED = ("data.train_batch_size=256",)
 PASSAGES = [
@@ -246,28 +244,6 @@ def test_neither_prompt_nor_passage_can_be_taken_for_an_answer():
         ),
     )
     assert scored(raw, ["Paris"]).value == 0.0
-
-
-WELL = ["<think>a</think>\n<search>q</search>", "<think>b</think>\n<answer>{}</answer>"]
-BADLY = ["<search>q</search>", "<answer>{}</answer>"]
-GOLD_PASSAGE, OTHER_PASSAGE = Passage("0", "x\nParis is a city", 1.0), Passage("1", "x\nnothing", 1.0)
-
-
-def test_the_format_and_retrieval_rewards_of_the_follow_up_paper(subtests):
-    for turns, said, passage, retrieval, value in [
-        (WELL, "Paris", OTHER_PASSAGE, 0.0, 1.0),
-        (BADLY, "Paris", GOLD_PASSAGE, 0.0, 0.8),
-        (WELL, "London", GOLD_PASSAGE, 0.1, 0.3),
-        (WELL, "London", GOLD_PASSAGE, 0.0, 0.2),
-        (BADLY, "London", GOLD_PASSAGE, 0.1, 0.1),
-        (["no", "no"], "", OTHER_PASSAGE, 0.1, 0.0),  # without an answer there is no final format
-    ]:
-        with subtests.test(turns=turns, said=said, passage=passage, retrieval=retrieval, value=value):
-            t, _ = play([turn.format(said) for turn in turns], "max_turns=1", passages=[passage])
-            overrides = ("preset=format", f"custom_reward_function.reward_kwargs.retrieval_score={retrieval}")
-            verdict = scored(t, ["Paris"], *overrides)
-            assert verdict.value == pytest.approx(value)
-            assert verdict.acc == float(said == "Paris")
 
 
 # --- masking ---

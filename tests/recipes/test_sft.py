@@ -302,16 +302,6 @@ def test_a_stopped_run_ends_as_if_it_had_never_stopped(files, whole, tmp_path):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_adapters_alone_train(files, tmp_path):
-    folder = tmp_path / "run"
-    run = fitted(files, folder, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.03")
-    found = lines(folder)
-    assert found[-1]["actor/nll"] < found[0]["actor/nll"] - 0.05
-    trained = [name for name, p in run.workers.actor.module.named_parameters() if p.requires_grad]
-    assert trained and all("lora" in name for name in trained)
-    assert weights(folder, name="adapter").keys()
-
-
 # --- validation and rejection sampling ---
 
 

@@ -99,21 +99,3 @@ def test_answers_lose_paths_and_hosts_keep_everything_else_and_are_shortened_fro
         assert name not in json.dumps(rows), name
     text = published_answers(run, target, output="a" * 5000 + "#p")[0]["output"]
     assert len(text) < 4_010 and text.endswith("a#p") and " […] " in text
-
-
-def test_two_published_runs_list_the_questions_that_flipped_with_both_answers(tmp_path):
-    results = tmp_path / "results" / "grpo"
-    for name, rate in (("slow", 0.05), ("fast", 0.2)):
-        run = run_with_answers(tmp_path / "grpo" / name, rate=rate, **{"algorithm.kl_ctrl.kl_coef": rate})
-        publish(run, results / name)
-    assert report.main([str(results / "slow"), str(results / "fast"), "--out", str(tmp_path)]) == 0
-    text = (tmp_path / "report.md").read_text()
-    a, b = accuracy(20, rate=0.05), accuracy(20, rate=0.2)
-    up, down = (sum(sign * (b[uid] - a[uid]) > 0 for uid in a) for sign in (1, -1))
-    block = text.split("### Questions that flipped: grpo/fast − grpo/slow, lab/hops")[1].split("\n##")[0]
-    assert block.startswith(f" ({up} up, {down} down")
-    paired = [line for line in block.splitlines() if "slow at 20" in line and "fast at 20" in line]
-    assert len(paired) >= 5
-    for line in paired:
-        uid, cells = line.split("<br>")[0].removeprefix("| "), line.split(" | ")
-        assert f"(accuracy {a[uid]:g})" in cells[2] and f"(accuracy {b[uid]:g})" in cells[3] and a[uid] != b[uid]

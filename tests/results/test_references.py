@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,8 +28,6 @@ from results.reporting.references import (
 )
 from results.reporting.run_scripts import read_script
 from results.reporting.summaries import read_summaries
-from results.reproduction.rows import read_tables
-from results.reproduction.stages import paths
 from tests.core.synthetic import configured, make_run, records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,28 +234,6 @@ def test_the_command_of_a_row_dry_runs_with_the_rows_settings(known, monkeypatch
         assert not examined.problems and not examined.warnings, row["id"]
         heads = convert.get(examined.config, "actor_rollout_ref.rollout.tensor_model_parallel_size")
         assert 14 % heads == 0 or "0.5B" not in row["model"]  # vLLM splits the 14 heads of this model evenly
-
-
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its_own(
-    known, every, tmp_path, monkeypatch
-):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    environment = {**os.environ, "DRY_RUN": "1", "PATH": path}
-    rows = commands(known, True)
-    for row in rows if every else rows[:1]:  # the others differ in the size of the model
-        line = ["bash", "-c", row["command"]]
-        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        greedy, sampled = done.stdout.split("dry run: it would write ")[1:]
-        told = (("greedy", greedy, "greedy, at most "), ("sampled", sampled, "1, top_p 0.95, at most "))
-        for name, answers, decoding in told:
-            assert f" by {row['model']}, " in answers and decoding in answers
-            assert f"outputs/search_r1/eval-{row['id']}/{name}.jsonl" in answers
-            for entry in read_tables("search_r1")["data"]:  # what reproduce.sh makes for the row is what it reads
-                if row["id"] in entry.get("rows", ()):
-                    assert f"answers to {', '.join(map(str, paths(entry['makes'])))}" in answers
 
 
 def test_the_numbers_by_set_are_those_of_the_papers_tables(known):

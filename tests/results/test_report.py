@@ -102,20 +102,6 @@ def test_seeds_are_one_experiment(runs, tmp_path):
     assert md.startswith("# grpo/lab\n") and "## Comparison" not in md and "Where the runs differ" not in md
 
 
-def test_experiments_are_compared_question_by_question(runs, tmp_path):
-    md, _ = build(runs, tmp_path, "grpo/lab_s1", "ppo/lab_s1")
-    paired = paired_comparison(
-        *(accuracy_by_question(records(20, 1, 200, rate=rate))["lab/hops"] for rate in (0.2, 0.1))
-    )
-    d = paired.difference
-    row = next(line for line in md.splitlines() if line.startswith("| ppo/lab_s1 − grpo/lab_s1 "))
-    changed = f"{paired.better} up, {paired.worse} down"
-    assert f"{100 * d.value:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}], {changed}" in row and "| 200 |" in row
-    different = md.split("### Where the runs differ")[1].split("###")[0]
-    assert "actor_rollout_ref.actor.clip_ratio_c | 3.0 | 5.0" in different and "seed" not in different
-    assert "Explained variance of the critic" in md
-
-
 def test_an_unfinished_run_and_one_without_validation_are_called_so(tmp_path, capsys):
     folder = make_run(tmp_path / "grpo" / "short", steps=10, test_every=1, status="stopped")
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from core import evaluate
 from core.errors import InputError
 from recipes.lab import base_model
 from results import reproduce
@@ -78,27 +77,6 @@ def test_a_row_that_nobody_can_repeat_and_unknown_names_are_refused_by_name():
         with pytest.raises(InputError, match=re.escape(message)):
             rows_of(words[0], words[1], words[2:])
         assert reproduce.main(words) == 2
-
-
-@pytest.mark.parametrize("recipe", ["dapo", "search_r1"])
-def test_a_released_model_is_evaluated_with_the_rows_settings_in_place_of_training(
-    recipe, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DRY_RUN", "1")
-    (row,) = rows_of(recipe, "released", ())
-    found = list(stages(row, 1, ("trainer.nnodes=2",)))
-    assert [stage.name for stage in found] == ["data", "generate", "score", "report"]
-    words = shlex.split(found[1].command)
-    assert f"trainer.reference={row.name}" in words and "trainer.nnodes=2" in words
-    assert evaluate.main(words[words.index("generate") :]) == 0  # it is a command that core.evaluate accepts
-    printed = capsys.readouterr().out
-    assert f"by {row.released}," in printed and "temperature 1, top_p 0." in printed
-    number = {"dapo": 32, "search_r1": 1}[recipe]
-    assert f"{number} answers a question of " in printed
-    assert set(shlex.split(found[1].command)) & {"data.train_batch_size=512", "trainer.backend=ray"} == {
-        "trainer.backend=ray"
-    }
 
 
 # --- the work ---

@@ -47,13 +47,3 @@ def test_no_answer_acts_on_the_terminal(folder):
     (folder / "samples.jsonl").write_text("\n".join(rows) + "\n")
     text = "\n".join(closing_lines(load_run(folder)))
     assert "\\x1b]52" in text and "\\u202e" in text and all(c.isprintable() or c == "\n" for c in text)
-
-
-def test_a_score_that_can_be_negative_is_no_accuracy(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        if "val-core/lab/hops/acc/mean@1" in line:
-            line |= {"val-core/lab/hops/acc/mean@1": -1.0, "val-aux/lab/hops/acc/min": -1.0}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    curve = closing_lines(load_run(folder))[0]
-    assert curve.startswith("score on lab/hops: -1 ") and "%" not in curve

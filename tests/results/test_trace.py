@@ -134,13 +134,6 @@ def test_nothing_is_found_where_no_bug_is(tmp_path):
         assert len(rows(data)) >= 12 and not any(row["findings"] for row in rows(data))
 
 
-def test_a_shift_is_named_and_the_columns_show_it(tmp_path):
-    data = page_data(traced_run(tmp_path / "grpo" / "run", (1,), {"old": later}, length=60))
-    texts = {one["text"] for row in rows(data) for one in row["findings"]}
-    assert any("one token earlier: a shift by one" in text for text in texts)
-    assert np.nanmax(np.abs(columns_of(data["steps"][0])["gap"])) > 0.5
-
-
 # --- what the page holds ---
 
 
@@ -182,14 +175,6 @@ def test_html_in_an_answer_cannot_end_the_script_that_holds_it(tmp_path):
     assert json.loads(holder)["steps"] and path.read_text("utf-8").count("</script>") == 2 and "<" not in holder
     assert json.loads(str(in_script({"x": "</script>\u2028&"}))) == {"x": "</script>\u2028&"}
     assert in_script("\ud800")  # half a surrogate is no reason to fail
-
-
-def test_two_runs_on_the_same_questions_stand_on_one_page(tmp_path):
-    runs = [traced_run(tmp_path / "grpo" / name, (1,), seed=seed) for seed, name in enumerate("ab")]
-    data = json.loads(written_data(write_trace(runs, tmp_path / "both.html")[0]))
-    assert data["runs"] == ["grpo/a", "grpo/b"] and [step["run"] for step in data["steps"]] == [0, 1]
-    questions = [{group["uid"] for group in step["groups"]} for step in data["steps"]]
-    assert len(questions[0] & questions[1]) >= 2  # the regular ones are the same
 
 
 def test_steps_are_spread_out_and_those_left_out_are_named(tmp_path):

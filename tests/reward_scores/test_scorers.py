@@ -80,19 +80,6 @@ def test_hops():
         assert (score.acc, score.parts["chain"]) == (acc, chain), response
 
 
-def test_math_robust_takes_the_last_closed_box():
-    for response, acc in (
-        ("\\boxed{42} and \\boxed{7", 1.0),
-        ("\\boxed{42}, not \\fbox{7}", 1.0),
-        ("\\boxed 5, no: \\boxed{42}", 1.0),
-        ("\\boxed{42} \\boxed{}", 1.0),
-        ("\\boxed{42} and \\boxed{7}", 0.0),
-        ("\\boxed 42 apples", 1.0),
-    ):
-        assert math_reward.score(response, "42", {}, "robust").acc == acc, response
-    assert math_reward.score("\\boxed{42} and \\boxed{7}", "7, 42", {}, "robust").acc == 1.0
-
-
 # --- questions and answers ---
 
 
@@ -232,23 +219,6 @@ def test_no_mathematics_scorer_takes_what_no_answer_equals():
         for gold in ("nan", "None", " null ", '["34"]', "['34']", True, float("nan"), b"34", ["34"], {"a": "34"}):
             for method in ("robust", inspect.signature(scorer.score).parameters["method"].default):
                 assert scorer.problem(gold, method=method), (source, method, gold)
-
-
-def test_a_number_as_ground_truth_is_text_and_no_error():
-    gold = 4.0
-    for source, method, response, right in (
-        ("lighteval/MATH", "published", "\\boxed{4}", 0.0),  # as published: a number equals no text
-        ("lighteval/MATH", "robust", "\\boxed{4}", 1.0),
-        ("math", "fallback", "Answer: 4", 1.0),
-        ("math_dapo", "robust", "Answer: 4", 1.0),
-        ("hiyouga/geometry3k", "published", "<think>a</think> \\boxed{4}", 1.0),
-    ):
-        scorer = scorer_for(source)
-        assert scorer(response, gold, {}, method=method).acc == right, (source, method)
-        assert scorer(response.replace("4", "5"), gold, {}, method=method).acc == 0.0, (source, method)
-        # The published rules compare texts: a run under them refuses a number at its start, by name
-        assert (scorer.check_ground_truth(gold, method=method) is None) == (method in ("robust", "math_verify"))
-        assert scorer.check_ground_truth(True, method=method) and scorer.check_ground_truth(None, method=method)
 
 
 def test_a_number_in_a_target_is_read_as_its_text_and_what_is_none_is_named_with_its_field():

@@ -10,7 +10,6 @@ from results.reporting.run_scripts import read_script
 from tests.scale.meter import GPU, HOST, Meter
 from tests.scale.world import BOUND, ROOT, SCRIPTS, render, world
 
-MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 EXACT = ("all-gather", "reduce-scatter", "all-to-all", "rest", "gather of a weight")
 
 
@@ -28,20 +27,6 @@ def test_the_plan_is_within_ten_percent_of_the_real_learner(path):
     plan, found = world(script)
     print(render(script.name, plan, found))
     check(script, found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "typed",
-    [
-        (f"{MODEL}.enable_gradient_checkpointing=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"),
-        (f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"),
-    ],
-    ids=["all layers kept", "float32"],
-)
-def test_other_memory_settings(typed):
-    script = read_script(ROOT / SCRIPTS[1], typed)
-    check(script, world(script)[1])
 
 
 def test_the_meter_counts_what_is_alive_and_moved():

@@ -9,7 +9,7 @@ import pytest
 from core.errors import InputError
 from recipes.real import arithmetic, report
 from recipes.real.controls import CONTROLS, control_of, random_rows, shuffled_rows
-from recipes.real.report import Stage, table
+from recipes.real.report import Stage
 from results.reporting.run_scripts import read_script
 from reward_scores import scorer_for
 
@@ -54,26 +54,6 @@ def test_a_word_of_the_script_chooses_the_control(recipe, words, task, control):
     names = plain.trainer.experiment_name, controlled.trainer.experiment_name
     assert names[1] == names[0].replace("-seed1", f"_{control}-seed1")
     assert control_of(controlled.data.train_files) == CONTROLS[control] and control_of(plain.data.train_files) is None
-
-
-def test_the_table_has_the_columns_of_the_task_and_says_which_stage_is_a_control():
-    parts = {"acc": (1.0, 0.0), "truncated": (0.0, 1.0)}
-    stages = [
-        Stage("released", ({}, {}), {**parts, "lenient": (1.0, 1.0)}),
-        Stage("grpo-random", ({}, {}), {**parts, "lenient": (1.0, 0.0)}, CONTROLS["random"]),
-    ]
-    head, _, released, coin, _, last = table(stages, {"released": -1.0, "grpo-random": -2.0}, "strict").splitlines()
-    assert head == "| model | seeds | strict | lenient | unfinished | log-likelihood under the frozen model |"
-    assert (
-        released.startswith("| released | 1 | 50.0 [")
-        and "| 100.0 [" in released
-        and coin.endswith("| -2.00 nats a token |")
-    )
-    assert last == f"grpo-random is {CONTROLS['random']}."
-    instructions = [Stage("sft", ({}, {}), {**parts, "naive": (1.0, 1.0), "distinct": (0.5, 0.7)})]
-    assert table(instructions, {"sft": -1.0}).startswith(
-        "| model | seeds | guarded | naive | different words | unfinished | log-likelihood under the frozen model |\n"
-    )
 
 
 def test_scores_that_are_called_guarded_and_were_made_by_another_reward_are_refused(tmp_path, monkeypatch):

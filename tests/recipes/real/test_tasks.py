@@ -11,11 +11,11 @@ import pytest
 from core.errors import InputError
 from recipes.real import arithmetic, passages, search
 from recipes.real.prepare import TASKS, write_task
-from recipes.search_r1.demonstrations import demonstrations, find_query, keywords, play
+from recipes.search_r1.demonstrations import demonstrations
 from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.opening import make_retriever
-from recipes.search_r1.index.passages import Passage, RetrieverOptions
-from recipes.search_r1.search_loop import Action, parse_action
+from recipes.search_r1.index.passages import RetrieverOptions
+from recipes.search_r1.search_loop import parse_action
 from reward_scores import scorer_for
 
 CITIES = [f"City{number}" for number in range(700)]
@@ -130,19 +130,3 @@ def test_an_episode_is_two_turns_of_the_policy_with_the_gold_passage_between_the
         gold = line["reward_model"]["ground_truth"]
         assert scorer_for(search.DATA_SOURCE)(answer, gold).value == 1 and gold["target"][0] in shown
         assert line["prompt"] == "".join(map(chr, line["prompt_ids"]))
-
-
-def test_a_query_is_the_keywords_or_the_title_and_none_without_the_gold_passage():
-    passage = '"Jaws (film)"\nA film. John Williams.'
-    question = {"question": "who wrote the song of Jaws?", "title": "Jaws (film)", "passage": passage, "answer": "x"}
-    gold, other = Passage("0", passage, 1.0), Passage("1", '"Other"\nNothing.', 2.0)
-
-    def engine(found):
-        return lambda queries, topk: [[found.get(query, other)] for query in queries]
-
-    assert keywords(question["question"]) == "wrote song Jaws"
-    assert find_query(question, engine({"wrote song Jaws": gold}), 1) == ("wrote song Jaws", [gold])
-    assert find_query(question, engine({"Jaws (film)": gold}), 1) == ("Jaws (film)", [gold])
-    assert find_query(question, engine({}), 1) is None
-    ask, _, answer = play(question, "Jaws", [other, gold], 1000, list)
-    assert parse_action(ask[0]) == Action("search", "Jaws") and "Doc 2" in answer[0]
