@@ -54,15 +54,10 @@ class WriteFailed(InputError):
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # what no traceback explains better than a line
 
 
-def unwritten(error: OSError, path: str | os.PathLike[str], what: str) -> str:
-    """Return the file, what was being written to it, why it could not be, and the space that is free there."""
-    return f"{path}: {what} could not be written ({error.strerror or error}; {free_space(Path(path))})"
-
-
 def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> WriteFailed:
-    """Return what to raise in place of an OSError: what :func:`unwritten` returns, and what to do."""
-    fix = "make room there, or set another trainer.default_local_dir, and repeat the command"
-    return WriteFailed(f"{unwritten(error, path, what)}; {fix}")
+    """Return what to raise in place of an OSError: the file, what it should hold, why it cannot, the space there."""
+    reason = f"{error.strerror or error}; {free_space(Path(path))}"
+    return WriteFailed(f"{path}: {what} could not be written ({reason}); make room there, and repeat the command")
 
 
 def free_space(path: Path) -> str:
@@ -84,11 +79,7 @@ def writing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
 
 class OutOfMemory(RuntimeError):
-    """A ``phase`` needed more memory than its process had left. Another try would end in the same way."""
-
-    def __init__(self, message: str, phase: str):
-        super().__init__(message)
-        self.phase = phase
+    """A phase needed more memory than its process had left. Another try would end in the same way."""
 
 
 # Phase -> the keys that lower what it needs. They are memory settings, which cannot change the result.
@@ -112,8 +103,7 @@ def out_of_memory(error: BaseException, phase: str, where: str = "in this proces
         return None
     told = one_line(" ".join(str(error).split())[:300]) or type(error).__name__  # with the amounts, if there are any
     keys = MEMORY_KEYS.get(phase, "actor_rollout_ref.rollout.gpu_memory_utilization, or offload the learner's state")
-    text = f"out of memory in phase {phase} {where}: lower {keys}; TROUBLESHOOTING.md has more ({told})"
-    return OutOfMemory(text, phase)
+    return OutOfMemory(f"out of memory in phase {phase} {where}: lower {keys}; TROUBLESHOOTING.md has more ({told})")
 
 
 @contextmanager

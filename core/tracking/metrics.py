@@ -11,16 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from reward_scores.score import Score, ScoreStatus
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # part -> the timers it is made of. With the rest they add up to timing_s/whole, the seconds since the line before.
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -74,8 +69,10 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
     for name, values in spreads.items():
         values = np.asarray(values) if len(values) else np.zeros(1)  # a step in which no answer holds a token
         metrics |= {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
-    if critic:
-        metrics["critic/vf_explained_var"] = explained_variance(batch.stored["values"], batch.returns, written)
+    if critic:  # 1 - Var(returns - values) / Var(returns) over the policy's tokens: 1 is a perfect critic
+        returns, values = batch.returns[written], batch.stored["values"][written]
+        left = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
+        metrics["critic/vf_explained_var"] = float(1 - left)
     tokens = sum(len(t.response_ids) + len(t.prompt_ids) for t in trajectories)
     return {**metrics, **status_rates(scores), "perf/total_num_tokens": float(tokens)}
 
@@ -89,16 +86,6 @@ def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str
         "perf/time_per_step": seconds,  # unlike verl's without validation
         "perf/throughput": metrics.values["perf/total_num_tokens"] / (seconds * ranks),
     }
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return ``1 - Var(returns - values) / Var(returns)`` over the policy's tokens: 1 is a perfect critic.
-
-    Shapes:
-        all tensors  [...]  of one shape
-    """
-    returns, residual = returns[mask], (returns - values)[mask]
-    return float(1 - residual.var(correction=0) / (returns.var(correction=0) + 1e-5))
 
 
 def status_rates(scores: Sequence[Score]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config import Config, to_yaml
-from core.errors import WriteFailed, unwritten, writing
+from core.errors import WriteFailed, write_failed, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
 from core.tracking.loggers import Loggers, print_examples
@@ -89,13 +89,9 @@ class Tracker:
             raise ValueError(f"step {metrics.step} logged after {self._last_step}: each step is logged once, in order")
         self._last_step = metrics.step
         self._unwritten.append({"step": metrics.step, **metrics.values})
-        self._append_metrics()
-        self._loggers.call("log", metrics.step, metrics.values)
-
-    def _append_metrics(self) -> None:
-        path = self.run_dir / METRICS
-        if attempt(path, lambda: append(path, self._unwritten)):
+        if attempt(self.run_dir / METRICS, lambda: append(self.run_dir / METRICS, self._unwritten)):
             self._unwritten.clear()
+        self._loggers.call("log", metrics.step, metrics.values)
 
     def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
         """Keep each question's scores, for intervals and paired comparisons. A repeated step is replaced."""
@@ -141,8 +137,6 @@ class Tracker:
     def _end(self, status: str) -> None:
         self.manifest["status"] = status
         self.manifest["sessions"][-1]["ended"] = run_manifest.now()
-        if self._unwritten:  # a last try
-            self._append_metrics()
         attempt(self.run_dir / MANIFEST, self._write_manifest)
 
 
@@ -199,8 +193,8 @@ def attempt(path: Path | str, write: Callable[[], Any]) -> bool:
     try:
         write()
     except (OSError, WriteFailed) as error:
-        reason = error if isinstance(error, WriteFailed) else unwritten(error, path, "a record")
-        log.warning("%s: the run goes on without it; make room there", reason)
+        reason = error if isinstance(error, WriteFailed) else write_failed(error, path, "a record")
+        log.warning("%s. The run goes on without it", reason)
         return False
     return True
 

@@ -43,12 +43,11 @@ def t_probability(t: float, df: int) -> float:
 
 @cache
 def t_quantile(df: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t, by bisection; the normal one from 10,000 degrees on."""
-    low, high = Z95, 13.0 if df < 10_000 else Z95  # 12.706 belongs to one degree of freedom
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_probability(middle, df) < 0.95 else (low, middle)
-    return (low + high) / 2
+    """Return the two-sided 95 % quantile of Student's t; the normal one from 10,000 degrees on."""
+    from mpmath import findroot
+
+    within = (Z95, 13.0)  # 12.706 belongs to one degree of freedom
+    return Z95 if df >= 10_000 else float(findroot(lambda t: t_probability(t, df) - 0.95, within, solver="anderson"))
 
 
 def wilson(mean: float, n: float) -> tuple[float, float]:
