@@ -83,7 +83,6 @@ LOGGERS = {  # trainer.logger
     "jsonl": Entry(),
     "tensorboard": Entry("core.tracking.loggers:TensorboardLogger"),
     "wandb": Entry("core.tracking.loggers:WandbLogger", login="unless WANDB_MODE=offline"),
-    "mlflow": Entry("core.tracking.loggers:MlflowLogger", login="unless the server of MLFLOW_TRACKING_URI is open"),
 }
 TOOL_AGENT = "tool_agent"  # verl's name
 AGENT_LOOPS = {TOOL_AGENT: Entry("core.rollout.tool_agent:ToolAgentLoop")}  # actor_rollout_ref.rollout.agent_loop

@@ -253,7 +253,6 @@ class TrainerConfig(Section):
     reference: str | None = bookkeeping(None, "row of results/references.yaml that it reproduces; null: none")
     default_local_dir: str | None = bookkeeping(None, "run folder, or a URL; null: outputs/<recipe>/<experiment_name>")
     logger: tuple[Logger, ...] = bookkeeping(("console", "tensorboard"), "where metrics go besides metrics.jsonl")
-    log_val_generations: Size = bookkeeping(0, "answers of a validation that go to the loggers", "needs_engine")
     rollout_data_dir: str | None = bookkeeping(None, "folder or URL for training answers; null: no dump", "generates")
     validation_data_dir: str | None = bookkeeping(None, "likewise for validation answers", "needs_engine")
     val_before_train: bool = bookkeeping(True, "validate the starting model too", "needs_engine & .val_only=False")

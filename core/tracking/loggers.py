@@ -2,16 +2,15 @@
 
 ``metrics.jsonl`` is not among the loggers: the tracker always writes it, and first. A logger that cannot begin ends a
 run before it trains; later a failing logger costs its own numbers alone. A class of your own is named
-``module:Class``: it is made with the :class:`Tracker` of the run, and has ``log``, ``samples`` and ``close``.
+``module:Class``: it is made with the :class:`Tracker` of the run, and has ``log`` and ``close``.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,7 @@ class Loggers:
                 raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call ``log``, ``samples`` or ``close`` of each; a failure costs a warning."""
+        """Call ``log`` or ``close`` of each; a failure costs a warning."""
         for name, logger in self._each.items():
             try:
                 getattr(logger, method)(*arguments)
@@ -99,11 +98,6 @@ class ConsoleLogger:
         total = f"/{self.run.manifest['total_steps']}" if "total_steps" in self.run.manifest else ""
         write_line(f"step {step}{total} | {' | '.join(shown)}")
 
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        for row in rows:
-            write_line(f"step {step} sample, score {row['score']}, expected {row['gts']!r}")
-            write_line(f"    {str(row['input'])[-200:]!r} -> {str(row['output'])[:400]!r}")
-
     def close(self, failed: bool) -> None:
         pass
 
@@ -120,11 +114,6 @@ class TensorboardLogger:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        for i, row in enumerate(rows):
-            text = "\n\n".join(f"**{key}** {row[key]}" for key in ("input", "output", "gts", "score"))
-            self._writer.add_text(f"val/sample_{i}", text, step)
 
     def close(self, failed: bool) -> None:
         self._writer.close()
@@ -149,38 +138,8 @@ class WandbLogger:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        import wandb
-
-        columns = ["input", "output", "gts", "score"]
-        data = [[step, *(str(row[name]) for name in columns[:3]), row["score"]] for row in rows]
-        self._run.log({"val/generations": wandb.Table(columns=["step", *columns], data=data)}, step=step)
-
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-
-
-class MlflowLogger:
-    """MLflow, at MLFLOW_TRACKING_URI or else in ``<run folder>/mlruns``. It admits no ``@`` in names: ``mean_at_4``."""
-
-    def __init__(self, run: Tracker) -> None:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it refuses file:, which mlflow-skinny needs
-        import mlflow
-
-        self._mlflow, trainer = mlflow, run.config.trainer
-        mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or (run.run_dir / "mlruns").resolve().as_uri())
-        mlflow.set_experiment(trainer.project_name)
-        mlflow.start_run(run_name=trainer.experiment_name, tags={"recipe": run.manifest["recipe"]})
-        mlflow.log_dict(convert.as_recorded(run.config), "config.yaml")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({name.replace("@", "_at_"): float(value) for name, value in values.items()}, step=step)
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        self._mlflow.log_dict({"rows": list(rows)}, f"generations/{step}.json")
-
-    def close(self, failed: bool) -> None:
-        self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 # --- progress and answers ---

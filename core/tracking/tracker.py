@@ -116,17 +116,13 @@ class Tracker:
             self.dump(folder, step, rows, f"trainer.{key}")
 
     def log_samples(self, step: int, rows: Sequence[Row], last: bool = False) -> None:
-        """Keep a few of these :func:`generation_rows`, most of the ``last`` validation's; trainer.log_val_generations
-        of them go to the loggers."""
-        count, by_source = self.config.trainer.log_val_generations, defaultdict(list)
-        most = max(count, KEPT_LAST if last else KEPT_SAMPLES)
+        """Keep some of these :func:`generation_rows` of each data source, the same questions every time."""
+        by_source = defaultdict(list)
         for row in rows:
             by_source[row.get("data_source")].append({**row, "step": step})
+        most = KEPT_LAST if last else KEPT_SAMPLES
         kept = [row for same in by_source.values() for row in spread_out(same, most)]
-        path = self.run_dir / SAMPLES
-        attempt(path, lambda: append(path, kept))
-        if count:
-            self._loggers.call("samples", step, spread_out(rows, count))
+        attempt(self.run_dir / SAMPLES, lambda: append(self.run_dir / SAMPLES, kept))
 
     def close(self, status: str) -> None:
         """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""

@@ -41,7 +41,6 @@ def lines(*overrides, recipe="ppo"):
         ),
         (["trainer.remove_previous_ckpt_in_save=True", "trainer.save_freq=5"], {"trainer.max_actor_ckpt_to_keep": 1}),
         (["trainer.logger=[console,swanlab]"], {"trainer.logger": ("console", "jsonl")}),
-        (["trainer.val_generations_to_log_to_wandb=3"], {"trainer.log_val_generations": 3}),
         (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
         (["max_steps=7"], {"trainer.total_training_steps": 7}),
         (

@@ -12,7 +12,7 @@ from core.errors import InputError
 from core.tracking.loggers import ConsoleLogger, print_examples
 from core.tracking.tracker import Tracker, read_jsonl
 from core.types import StepMetrics
-from tests.core.synthetic import configured, sample_rows, step_metrics
+from tests.core.synthetic import configured, step_metrics
 
 
 def metrics_of(step: int, **values: float) -> StepMetrics:
@@ -46,27 +46,24 @@ def test_the_console_shows_what_failed(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == "step 3 | scorer failed on 12.5%"
 
 
-def test_tensorboard_has_metrics_and_samples(tmp_path):
+def test_tensorboard_has_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = Tracker(tmp_path, with_trainer(logger=("tensorboard",), log_val_generations=2))
+    tracker = Tracker(tmp_path, with_trainer(logger=("tensorboard",)))
     for step in range(1, 4):
         tracker.log(metrics_of(step, reward=float(step)))
-    tracker.log_samples(3, sample_rows(3))
     tracker.close("failed")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert events.Tags()["tensors"] == ["val/sample_0/text_summary", "val/sample_1/text_summary"]
 
 
 def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    config = with_trainer(logger=("wandb",), log_val_generations=2)
+    config = with_trainer(logger=("wandb",))
     tracker = Tracker(tmp_path, config)
     tracker.log(metrics_of(1))
-    tracker.log_samples(1, sample_rows(1))
     run_id = tracker.manifest["run_id"]
     tracker.close("finished")
     Tracker(tmp_path, config, resume_step=1).close("finished")
@@ -83,24 +80,6 @@ def test_wandb_gets_names_and_recipe(tmp_path, monkeypatch):
     config = configured({"trainer.experiment_name": "lab-seed7", "trainer.seed": 7, "trainer.logger": ("wandb",)})
     Tracker(tmp_path, config, recipe="grpo").close("finished")
     assert (given["project"], given["name"], given["tags"]) == ("rlrepro-grpo", "lab-seed7", ["grpo"])
-
-
-def test_mlflow_keeps_values_settings_and_samples(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow-skinny is an optional extra: pip install '.[mlflow]'")
-    from mlflow.tracking import MlflowClient
-
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # then it writes into the run folder
-    config = with_trainer(logger=("mlflow",), log_val_generations=2, project_name="p", experiment_name="run-seed1")
-    tracker = Tracker(tmp_path / "run", config, recipe="grpo")
-    tracker.log(metrics_of(1, **{"val-core/lab/hops/acc/mean@2": 0.1}))
-    tracker.log_samples(1, sample_rows(2))
-    tracker.close("failed")
-    client = MlflowClient(tracking_uri=(tmp_path / "run" / "mlruns").as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
-    assert (run.info.status, run.info.run_name) == ("FAILED", "run-seed1")
-    assert run.data.tags["recipe"] == "grpo"
-    assert run.data.metrics["val-core/lab/hops/acc/mean_at_2"] == 0.1
-    assert {one.path for one in client.list_artifacts(run.info.run_id)} == {"config.yaml", "generations"}
 
 
 OWN_LOGGER = """
@@ -121,9 +100,6 @@ class Lines:
 
     def log(self, step, values):
         self.write(step)
-
-    def samples(self, step, rows):
-        self.write(f"samples {step}")
 
     def close(self, failed):
         self.write("failed" if failed else "closed")
@@ -150,11 +126,10 @@ def logged(tmp_path) -> list:
 
 
 def test_a_logger_of_ones_own_is_named_by_its_path(tmp_path):
-    tracker = own(tmp_path, "Lines", log_val_generations=1)
+    tracker = own(tmp_path, "Lines")
     tracker.log(metrics_of(1))
-    tracker.log_samples(1, sample_rows(1))
     tracker.close("finished")
-    assert logged(tmp_path) == [1, "samples 1", "closed"]
+    assert logged(tmp_path) == [1, "closed"]
     composed = examine("grpo", ["trainer.logger=[console,my_pkg.my_logger:MyLogger]"])
     assert composed.problems == () and composed.config.trainer.logger == ("console", "my_pkg.my_logger:MyLogger")
     with pytest.raises(InputError, match="trainer.logger=nowhere.at_all:X: no module 'nowhere'"):
@@ -202,6 +177,5 @@ def test_no_answer_acts_on_the_terminal(field, capsys):
     assert all(c.isprintable() or c in "\n\t" for c in text)
     assert "two\nlines\t\\x1b]52;c;aGk=\\x07\\x1b[2J\\u202egnp\\u2066\\rover" in text and "\\ud800é中" in text
     console = ConsoleLogger(SimpleNamespace(manifest={}))
-    console.samples(1, [row])
     console.log(1, {f"val-core/{evil}/acc/mean@1": 1.0})
     assert all(c.isprintable() or c in "\n\t" for c in capsys.readouterr().out)

@@ -164,10 +164,10 @@ def test_a_fresh_start_sets_the_earlier_run_aside(tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
-def test_samples_are_kept_for_the_report_and_limited_for_the_loggers(tmp_path, capsys):
+def test_samples_are_kept_for_the_report(tmp_path):
     rows = [{"input": f"q{i}", "output": "a", "gts": "b", "score": 0.0, "data_source": "x"} for i in range(100)]
     rows += [{**rows[0], "input": "other", "data_source": "y"}]
-    tracker = Tracker(tmp_path, configured({"trainer.logger": ("console",), "trainer.log_val_generations": 2}))
+    tracker = Tracker(tmp_path, configured())
     tracker.log_samples(5, rows)
     tracker.log_samples(6, rows, last=True)
     tracker.close("finished")
@@ -176,7 +176,6 @@ def test_samples_are_kept_for_the_report_and_limited_for_the_loggers(tmp_path, c
     kept = [row for row in kept if row["step"] == 5]
     assert len({row["input"] for row in kept}) == len(kept) == tracking.KEPT_SAMPLES + 1
     assert {row["step"] for row in kept} == {5} and kept[-1]["input"] == "other"
-    assert capsys.readouterr().out.count("step 5 sample") == 2
     assert [row["input"] for row in spread_out(rows[:10], 3)] == ["q0", "q3", "q6"] and spread_out([], 3) == []
 
 
