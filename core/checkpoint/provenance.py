@@ -110,9 +110,8 @@ class Change:
 def check_resume(folder: Path, saved: Provenance | None, run: Provenance, *, allow: bool = False) -> list[Change]:
     """Check whether ``run`` may go on from the checkpoint in ``folder``, which ``saved`` wrote.
 
-    Returns what differs and is allowed to (ranks, threads, package versions, keys that change no objective; with
-    ``allow`` all): the resumed run is then not bit-identical to an uninterrupted one. Raises InputError for another
-    seed (which decides the prompts) and, without ``allow``, for other weights at the start, other data or objective.
+    Returns what differs and is allowed to (with ``allow`` all): the resumed run is then not bit-identical to an
+    uninterrupted one. Raises InputError for another seed and, without ``allow``, for other weights, data or objective.
     """
     fix = "or choose another trainer.experiment_name"
     if saved is None:

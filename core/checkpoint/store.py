@@ -1,9 +1,8 @@
 """Checkpoints that survive a kill at any moment.
 
 A folder is filled under a temporary name by its owners, every file is hashed and fsynced, a manifest of the hashes is
-added, and one atomic rename makes it ``<root>/global_step_N``: it was complete once, and the hashes tell whether it
-still is. The newest complete one wins; ``latest_checkpointed_iteration.txt`` is for scripts and is never read here.
-A run folder at a URL is a copy of the one here.
+added, and one atomic rename makes it ``<root>/global_step_N``. The newest complete one wins. A run folder at a URL is a
+copy of the one here.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 FORMAT = 5
 MANIFEST = "manifest.json"
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"  # for scripts; never read here
 LOCK = ".writer.lock"
 NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 KEY = "trainer.default_local_dir"
@@ -126,10 +125,9 @@ def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, under ``root``, which need not exist yet.
+    """The checkpoints of one run, under ``root``, which need not exist yet. Reading takes no lock and changes nothing.
 
-    ``keep`` is how many of the newest stay (``trainer.max_actor_ckpt_to_keep``); None keeps all. One more exists for
-    the time of a write. Reading takes no lock and changes nothing.
+    ``keep`` is how many of the newest stay (``trainer.max_actor_ckpt_to_keep``); None keeps all.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, keep: int | None = None):
@@ -155,11 +153,11 @@ class CheckpointStore:
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
 
-    def latest(self, *, tidy: bool = False) -> Checkpoint | None:
+    def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None where there is no checkpoint at all.
 
-        Damaged ones are skipped with a warning; a writer that goes on from here asks to ``tidy`` them away. Raises
-        InputError where all are damaged: starting over silently would throw a run away.
+        Damaged ones are skipped with a warning. Raises InputError where all are damaged: starting over silently would
+        throw a run away.
         """
         damaged: dict[int, str] = {}
         while remaining := [step for step in self.steps() if step not in damaged]:
@@ -170,12 +168,8 @@ class CheckpointStore:
                 if self.folder(remaining[-1]).exists():
                     damaged[remaining[-1]] = str(error)
                 continue
-            for step, reason in damaged.items():
+            for reason in damaged.values():
                 log.warning("damaged checkpoint skipped: %s; using step %d instead", reason, checkpoint.step)
-                if tidy:
-                    self._set_aside(step)
-            if tidy:
-                self._prune(checkpoint.step)
             return checkpoint
         if damaged:
             fix = "restore one from a copy, or choose another trainer.experiment_name to start over"
@@ -209,8 +203,7 @@ class CheckpointStore:
         """Yield a temporary folder to fill; on leaving the block it becomes ``global_step_<step>``.
 
         Where the block or a write fails, the folder is removed and the earlier checkpoints stay as they are.
-        ``hashes`` are file -> SHA-256, as far as writers have computed it when the block ends. Raises WriteFailed for
-        a full disk; whatever else the block raises passes through.
+        ``hashes`` are file -> SHA-256, as far as writers have computed it. Raises WriteFailed for a full disk.
         """
         self.claim()
         folder = self.root / f".tmp-global_step_{step}-{os.getpid()}"
@@ -229,9 +222,9 @@ class CheckpointStore:
             ) from error
 
     def adopt(self, folder: Path, step: int) -> None:
-        """Give a filled folder its name; a folder that has it already is kept under another."""
+        """Give a filled folder its name; a folder that has it already is kept under another, for people to look at."""
         if self.folder(step).exists():
-            self._set_aside(step)
+            os.rename(self.folder(step), self.root / f"damaged-global_step_{step}-{time.time_ns()}")
         os.rename(folder, self.folder(step))
 
     def _publish(self, folder: Path, step: int) -> None:
@@ -251,10 +244,6 @@ class CheckpointStore:
     def _clear(self) -> None:
         for leftover in self.root.glob(".tmp-global_step_*"):
             shutil.rmtree(leftover)
-
-    def _set_aside(self, step: int) -> None:
-        """Give a step's damaged folder another name, for people to look at."""
-        os.rename(self.folder(step), self.root / f"damaged-global_step_{step}-{time.time_ns()}")
 
 
 def checkpoint_at(path: str | os.PathLike[str], key: str) -> Checkpoint:
@@ -276,7 +265,7 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
     if not trainer.val_only:
         store.claim()
     if trainer.resume_mode == "auto":
-        return store.latest(tidy=not trainer.val_only)
+        return store.latest()
     chosen = None
     if trainer.resume_mode == "resume_path":
         chosen = checkpoint_at(trainer.resume_from_path, "trainer.resume_from_path")
@@ -313,13 +302,13 @@ class RemoteCopy:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints there, ascending."""
-        manifests = [name.removesuffix(f"/{MANIFEST}") for name in self.files() if name.endswith(f"/{MANIFEST}")]
-        return sorted(int(match[1]) for match in map(NAME.fullmatch, manifests) if match)
+        folders = [name.removesuffix(f"/{MANIFEST}") for name in self.files() if name.endswith(f"/{MANIFEST}")]
+        return sorted(int(match[1]) for match in map(NAME.fullmatch, folders) if match)
 
     def open(self, *, writes: bool) -> None:
         """Check that the place can be written, and fetch the run's files and newest checkpoint where they are newer.
 
-        Raises InputError: no driver, no rights, out of reach; or all checkpoints there are damaged and none is here.
+        Raises InputError: no driver, no rights, out of reach.
         """
         if writes:
             check_writable(self.url, KEY)
@@ -327,29 +316,17 @@ class RemoteCopy:
         self.newest = max(there, default=-1)
         if self.newest > own or not (self.store.root / MANIFEST).exists():
             self._fetch([name for name in self.files() if not name.startswith(CHECKPOINTS)], self.store.root)
-        newer = [step for step in reversed(there) if step > own]
-        if newer and not any(map(self._fetch_checkpoint, newer)) and own < 0:
-            raise InputError(f"{KEY}={self.url}: every checkpoint there is damaged; to start over choose another")
+        if self.newest > own:
+            final = self.store.folder(self.newest)
+            log.info("fetching %s/%s to %s", self.url, final.name, final)
+            partial, within = final.with_name(f".tmp-{final.name}-{os.getpid()}"), f"{final.name}/"
+            self._fetch([name for name in self.files() if name.startswith(within)], partial, within)
+            self.store.adopt(partial, self.newest)
 
     def _fetch(self, names: Collection[str], folder: Path, within: str = "") -> None:
         fs, path = place(self.url, KEY)
         for name in names:
             download(fs, f"{path}/{name}", inside(folder, name.removeprefix(within), self.url), KEY, self.url)
-
-    def _fetch_checkpoint(self, step: int) -> bool:
-        """Fetch one checkpoint; return whether it arrived as it was written."""
-        final = self.store.folder(step)
-        log.info("fetching %s/%s to %s", self.url, final.name, final)
-        partial, within = final.with_name(f".tmp-{final.name}-{os.getpid()}"), f"{final.name}/"
-        self._fetch([name for name in self.files() if name.startswith(within)], partial, within)
-        self.store.adopt(partial, step)
-        try:
-            verify(final)
-        except DamagedCheckpoint as error:
-            log.warning("%s/%s is not taken: %s", self.url, final.name, error)
-            shutil.rmtree(final)
-            return False
-        return True
 
     def send(self, step: int) -> None:
         """Send the run's files and the complete checkpoint of ``step``, then delete there what is beyond ``keep``.
