@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,21 +11,13 @@ import torch
 from core import export
 from core.checkpoint.run_state import load_tensors
 from core.config import compose
-from core.data.prompts import Encoder
-from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.models import load_modality, load_policy, load_tokenizer
 from core.ray_trainer import RayPPOTrainer
-from core.rollout.agent_loop import Episode, Limits, TrajectorySampler
-from core.rollout.tool_agent import ToolAgentLoop
-from core.types import Prompt
 from core.vision.learner_pictures import freeze_vision_tower
-from core.vision.pictures import MARKER
-from tests.core.rollout.test_tool_agent import CALCULATOR, TEMPLATE, call
 from tests.faults.tiny_run import REWARD, command
-from tests.pictures import model_config, picture, pictures, png, save_vision_model, vision_tokenizer
+from tests.pictures import model_config, png, save_vision_model
 from tests.row_files import plain_row, write_parquet
-from tests.scripted_engine import ScriptedEngine
 from tests.tiny import tiny_model
 
 STALE = (
@@ -90,26 +80,3 @@ def test_a_frozen_tower_stays_the_rest_trains_and_an_export_reads_pictures_again
     assert load_modality(model, load_tokenizer(model)) == expected and expected.format is not None
     with pytest.raises(InputError, match="freeze_vision_tower=True: .* reads text alone"):
         freeze_vision_tower(tiny_model())
-
-
-TOOLS = "actor_rollout_ref.rollout.multi_turn"
-
-
-def test_every_turn_of_an_episode_has_the_prompts_pictures_and_its_tools(tmp_path):
-    """One placeholder a token of a picture also where the template writes the prompt anew, with its tools."""
-    (tmp_path / "tools.yaml").write_text(CALCULATOR)
-    words, asked, one = vision_tokenizer(), [], picture(1)
-    media = pictures(one)
-    words.chat_template = TEMPLATE
-    turns = [call("calculator", expression="1+1"), "2"]
-    engine = ScriptedEngine(words, lambda request: (asked.append(request), turns.pop(0))[1])
-    keys = [f"{TOOLS}.enable=True", f"{TOOLS}.tool_config_path={tmp_path}/tools.yaml", "data.train_batch_size=256"]
-    loop = ToolAgentLoop(compose("ppo", keys), words)
-    prompt = Prompt(0, "q", (), ({"role": "user", "content": f"how {MARKER}?"},), "2", "x", media=media)
-    prompt = replace(prompt, token_ids=Encoder(words).encode(prompt.messages, loop.tools_of(prompt), media))
-    sampler = TrajectorySampler(engine, words, run_seed=1)
-    episode = Episode(prompt, 0, SamplingParams(max_tokens=900), Limits(900, 900), sampler)
-    asyncio.run(loop.run(episode))
-    assert [request.media for request in asked] == [media] * 2
-    assert [request.prompt_ids.count(one.format.token_id) for request in asked] == [one.tokens] * 2
-    assert "<tool calculator>" in words.decode(asked[0].prompt_ids)
