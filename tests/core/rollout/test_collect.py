@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from itertools import count, islice
 
 import pytest
 from hypothesis import given, settings
@@ -58,6 +59,11 @@ def run(rollouts, keep, state=None, wanted=5, in_flight=8, drawn=10_000, raise_o
     return asyncio.run(collect(rollouts, keep, state or CollectState(), limits, **kwargs))
 
 
+def lowest(keep, first, wanted, version=0):
+    """Return the lowest ordinals that pass, without a clock."""
+    return list(islice((o for o in count(first) if keep(group(o, version=version))), wanted))
+
+
 def ordinals(collected):
     return [g.prompt.ordinal for g in collected.groups]
 
@@ -74,7 +80,7 @@ def test_the_lowest_ordinals_that_pass_are_chosen_whatever_the_timing(timing, sh
     keep, state = passes(share), CollectState(next_ordinal=3, keep_rate=keep_rate)
     rollouts = Rollouts(timing)
     result = run(rollouts, keep, state, wanted, in_flight)
-    expected = [o for o in range(3, 3000) if keep(group(o))][:wanted]
+    expected = lowest(keep, 3, wanted)
     assert ordinals(result) == expected
     assert result.state.next_ordinal == expected[-1] + 1
     assert rollouts.most_in_flight <= in_flight
@@ -94,7 +100,7 @@ def test_over_many_steps_each_passing_ordinal_is_trained_once_and_none_is_skippe
         assert all(t.policy_version >= step - staleness for g in result.groups for t in g.trajectories)
         trained += ordinals(result)
         state = result.state
-    assert trained == [o for o in range(3000) if keep(group(o))][:32]
+    assert trained == lowest(keep, 0, 32)
 
 
 @settings(max_examples=30, deadline=None)
@@ -107,7 +113,7 @@ def test_without_staleness_each_step_s_own_policy_judges_every_ordinal(timing, s
 
     state, following = CollectState(), 0
     for step in range(6):
-        expected = [o for o in range(following, 3000) if keep(group(o, version=step))][:4]
+        expected = lowest(keep, following, 4, version=step)
         rollouts = Rollouts(timing + step, version=step, longest=60)
         result = run(rollouts, keep, fresh_enough(state, step), wanted=4, in_flight=9)
         assert ordinals(result) == expected
