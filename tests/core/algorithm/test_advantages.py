@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from core.algorithm import advantages
 from core.algorithm.sequences import masked_mean, masked_var
 from core.config import registry
-from core.errors import InputError
 from tests.padded import PaddedAdvantageInputs as AdvantageInputs
 from tests.padded import flat_inputs, on_padded
 
@@ -155,8 +154,6 @@ def test_what_an_estimator_needs_is_named():
     ):
         with pytest.raises(ValueError, match=words):
             ESTIMATORS[name](inputs)
-    with pytest.raises(InputError, match="adv_estimator=grppo: choose one of gae, .*grpo"):
-        advantages.estimator("grppo")
 
 
 def test_an_estimator_of_the_user_s_own(tmp_path):
