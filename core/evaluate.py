@@ -168,8 +168,8 @@ def answering(
     from core.cluster.workers import ray_backend
     from core.config.code_by_path import load_object
     from core.engines import make_engine
-    from core.engines.in_process_engine import InProcessEngine
     from core.learner.models import check_lengths
+    from core.rollout.collect import make_deterministic
     from core.run import prepare_torch
 
     run = load_object(trainer)(config)
@@ -185,8 +185,7 @@ def answering(
             else:
                 engine = make_engine(config, None, tokenizer, device)
                 owned.callback(engine.close)
-        if config.actor_rollout_ref.rollout.multi_turn.deterministic_tools and isinstance(engine, InProcessEngine):
-            run.barrier.holds, engine.before_step = frozenset({"tools"}), run.barrier.settled
+        make_deterministic(config, engine, run.barrier)
         run.sampler = run.make_sampler(engine)
         yield run
 

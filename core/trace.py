@@ -14,7 +14,6 @@ import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,7 +78,13 @@ class TraceRecorder:
         def write() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(path) as partial:
-                _write(partial, *self._content(metrics.step, chosen, batch, traced))
+                meta, arrays = self._content(metrics.step, chosen, batch, traced)
+                with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                    text = json.dumps(meta, ensure_ascii=False, default=str).encode(errors="replace")
+                    archive.writestr("meta.json", text)
+                    for name, value in arrays.items():
+                        with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                            np.lib.format.write_array(part, value, allow_pickle=False)
 
         written = attempt(path, write)
         cost = {"perf/trace_cpu_s": time.thread_time() - start}
@@ -114,14 +119,16 @@ class TraceRecorder:
             **{name: rows.stored[name].numpy().astype(kind) for name, kind in FIELDS.items() if name in rows.stored},
             **_of_update(recorded, rows, traced),
         }
-        known = np.unique(arrays["ids"]).tolist()
+        known, actor = np.unique(arrays["ids"]).tolist(), self.config.actor_rollout_ref.actor
+        bounds = actor.clip_ratio_low, actor.clip_ratio_high
+        low, high = (actor.clip_ratio if bound is None else bound for bound in bounds)
         meta = {
             "format": FORMAT,
             "step": step,
             "recipe": self.folder.parent.parent.name,
             "run": self.folder.parent.name,
             "temperature": self.config.actor_rollout_ref.rollout.temperature,
-            "clip": _clip_bounds(self.config),
+            "clip": [1 - low, 1 + high],
             "ends": sorted(end_ids(self.tokenizer)),
             "tokens": dict(zip(map(str, known), self._texts(known), strict=True)),
             "groups": [_described(one, batch) for one in chosen],
@@ -156,15 +163,6 @@ def _described(chosen: Chosen, batch: TrainBatch) -> dict[str, Any]:
         "chosen": chosen.why,
         "trajectories": trajectories,
     }
-
-
-def _write(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the description and the arrays as one file."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        archive.writestr("meta.json", json.dumps(meta, ensure_ascii=False, default=str).encode(errors="replace"))
-        for name, value in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
-                np.lib.format.write_array(part, value, allow_pickle=False)
 
 
 def shown(text: str, name: str | None) -> str | dict[str, str]:
@@ -204,10 +202,3 @@ def _of_update(rows: Sequence[int], batch: TrainBatch, traced: Mapping[int, Any]
         for name, value in traced.get(row, {}).items():
             updated[name][span][policy_N[span]] = value
     return updated
-
-
-def _clip_bounds(config: Config) -> list[float]:
-    actor = config.actor_rollout_ref.actor
-    bounds = actor.clip_ratio_low, actor.clip_ratio_high
-    low, high = (actor.clip_ratio if bound is None else bound for bound in bounds)
-    return [1 - low, 1 + high]

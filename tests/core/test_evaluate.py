@@ -5,11 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -134,29 +129,19 @@ def test_a_checkpoints_settings_name_no_code(tmp_path):
     run, out = str(tmp_path / "run"), tmp_path / "a.jsonl"
     with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append .*quantization_config=evil"):
         evaluate.request("grpo", [], out, None, run)
-    typed = [
-        f"{model}.trust_remote_code=True",
-        f"+{model}.override_config.quantization_config=evil",
-        "ray_kwargs.ray_init.namespace=b",
-    ]
+    typed = [f"{model}.trust_remote_code=True", f"+{model}.override_config.quantization_config=evil"]
+    with pytest.raises(InputError, match="names? code"):
+        evaluate.request("grpo", typed, out, None, run)
+    typed += ["ray_kwargs.ray_init.namespace=b"]
     assert evaluate.request("grpo", typed, out, None, run).config.actor_rollout_ref.model.override_config
-    for left_out in range(3):
-        with pytest.raises(InputError, match="names? code"):
-            evaluate.request("grpo", [key for n, key in enumerate(typed) if n != left_out], out, None, run)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"config": {"custom_reward_function.path": "evil.py"}}, "append custom_reward_function.path=evil.py"),
-        ({"recipe": "../../evil"}, "recipe=../../evil"),
-    ],
-)
-def test_a_file_of_answers_names_no_code(change, told, tmp_path, capsys):
-    manifest = {"kind": "answers", "format": 1, "recipe": "grpo", "questions": 0, "samples": 1, "config": {}}
+def test_a_file_of_answers_names_no_code(tmp_path, capsys):
+    config = {"custom_reward_function.path": "evil.py"}
+    manifest = {"kind": "answers", "format": 1, "recipe": "grpo", "questions": 0, "samples": 1, "config": config}
     (tmp_path / "a.jsonl").write_text("")
-    (tmp_path / "a.manifest.json").write_text(json.dumps({**manifest, **change}))
-    assert told in refused(["score", str(tmp_path / "a.jsonl")], capsys)
+    (tmp_path / "a.manifest.json").write_text(json.dumps(manifest))
+    assert "append custom_reward_function.path=evil.py" in refused(["score", str(tmp_path / "a.jsonl")], capsys)
 
 
 # --- a run's own numbers ---
@@ -189,38 +174,6 @@ def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(files, tmp_path, c
     assert stored["metrics"] == {name: logged[name] for name in logged if name.startswith(("val-core/", "val-aux/"))}
 
 
-# --- kills ---
-
-
-def test_a_killed_generation_goes_on_with_what_is_missing(files, tmp_path):
-    out = tmp_path / "killed.jsonl"
-    slow = tmp_path / "slowly.py"  # so that the kill lands in mid-generation
-    slow.write_text(
-        "import sys, time\nfrom core.engines import hf\nstep = hf.HFEngine._advance\n"
-        "hf.HFEngine._advance = lambda self: (time.sleep(0.02), step(self))[1]\n"
-        "from core.evaluate import main\nsys.exit(main())\n"
-    )
-    longer = ("actor_rollout_ref.rollout.max_num_seqs=8", "data.max_response_length=40")
-    arguments = ["generate", "grpo", *keys(files, *longer), "--model", str(files / "model"), "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, str(slow), *arguments], cwd=ROOT, env=environment)
-    deadline = time.monotonic() + 120
-    while not (out.exists() and len(out.read_bytes().splitlines()) >= 10):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    made = read_lines(out)
-    assert 10 <= len(made) < 52
-    with open(out, "ab") as file:
-        file.write(b'{"uid": "tests/let')
-    assert evaluate.main(arguments) == 0
-    whole = read_lines(out)
-    assert list(whole) == [(-1 - question, sample) for question in range(13) for sample in range(4)]
-    assert {key: whole[key] for key in made} == made  # what was there has stayed
-    assert len(json.loads((tmp_path / "killed.manifest.json").read_text())["sessions"]) == 2
-
-
 def cut(path: Path, count: int, rest: str = "") -> list[str]:
     """Keep the first lines of a file of answers; return all lines."""
     lines = path.read_text().splitlines(keepends=True)
@@ -246,7 +199,7 @@ def test_only_missing_answers_are_made(files, copied, monkeypatch):
     monkeypatch.setattr(RayPPOTrainer, "generate", generate_one)
     assert generate(files, copied) == 0
     assert made == [(-13, 2), (-13, 3)] and copied.read_text().startswith("".join(lines[:50]))
-    assert len(read_lines(copied)) == 52
+    assert generate(files, copied) == 0 and len(made) == 2 and len(read_lines(copied)) == 52
 
 
 def test_a_complete_file_is_in_the_order_of_the_questions(files, tmp_path, monkeypatch):
@@ -264,13 +217,6 @@ def test_a_complete_file_is_in_the_order_of_the_questions(files, tmp_path, monke
     assert generate(files, tmp_path / "a.jsonl") == 0
     order = [(-1 - question, index) for question in range(13) for index in range(4)]
     assert list(read_lines(tmp_path / "a.jsonl")) == order != ended and sorted(ended) == sorted(order)
-
-
-def test_a_complete_file_loads_no_model(files, copied, monkeypatch, capsys):
-    before = copied.read_bytes()
-    monkeypatch.setattr(evaluate, "answering", None)
-    assert generate(files, copied) == 0
-    assert "nothing was left to do" in capsys.readouterr().out and copied.read_bytes() == before
 
 
 # --- refusals ---
