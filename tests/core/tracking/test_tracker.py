@@ -87,22 +87,16 @@ def test_what_later_steps_wrote_is_dropped_on_resume_and_a_persons_own_files_sta
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 7
 
 
-DAMAGE = {
-    "a flipped bit": b'{"step": 1, "critic/score/mean": \xb00.1}',
-    "no mapping": b"[1, 2]",
-    "nested too deep": b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_line_is_left_out_on_resume(kind, tmp_path, caplog):
+def test_damaged_lines_are_left_out_on_resume(tmp_path, caplog):
+    """A flipped bit, no mapping, nested too deep."""
     make_run(tmp_path, steps=3, questions=5)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([lines[0], DAMAGE[kind], *lines[1:]]) + b"\n")
+    damage = [b'{"step": 1, "critic/score/mean": \xb00.1}', b"[1, 2]", b"[" * 100_000]
+    path.write_bytes(b"\n".join([lines[0], *damage, *lines[1:]]) + b"\n")
     Tracker(tmp_path, configured(), resume_step=3).close("stopped")
     assert path.read_bytes().splitlines() == lines
-    assert "metrics.jsonl: 1 damaged lines" in caplog.text and "line 2: " in caplog.text
+    assert "metrics.jsonl: 3 damaged lines" in caplog.text and "line 2: " in caplog.text
 
 
 def test_a_reader_names_the_damaged_line(tmp_path):
@@ -113,8 +107,8 @@ def test_a_reader_names_the_damaged_line(tmp_path):
 
 def test_half_a_surrogate_pair_is_kept_as_an_escape(tmp_path):
     tracker = Tracker(tmp_path, configured())
-    tracker.log_samples(1, [{**row, "output": "a\ud800b"} for row in sample_rows(1)])
-    assert {row["output"] for row in read_jsonl(tmp_path / "samples.jsonl")} == {"a\ud800b"}
+    tracker.log_samples(1, [{**sample_rows(1)[0], "output": "a\ud800b"}])
+    assert read_jsonl(tmp_path / "samples.jsonl")[0]["output"] == "a\ud800b"
     tracker.close("finished")
 
 
