@@ -1,7 +1,6 @@
 """The models of one process: whole ones, or this rank's part of those that several processes share.
 
-The passes and the updates are those of ``core.learner.learner``; how a model is sharded, of ``core.cluster.fsdp``. How
-the processes are started is not decided here; the process group exists when a :class:`LearnerRank` is made.
+The passes and updates are those of ``core.learner.learner``; how a model is sharded, of ``core.cluster.fsdp``.
 """
 
 from __future__ import annotations
@@ -22,28 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, own_part, reshard, shard
 from core.engines.weight_buckets import Bucket, Staging, Weight, pack
+from core.learner import saving
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
 from core.learner.passes import BasePolicy, Policy, Traced, probe_ids, probe_log_probs, training_size
-from core.learner.saving import (
-    OPTIMIZER,
-    export_hf,
-    load_optimizer,
-    load_weights,
-    optimizer_tensors,
-    save_files,
-    save_model,
-    weight_files,
-    write_index,
-)
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.training_keys import Sharing
-
-MakeModel = Callable[[bool], nn.Module]  # whether on the meta device, without weights -> the model
 
 
 class Learner:
@@ -66,9 +53,8 @@ class Learner:
         self.config, self.device = config, device
         self.skeletons: dict[str, nn.Module] = {}  # a model's names and shapes; where it is whole, the model
         part, critic, seed = config.actor_rollout_ref, config.critic, config.trainer.seed
-        self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": part.ref.fsdp_config}
-        if part.model.lora_rank:
-            self.fsdp["ref"] = part.actor.fsdp_config  # the policy without its adapters
+        ref = part.actor if part.model.lora_rank else part.ref  # with adapters the policy without them
+        self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": ref.fsdp_config}
 
         def policy(on_meta: bool) -> nn.Module:
             module = freeze_parts(load_policy(part.model, master_dtype, on_meta=on_meta), config)
@@ -81,6 +67,7 @@ class Learner:
         module = self.place("actor", policy, part.actor)
         bypass = config.algorithm.rollout_correction.bypass_mode
         self.actor = Actor(module, part.actor, bypass=bypass, **options, **self.computing("actor", part.actor))
+        self.trained: dict[str, Actor | Critic] = {"actor": self.actor}
         self.ref = self.critic = None
         if needs_ref and part.model.lora_rank:
             self.ref = BasePolicy(module, **options, **self.computing("ref", part.ref))
@@ -89,11 +76,10 @@ class Learner:
             self.ref = Policy(module, **options, **self.computing("ref", part.ref))
         if needs_critic:
             module = self.place("critic", value_model, critic)
-            self.critic = Critic(module, critic, **self.computing("critic", critic))
-        self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
+            self.critic = self.trained["critic"] = Critic(module, critic, **self.computing("critic", critic))
 
-    def place(self, name: str, make: MakeModel, sharing: Sharing) -> nn.Module:
-        """Make a model where it computes."""
+    def place(self, name: str, make: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
+        """Make a model where it computes. ``make`` returns it, without weights (on the meta device) if told to."""
         self.skeletons[name] = make(False).to(self.device)
         return self.skeletons[name]
 
@@ -136,10 +122,10 @@ class Learner:
 
 
 class LearnerRank(Learner):
-    """This rank's part of policy, reference and critic, for the phases of a step on the rank's share of a batch.
+    """This rank's part of the models, for the phases of a step on the rank's share of a batch.
 
-    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. All ranks call the
-    same methods in the same order.
+    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. The process group exists
+    before, and all ranks call the same methods in the same order.
     """
 
     def __init__(self, config: Config, device: torch.device, **learner: Any):
@@ -147,7 +133,7 @@ class LearnerRank(Learner):
         super().__init__(config, device, **learner)
         self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
 
-    def place(self, name: str, make: MakeModel, sharing: Sharing) -> nn.Module:
+    def place(self, name: str, make: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
         """Shard a model without weights and fill it; a copy is kept for names and exports."""
         source = make(False) if self.lead else None
         skeleton, config = make(True), self.fsdp[name]
@@ -184,17 +170,12 @@ class LearnerRank(Learner):
             yield
             reshard(part.module)
         finally:
-            self.rest(name)
-
-    def rest(self, name: str) -> None:
-        """Bring to host memory what is kept there between the phases that need it."""
-        part, config = self.parts[name], self.fsdp[name]
-        if config.param_offload:
-            part.module.to("cpu")
-        if config.optimizer_offload and name in self.trained:
-            move_state(part.stepper.optimizer, torch.device("cpu"))
-        if self.device.type == "cuda" and (config.param_offload or config.optimizer_offload):
-            torch.cuda.empty_cache()
+            if config.param_offload:
+                part.module.to("cpu")
+            if config.optimizer_offload and name in self.trained:
+                move_state(part.stepper.optimizer, torch.device("cpu"))
+            if config.param_offload or config.optimizer_offload:
+                torch.cuda.empty_cache()
 
     def probe(self) -> tuple[tuple[int, ...], Any]:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
@@ -204,17 +185,13 @@ class LearnerRank(Learner):
 
     def weights(self, dtype: torch.dtype) -> list[Weight]:
         """Return the policy's weights without their values, as an engine of this number format gets them."""
-        names: dict[int | str, list[str]] = {}
-        tensors: dict[int | str, Tensor] = {}
+        found: dict[int | str, Weight] = {}
         for name, value in merged_weights(self.skeletons["actor"]):
             # What was merged is gone before the next comes, and its id may come again.
             key = id(value) if isinstance(value, nn.Parameter) else name
-            names.setdefault(key, []).append(name)
-            tensors[key] = value
-        return [
-            Weight(tuple(names[key]), tuple(value.shape), dtype if value.is_floating_point() else value.dtype)
-            for key, value in tensors.items()
-        ]
+            names = (*found[key].names, name) if key in found else (name,)
+            found[key] = Weight(names, tuple(value.shape), dtype if value.is_floating_point() else value.dtype)
+        return [*found.values()]
 
     def buckets(self, weights: Sequence[Weight], limit: int, staging: Staging | None) -> Iterator[Bucket]:
         """Gather the policy's weights into buckets of ``limit`` bytes. All ranks use it alike."""
@@ -227,26 +204,32 @@ class LearnerRank(Learner):
     def save(self, folder: str) -> dict[str, str]:
         """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts.
 
-        All ranks see ``folder`` and must call it. Returns file in it -> SHA-256, of the files that this rank wrote and
-        put on disk.
+        All ranks see ``folder`` and must call it. Returns file -> SHA-256 of what this rank wrote and put on disk.
         """
-        written: dict[str, str] = {}
+        rank, ranks, written = dist.get_rank(), dist.get_world_size(), {}
         for name, part in self.trained.items():
             hashes = self.save_weights(name, part.module, Path(folder, name))
-            optimizer = self.save_optimizer(part, Path(folder, name, OPTIMIZER))
-            hashes |= {f"{OPTIMIZER}/{file}": sha256 for file, sha256 in optimizer.items()}
             written |= {f"{name}/{file}": sha256 for file, sha256 in hashes.items()}
+            own = {}  # of the optimizer the tensors of each weight, whole, by one rank in rotation
+            for number, (_, tensors) in enumerate(saving.optimizer_tensors(part)):
+                for stored, value in tensors:
+                    whole = gathered(value, value.dtype, self.device)
+                    if number % ranks == rank:
+                        own[stored] = whole.cpu()
+            path = f"{name}/{saving.OPTIMIZER}"
+            hashes = saving.save_files({f"{rank + 1:05}-of-{ranks:05}.safetensors": own}, Path(folder, path))
+            written |= {f"{path}/{file}": sha256 for file, sha256 in hashes.items()}
         return written
 
     def save_weights(self, name: str, module: nn.Module, folder: Path) -> dict[str, str]:
         """Write a model's weights: each file of a large model by one rank, in rotation."""
         skeleton = self.skeletons[name]
         tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
-        files = None if has_adapters(module) else weight_files(skeleton)
+        files = None if has_adapters(module) else saving.weight_files(skeleton)
         if files is None:  # weights that are few, or that transformers converts on saving
             whole = gather(trained_weights(module).items() if has_adapters(module) else merged_weights(module))
             if self.lead:
-                save_model(skeleton, tokenizer, folder, whole)
+                saving.save_model(skeleton, tokenizer, folder, whole)
             dist.barrier()
             return {}
         file_of = {weight: file for file, names in files.items() for weight in names}
@@ -257,36 +240,22 @@ class LearnerRank(Learner):
                 if file_of[weight] in own:
                     own[file_of[weight]][weight] = whole.cpu()
         if self.lead:
-            export_hf(skeleton, tokenizer, folder, state_dict={})  # everything but weights
-            write_index(skeleton, files, folder)
+            saving.export_hf(skeleton, tokenizer, folder, state_dict={})  # everything but weights
+            saving.write_index(skeleton, files, folder)
         dist.barrier()  # the folder is there
-        return save_files(own, folder)
-
-    def save_optimizer(self, part: Actor | Critic, folder: Path) -> dict[str, str]:
-        """Write the optimizer's tensors whole, those of each weight by one rank, in rotation."""
-        rank, ranks, own = dist.get_rank(), dist.get_world_size(), {}
-        for number, (_, tensors) in enumerate(optimizer_tensors(part)):
-            for stored, value in tensors:
-                whole = gathered(value, value.dtype, self.device)
-                if number % ranks == rank:
-                    own[stored] = whole.cpu()
-        return save_files({f"{rank + 1:05}-of-{ranks:05}.safetensors": own}, folder)
+        return saving.save_files(own, folder)
 
     def load(self, folder: str) -> None:
         """Read what any number of ranks, or the in-process backend, saved."""
         for name, part in self.trained.items():
-            own = Path(folder, name)
-            whole = self.read(name, own) if self.lead else None
-            fill(part.module, whole, self.device, everything=False)
+            own, skeleton, whole = Path(folder, name), self.skeletons[name], None
+            if self.lead and has_adapters(skeleton):
+                whole = load_adapters(trained_weights(skeleton), own)
+            elif self.lead:
+                whole = copy.deepcopy(skeleton).to_empty(device="cpu")
+                whole.tie_weights()
+                saving.load_weights(whole, own)
             device = torch.device("cpu") if self.fsdp[name].offload_policy else self.device
-            load_optimizer(part, own, functools.partial(own_part, device=device))
-            self.rest(name)
-
-    def read(self, name: str, folder: Path) -> nn.Module | dict[str, Tensor]:
-        """Return a checkpoint's weights, whole."""
-        if has_adapters(self.skeletons[name]):
-            return load_adapters(trained_weights(self.skeletons[name]), folder)
-        whole = copy.deepcopy(self.skeletons[name]).to_empty(device="cpu")
-        whole.tie_weights()
-        load_weights(whole, folder)
-        return whole
+            with self.at_work(name, updates=True):
+                fill(part.module, whole, self.device, everything=False)
+                saving.load_optimizer(part, own, functools.partial(own_part, device=device))

@@ -116,8 +116,7 @@ class LearnerProcess(Process):
         size = staged_size(weights, limit)
         self.staging = Staging(size, self.learner.device, broadcast=broadcasts) if stages else None
         self.buckets = self.learner.buckets(weights, limit, self.staging)
-        if self.learner.device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine that wakes for these weights needs the room
+        torch.cuda.empty_cache()  # the engine that wakes for these weights needs the room
         return weights if self.learner.lead else None
 
     def next_bucket(self) -> Bucket | None:
@@ -137,8 +136,7 @@ class LearnerProcess(Process):
     def end_sync(self) -> None:
         """Free the staging memory."""
         self.staging, self.buckets = None, iter(())
-        if self.learner.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 class EngineProcess(Process):

@@ -232,12 +232,10 @@ class RayProcesses:
             yield from ((pool.place(at), cores, pool.per_node, []) for at in range(pool.nodes * pool.per_node))
             return
         pool = self.pools["ranks"]
-        if self.device.type == "cpu":
-            yield from ((pool.place(rank, beside=True), cores, 1, []) for rank in range(0, self.ranks, self.per_node))
-            return
+        each, process = (each, self._cores()) if self.device.type == "cuda" else (self.per_node, (cores, 1))
         for rank in range(0, self.ranks, each):
             gpus = [gpu for one in ranks[rank : rank + each] for gpu in one.gpus]
-            yield pool.place(rank, beside=True), *self._cores(), gpus
+            yield pool.place(rank, beside=True), *process, gpus
 
     def close(self) -> None:
         """End the actors and what else this object started. A second call does nothing."""
