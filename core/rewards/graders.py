@@ -35,7 +35,6 @@ LONGEST_LINE = 64 * 2**20  # bytes of a grader's reply
 LONGEST_DETAIL = 10_000  # characters of a traceback: an exception may quote the answer that caused it
 # One thread: a thread's memory counts against the limit
 SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)  # an administrator's, or the kernel's where memory runs out
 PR_SET_PDEATHSIG = 1
 
 
@@ -69,11 +68,7 @@ class GraderPool:
     """
 
     def __init__(
-        self,
-        scorers: Scorers,
-        num_workers: int = 1,
-        timeout_s: float = 10.0,
-        memory_limit_mb: int | None = 1024,
+        self, scorers: Scorers, num_workers: int = 1, timeout_s: float = 10.0, memory_limit_mb: int | None = 1024
     ):
         self.timeout_s = timeout_s
         self.settings = {
@@ -127,7 +122,7 @@ class Grader:
         self.settings, self.closed = settings, False
         self.process: subprocess.Popen[bytes] | None = None
 
-    def grade(self, job: str, seconds: float, again: bool = True) -> Score | Failure:
+    def grade(self, job: str, seconds: float) -> Score | Failure:
         """Return the result of a job. Raises WorkersLost where no process starts."""
         if not self.closed and (self.process is None or self.process.poll() is not None):
             self._start()
@@ -142,8 +137,6 @@ class Grader:
         if reply:
             return self._result(reply)
         self.kill()
-        if again and -process.returncode in BY_OTHERS:  # once, for the answer may have done it itself
-            return self.grade(job, seconds, again=False)
         return Failure(ScoreStatus.CRASH, f"the grader {_end(process)} before it returned a score")
 
     def _start(self) -> None:

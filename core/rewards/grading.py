@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +27,6 @@ CUSTOM = "custom_reward_function"
 RETURN = "return a number, or a dict with the number under 'score'"
 LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
 LONGEST_NOTE = 1_000  # characters of a part that is kept as text
-# What calls a user's function: these frames are no part of its traceback
-CALLERS = ("core/rewards/", "reward_scores/score.py", "/asyncio/")
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,9 @@ class ScoreError(ValueError):
 class CustomFunction:
     """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
 
-    It is called by argument name, as verl does, with those of the four that it takes; it must take ``solution_str``.
-    ``path`` is a Python file or a module's name, whose ``EXAMPLES`` and ``check_ground_truth`` are used like a
-    scorer's. One of ``lists`` (verl's batch manager) takes lists, here of one answer, and returns a list. ``settings``
-    are the arguments that make it anew in another process. Raises InputError.
+    It is called by argument name with those of the four that it takes; it must take ``solution_str``. ``path`` is a
+    Python file or a module's name, whose ``EXAMPLES`` and ``check_ground_truth`` are used like a scorer's. One of
+    ``lists`` (verl's batch manager) takes lists, here of one answer, and returns a list. Raises InputError.
     """
 
     def __init__(
@@ -101,24 +97,20 @@ class CustomFunction:
             fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
             trace = traceback.format_exc(limit=-3).rstrip()
             raise InputError(f"{CUSTOM}.path={where}: importing it failed{fix}\n{trace}") from error
-        self.arguments = self._arguments(f"{CUSTOM}.name={name}")
         self.examples = tuple(getattr(module, "EXAMPLES", ()))
         self.texts = texts_of(module)
         self.check_ground_truth = getattr(module, "check_ground_truth", any_ground_truth)
-
-    def _arguments(self, where: str) -> tuple[str, ...]:
-        """Return the arguments that the function is called with. Raises InputError where it cannot be called so."""
         try:
             signature = inspect.signature(self.function)
             takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-            arguments = tuple(name for name in self.known if takes_all or name in signature.parameters)
-            if self.known[1] not in arguments:
+            self.arguments = tuple(name for name in self.known if takes_all or name in signature.parameters)
+            if self.known[1] not in self.arguments:
                 raise TypeError(f"it has no argument {self.known[1]}")
-            signature.bind(**dict.fromkeys(arguments), **self.kwargs)
+            signature.bind(**dict.fromkeys(self.arguments), **self.kwargs)
         except TypeError as error:
             rule = f"is called by name with ({', '.join([*self.known, *self.kwargs])}), which it refuses: {error}"
-            raise InputError(f"{where}: {rule}; rename its arguments, or correct {CUSTOM}.reward_kwargs") from error
-        return arguments
+            fix = f"rename its arguments, or correct {CUSTOM}.reward_kwargs"
+            raise InputError(f"{CUSTOM}.name={name}: {rule}; {fix}") from error
 
     def scorer(self, data_source: str) -> Scorer:
         """Return the function in the shape of a built-in scorer, for one data source."""
@@ -204,14 +196,10 @@ class JoinedCalls:
 
 
 def crash(error: BaseException) -> Failure:
-    """Return the failure of a scorer that raised: the user's own traceback, without the frames that called it."""
+    """Return the failure of a scorer that raised, with the end of its traceback."""
     if isinstance(error, ScoreError):
         return Failure(ScoreStatus.CRASH, f"ScoreError: {error}\n")
-    frames = error.__traceback__
-    while frames is not None and any(file in Path(frames.tb_frame.f_code.co_filename).as_posix() for file in CALLERS):
-        frames = frames.tb_next
-    lines = traceback.format_exception(type(error), error, frames or error.__traceback__, limit=-20)
-    return Failure(ScoreStatus.CRASH, "".join(lines))
+    return Failure(ScoreStatus.CRASH, "".join(traceback.format_exception(error, limit=-20)))
 
 
 def as_score(result: Any) -> Score:

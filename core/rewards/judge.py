@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,17 +53,15 @@ class NoNumber(ValueError):
 
 
 class Judge:
-    """Grades answers by ``reward_model.judge``. Raises InputError for a template or a folder that cannot be used."""
+    """Grades answers by ``reward_model.judge``. Raises InputError for a template that cannot be used."""
 
     def __init__(self, config: JudgeConfig):
         self.config, self.url = config, config.url.rstrip("/")
         self.template = _read_template(config.template or TEMPLATE)
         self.reads_reference = "{reference}" in self.template
         folder = Path(config.cache_dir).expanduser() / "replies"
-        try:  # JSON and never pickles: a folder may come from somebody else
-            self.kept = diskcache.Cache(folder, disk=diskcache.JSONDisk, eviction_policy="none")
-        except (sqlite3.Error, OSError) as error:
-            raise InputError(f"{KEY}.cache_dir: {folder} cannot be opened ({error}); name another folder") from error
+        # JSON and never pickles: a folder may come from somebody else
+        self.kept = diskcache.Cache(folder, disk=diskcache.JSONDisk, eviction_policy="none")
         token = os.environ.get(config.api_key_env)  # a server of one's own needs none
         bearer = f"Bearer {token}" if token else None
         options = HttpOptions(config.timeout_s, GIVE_UP_S, connections=config.max_concurrent, authorization=bearer)

@@ -16,8 +16,9 @@ from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.graders import GraderPool, InProcess
 from core.rewards.grading import Answer, CustomFunction, Failure, Job, JoinedCalls, RewardModelCall, Scorers
-from core.rewards.scorer_check import MODEL_STYLE, check_scorers, option_problems, written
+from core.rewards.scorer_check import MODEL_STYLE, check_scorers, written
 from core.types import Prompt, Trajectory
+from reward_scores import SCORERS
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
@@ -42,7 +43,16 @@ class RewardLayer:
     def __init__(self, config: Config):
         reward, custom = config.reward_model, config.custom_reward_function
         self.config: RewardModelConfig = reward
-        problems, function = option_problems(reward.reward_kwargs or {}), None
+        known = sorted({scorer.name for scorer in SCORERS.values()})
+        fix = (
+            f"must map a scorer's name to its options, as in {{gsm8k: {{method: flexible}}}}; names: {', '.join(known)}"
+        )
+        problems = [
+            f"reward_model.reward_kwargs.{name}={options!r}: {fix}"
+            for name, options in (reward.reward_kwargs or {}).items()
+            if name not in known or not isinstance(options or {}, Mapping)
+        ]  # wrong options fail on the scorer's own examples
+        function = None
         if custom.path:
             try:
                 lists = reward.reward_manager == "batch"
@@ -118,7 +128,7 @@ class RewardLayer:
     def job(self, prompt: Prompt | Example, trajectory: Trajectory) -> Job:
         """Return what a scorer gets: what the policy wrote, and how it came about."""
         opened = prompt.opened_tag if isinstance(prompt, Prompt) else None
-        extra_info = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory, opened)}
+        extra_info = {**prompt.extra_info, **facts(trajectory, opened)}
         return Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
 
     def grade_text(self, row: Prompt | Example, response: str, ground_truth: Any) -> Score | Failure:
@@ -176,25 +186,12 @@ class Failures:
             raise RewardError(f"{rule}, so that nothing can be learnt or measured; the first one:\n{self.first}")
 
 
-def rollout_facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:
-    """Return ``extra_info["rollout"]``: how the response came about.
+def facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:
+    """Return what a scorer learns of how the response came about: verl's names, and more under ``rollout``.
 
-    ``opened_tag`` is the tag that the prompt's end opened, such as ``<think>``. ``segments`` is the role-tagged text: a
-    scorer's ``response`` is the policy's part of it only.
+    verl's ``num_turns`` counts the prompt and tools too. ``opened_tag`` is a tag that the prompt's end opened, such as
+    ``<think>``. ``segments`` is the role-tagged text: a scorer's ``response`` is the policy's part of it only.
     """
-    return {
-        "num_turns": trajectory.turns,
-        "num_tool_calls": trajectory.tool_calls,
-        "opened_tag": opened_tag,
-        "user_scores": list(trajectory.user_scores),
-        "response_length": len(trajectory.response_ids),
-        "truncated": trajectory.truncated,
-        "segments": [{"role": segment.role, "text": segment.text} for segment in trajectory.segments],
-    }
-
-
-def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
-    """Return what verl puts into ``extra_info`` itself; its ``num_turns`` counts the prompt and tools too."""
     by_policy = [segment.role == "policy" for segment in trajectory.segments]
     answers = sum(not own and before for before, own in zip([True, *by_policy], by_policy, strict=False))
     users = list(trajectory.user_scores)
@@ -204,6 +201,15 @@ def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
         "turn_scores": users,
         "tool_rewards": list(trajectory.tool_rewards),
         "rollout_reward_scores": {"user_turn_rewards": users} if users else {},
+        "rollout": {
+            "num_turns": trajectory.turns,
+            "num_tool_calls": trajectory.tool_calls,
+            "opened_tag": opened_tag,
+            "user_scores": users,
+            "response_length": len(trajectory.response_ids),
+            "truncated": trajectory.truncated,
+            "segments": [{"role": segment.role, "text": segment.text} for segment in trajectory.segments],
+        },
     }
 
 

@@ -14,7 +14,7 @@ from core.errors import InputError, WorkersLost
 from core.rewards.graders import to_json
 from core.rewards.grading import Failure, model_score
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
-from reward_scores import SCORERS, Scorer, UnknownDataSource
+from reward_scores import Scorer, UnknownDataSource
 from reward_scores.score import Score
 from reward_scores.unit_tests import SandboxOptions
 
@@ -27,17 +27,6 @@ Row = Prompt | Example
 Known = dict[str, tuple[str, Score]]  # data source -> an answer that was graded
 
 MODEL_STYLE = "model"
-
-
-def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the scorers' names; wrong options fail on the scorer's own examples."""
-    known = sorted({scorer.name for scorer in SCORERS.values()})
-    fix = f"must map a scorer's name to its options, as in {{gsm8k: {{method: flexible}}}}; names: {', '.join(known)}"
-    return [
-        f"reward_model.reward_kwargs.{name}={options!r}: {fix}"
-        for name, options in reward_kwargs.items()
-        if name not in known or not isinstance(options or {}, Mapping)
-    ]
 
 
 def check_scorers(layer: RewardLayer, rows: Iterable[Row], tokenizer: Any = None) -> Known:
@@ -122,14 +111,12 @@ def _check_examples(problems: Problems, scorer: Scorer, layer: RewardLayer, row:
     graded = None
     for response, ground_truth, acc in scorer.examples:
         result = layer.grade_text(row, response, ground_truth)
-        what = f"its own example {response!r:.200} (ground truth {ground_truth!r:.100})"
-        if isinstance(result, Failure):
-            reason = f"failed ({result.status.value}): {result.detail.strip().splitlines()[-1]}"
-            problems.add(scorer.name, f"{what} {reason}", "correct the scorer's options or the example")
-        elif result.acc != acc:
-            problems.add(scorer.name, f"{what} got acc={result.acc}, not {acc}", "correct the scorer or the example")
-        else:
+        if not isinstance(result, Failure) and result.acc == acc:
             graded = graded or (response, result)
+            continue
+        found = f"acc={result.acc}" if isinstance(result, Score) else result.detail.strip().splitlines()[-1]
+        rule = f"its own example {response!r:.200} (ground truth {ground_truth!r:.100}) got {found}, not {acc}"
+        problems.add(scorer.name, rule, "correct the scorer, its options or the example")
     return graded
 
 
@@ -142,10 +129,9 @@ def _try(problems: Problems, layer: RewardLayer, row: Row) -> tuple[str, Score] 
             return answer, result
         failures.append(result)
     trace = failures[0].detail.strip()
-    rule = (
-        f"failed on every answer tried for data_source={row.data_source!r}, ground_truth {row.ground_truth!r:.100} "
-        f"and extra_info of {', '.join(map(str, layer.job(row, written('')).extra_info))}: {trace.splitlines()[-1]}"
-    )
+    fields = ", ".join(map(str, layer.job(row, written("")).extra_info))
+    what = f"data_source={row.data_source!r}, ground_truth {row.ground_truth!r:.100}, extra_info of {fields}"
+    rule = f"failed on every answer tried for {what}: {trace.splitlines()[-1]}"
     fix = f"correct it or the data, or give its module EXAMPLES = ((answer, ground_truth, acc), ...)\n{trace}"
     problems.add(f"custom_reward_function.path={layer.scorers.custom.name}", rule, fix)
     return None
@@ -178,8 +164,7 @@ def _warn_of_lost_tokens(layer: RewardLayer, first: Mapping[str, Row], tokenizer
 def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
     """Return answers of which a user's function should be able to grade one, right or wrong.
 
-    They are its module's ``EXAMPLES``, or the ground truth in the forms in which functions look for an answer, and the
-    empty answer.
+    They are its module's ``EXAMPLES``, or the ground truth in the usual forms, and the empty answer.
     """
     if scorer.examples:
         return tuple(response for response, _, _ in scorer.examples)
@@ -212,11 +197,9 @@ def check_hooks(
         length = len(ids)
         trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
         shaped = shape_reward(score.keeping_raw(), trajectory)
-        if not isinstance(shaped, Score):
-            fix = "return a Score, as in score.plus('bonus', 0.1)"
-            raise InputError(f"{shape_reward.__qualname__} returned {type(shaped).__name__} {shaped!r:.50}; {fix}")
         prompt = Prompt(0, row.where, (0,), (), row.ground_truth, row.data_source)
-        kept = keep_group(ScoredGroup(prompt, (trajectory,) * 2, (shaped,) * 2))
-        if not isinstance(kept, bool | np.bool_):
-            fix = "return True to train on the group, or False"
-            raise InputError(f"{keep_group.__qualname__} returned {type(kept).__name__} {kept!r:.50}; {fix}")
+        kept = isinstance(shaped, Score) and keep_group(ScoredGroup(prompt, (trajectory,) * 2, (shaped,) * 2))
+        for hook, found, types in ((shape_reward, shaped, Score), (keep_group, kept, bool | np.bool_)):
+            if not isinstance(found, types):
+                fix = "shape_reward returns a Score, and keep_group True to train on the group, or False"
+                raise InputError(f"{hook.__qualname__} returned {type(found).__name__} {found!r:.50}; {fix}")

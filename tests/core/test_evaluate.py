@@ -17,7 +17,7 @@ from core.answers import answer_line, prompt_of, read_lines, trajectory_of
 from core.config import compose, convert, examine, recipes
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
-from core.rewards.layer import rollout_facts
+from core.rewards.layer import facts
 from core.types import Prompt, Segment, Stop, Trajectory
 from results.reporting import accuracies
 from tests.checkpoints import RUN, CheckpointStore
@@ -335,7 +335,7 @@ def test_an_episode_comes_back_with_its_mask_and_segments():
     back = trajectory_of(row)
     assert row["mask_runs"] == [0, 2, 3, 1, 1] and row["response"] == "asksay"
     assert back.response_mask.tolist() == mask and back.response_ids.tolist() == list(range(7))
-    assert rollout_facts(back) == rollout_facts(trajectory) and back.response_text == "asksay"
+    assert facts(back) == facts(trajectory) and back.response_text == "asksay"
     assert prompt_of(row).ground_truth == {"target": ["x"]} and prompt_of(row).uid == "u"
     assert prompt_of(row).opened_tag == "<think>"
 

@@ -76,15 +76,6 @@ def test_the_run_ends_with_a_line_that_names_phase_and_knob(files, tmp_path, mon
         assert json.loads((tmp_path / "run/manifest.json").read_text())["status"] == "failed"
 
 
-def test_another_error_keeps_its_traceback(files, tmp_path, monkeypatch):
-    def wrong(*_):
-        raise RuntimeError("shapes differ")
-
-    monkeypatch.setattr(Actor, "update", wrong)
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        work(TRAINER, configured(files, tmp_path / "run"))
-
-
 @pytest.mark.parametrize("library", [torch, np], ids=["torch", "numpy"])
 def test_a_real_failure_of_an_allocator_is_known_with_its_amount(library):
     with pytest.raises((RuntimeError, MemoryError)) as caught:

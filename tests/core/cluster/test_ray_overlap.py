@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch
 
-from core.cluster.ray_workers import RayWorkers
 from core.command_line import train
 from core.config import Config, compose
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
-from tests.core.ray_cluster import cluster_config, local_ray
+from tests.core.ray_cluster import local_ray
 from tests.faults.tiny_run import command, prepare
 
 # Minutes, and one Ray, however many test processes
@@ -119,13 +117,3 @@ def test_a_learner_killed_under_the_overlap_costs_no_ordinal(files, apart, monke
     assert list(second.trained) == list(range(resumed + 1, STEPS + 1))
     assert killed.trained == apart.trained
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
-
-
-@pytest.mark.parametrize(
-    "device, hybrid, overlaps", [("cpu", True, True), ("cuda", True, False), ("cuda", False, True)]
-)
-def test_only_turns_on_a_gpu_forbid_the_overlap(tmp_path, device, hybrid, overlaps):
-    workers = object.__new__(RayWorkers)
-    workers.config = cluster_config(tmp_path, f"actor_rollout_ref.hybrid_engine={hybrid}")
-    workers.device = torch.device(device)
-    assert workers.overlaps is overlaps

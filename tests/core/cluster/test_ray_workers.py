@@ -149,18 +149,6 @@ def test_ranks_that_share_layers_do_what_one_process_does(model, tmp_path):
         ranks.close()
 
 
-def test_errors_of_the_ranks_arrive_as_they_are(pair):
-    with pytest.raises(ValueError, match="TrainBatch.values is not set yet"):
-        pair[0].update_critic(mixed_batch().adding(values=None), 1.0)
-
-
-def test_threads_are_those_of_the_configuration(pair):
-    ranks, _, _ = pair
-    actors = [*ranks.learners, ranks.watch.actors["engine 0"]]
-    assert [call(actor, lambda self: torch.get_num_threads()) for actor in actors] == [1, 1, 1]
-    assert ranks.threads == 1 and ranks.ranks == 2
-
-
 # -- the engine
 
 

@@ -5,19 +5,14 @@ from types import SimpleNamespace
 import pytest
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from core.cluster.fsdp import ProcessRanks
 from core.cluster.split_layers import check_layers, plan_of
 from core.errors import InputError
 from tests.core import fsdp_ranks
 from tests.core.cluster.test_fsdp import (
-    BF16,
     MEMORY,
     ROOM,
     SPLIT,
-    WHOLE,
     assert_same_training,
-    distance,
-    local_gradients,
     on_ranks,
     train_local,
 )
@@ -110,11 +105,6 @@ def more(models, tmp_path_factory):
         "norms": ("train", config_of(models["norms"], *LAYERS, *PACKED), few),
         "pairs": ("train", config_of(models["tied"], *LAYERS, *PAIRS), few),
         "offloaded": ("train", config_of(models["tied"], *LAYERS, *MEMORY, *OFFLOADED), few),
-        "alone": (
-            *("train", config_of(models["tied"], LAYERS[0], f"actor_rollout_ref.ref.{SIZE}=1")),
-            {**few, "ref": True},
-        ),
-        "bf16": ("gradients", config_of(models["tied"], WHOLE, LAYERS[0], BF16), {"batch": batch}),
         "sharded": ("train", config_of(models["uneven"]), {**few, "save": save}),
         "loaded": ("train", config_of(models["uneven"], *LAYERS), {**few, "load": save}),
     }
@@ -135,13 +125,6 @@ def test_other_settings_train_as_one_process(more, models, job, model):
 def test_a_checkpoint_of_four_shards_loads_on_pairs(more, models):
     straight = train_local(config_of(models["uneven"]), mixed_batch(), updates=4)
     assert_same_training(more["loaded"], {**straight, "metrics": straight["metrics"][2:]}, **EXACT)
-
-
-@pytest.mark.slow
-def test_bf16_passes_have_float32_masters_and_gradients(more, models):
-    expected, _ = local_gradients(config_of(models["tied"], WHOLE), mixed_batch())
-    assert {str(grad.dtype) for grad in more["bf16"]["grads"].values()} == {"torch.float32"}
-    assert 1e-6 < distance(more["bf16"]["grads"], expected) < 0.05
 
 
 def test_a_model_without_a_plan_or_of_another_style_is_refused():
@@ -171,12 +154,3 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused_before_a_rank_starts(tmp
         check_layers(config)
     assert says in str(error.value)
     check_layers(config_of(tmp_path))
-
-
-def test_ranks_that_share_a_layer_count_once(monkeypatch):
-    """Their means are the same ones."""
-    monkeypatch.setattr("core.cluster.fsdp.dist.get_rank", lambda: 1)
-    config = config_of("none", *LAYERS, "critic.ulysses_sequence_parallel_size=2", *PACKED)
-    assert config.actor_rollout_ref.actor.together == config.actor_rollout_ref.ref.together == 2
-    assert config.critic.together == 4
-    assert ProcessRanks(config.critic.together).together == 4

@@ -18,7 +18,7 @@ from core.config.section import freeze
 from core.errors import WorkersLost
 from core.rewards import graders
 from core.rewards.graders import GraderPool, InProcess
-from core.rewards.grading import CustomFunction, Failure, Job, Scorers
+from core.rewards.grading import CustomFunction, Job, Scorers
 from reward_scores import SCORERS
 from reward_scores.score import ScoreStatus
 from tests.pools import UNRULY, grade, job, marked, none_left
@@ -159,27 +159,6 @@ def test_a_driver_that_never_closes_its_pool_leaves_nothing(write):
         driver.stdout.close()
 
 
-def test_what_was_in_a_killed_grader_is_graded_once_more(make_pool, write):
-    """Three answers, two graders: one answer waits."""
-    path = write("""
-        import time
-        def compute_score(solution_str, ground_truth, **kwargs):
-            open(f"{__file__}.{solution_str}", "w").close()
-            time.sleep(0.5)
-            return float(solution_str == ground_truth)
-    """)
-    pool = make_pool(path, workers=2)
-
-    async def kill_it():
-        waiting = [asyncio.ensure_future(pool.run(job(text))) for text in ("right", "wrong", "right")]
-        while not all(Path(f"{path}.{text}").exists() for text in ("right", "wrong")):  # both graders have begun
-            await asyncio.sleep(0.02)
-        os.kill(pool.graders[0].process.pid, signal.SIGKILL)
-        return await asyncio.gather(*waiting)
-
-    assert statuses(asyncio.run(kill_it())) == ["ok", "wrong", "ok"]
-
-
 def test_closing_ends_running_jobs_and_an_unused_pool_starts_nothing(make_pool):
     unused, pool = make_pool(UNRULY), make_pool(UNRULY)
 
@@ -276,5 +255,3 @@ def test_the_signals_of_the_terminal_do_not_reach_the_graders(make_pool, write):
     assert json.dumps(pool.settings)
     (result,) = grade(pool, [job("x")])
     assert os.getpgid(int(result.value)) != os.getpgid(0)
-    os.kill(int(result.value), signal.SIGTERM)  # an administrator's; the pool goes on
-    assert not isinstance(grade(pool, [job("x")])[0], Failure)

@@ -203,13 +203,6 @@ def test_failures_in_a_row_end_the_run_and_one_number_breaks_the_row(make, monke
             grade(judge, "f")
 
 
-def test_a_folder_that_is_no_cache_is_refused(make, tmp_path):
-    (tmp_path / "other" / "replies").mkdir(parents=True)
-    (tmp_path / "other" / "replies" / "cache.db").write_text("this is no database " * 500)
-    with pytest.raises(InputError, match="reward_model.judge.cache_dir: .*other/replies cannot be opened"):
-        make(NOBODY, cache_dir=str(tmp_path / "other"))
-
-
 def test_equal_requests_at_the_same_time_have_one_reply(make):
     """The server answers one of them 1 and the other 0: a replay could give neither twice."""
     two = threading.Barrier(2)
