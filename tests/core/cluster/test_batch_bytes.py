@@ -176,20 +176,3 @@ def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(make_worker
 
 KL, PLAIN = "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.use_kl_loss=False"
 ALWAYS = {"input_ids", "response_mask", "group", "loss_weight"}
-
-
-@pytest.mark.parametrize(
-    ("override", "taken", "sent"),
-    [
-        (KL, (), {"advantages", "ref_log_prob", "old_log_probs"}),
-        (PLAIN, (), {"advantages", "old_log_probs"}),
-        (PLAIN, ("old_log_probs",), {"advantages", "rollout_log_probs"}),
-    ],
-)
-def test_an_update_is_sent_what_it_reads_and_nothing_else(make_workers, override, taken, sent):
-    workers, batch = make_workers(override), long_tailed_batch().adding(**dict.fromkeys(taken))
-    workers.update_actor(batch, 1.0)
-    workers.update_critic(batch, 1.0)
-    of_actor, of_critic = workers.watch.processes[0].learner.asked
-    assert {frozenset(step.stored) for step in of_actor} == {frozenset(ALWAYS | sent)}
-    assert {frozenset(step.stored) for step in of_critic} == {frozenset(ALWAYS | {"returns", "values"})}

@@ -1,12 +1,9 @@
 """Over Ray: two ranks train as one process, the engine actor keeps the engine contract, and no loss goes unnoticed."""
 
 import asyncio
-import importlib.util
-import json
 import os
 import signal
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -20,14 +17,11 @@ from core.cluster.ray_pools import ENGINE, ROOT, RayProcesses, connect
 from core.cluster.ray_watch import Watch
 from core.cluster.ray_workers import RayWorkers
 from core.cluster.workers import LocalWorkers
-from core.config import compose
 from core.engines.hf import HFEngine
 from core.engines.weight_buckets import Staging, Weight, pack
 from core.errors import InputError, WorkersLost
-from core.ray_trainer import RayPPOTrainer
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
-from tests.faults.tiny_run import command, prepare
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
@@ -210,33 +204,6 @@ class TestRayEngine(ModelEngineContract):
 
     def counts(self, engine: RayEngine) -> Counts:
         return Counts(*call(self.shared, lambda process: (process.engine.prefill_tokens, process.engine.row_steps)))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
-def test_a_run_with_vllm_engines_in_a_pool_of_their_own(tmp_path, monkeypatch):
-    """Two learner ranks, two engines: a run to its end, and in it the engines' log-probs are the learner's."""
-    prepare(tmp_path, hidden_size=128)  # the CPU build's kernels want wide heads
-    overrides = (
-        *("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2"),
-        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
-        *("actor_rollout_ref.rollout.enforce_eager=True", "trainer.backend=ray", "trainer.n_gpus_per_node=2"),
-    )
-    arguments = command(tmp_path, "grpo", 4, *overrides)(tmp_path / "run")[3:]
-    trainer = RayPPOTrainer(compose("grpo", arguments)).init_workers()
-    engine, sent = trainer.workers.engine, []
-    assert engine.engines == ["engine 0", "engine 1"]
-    relay = engine._relay
-    monkeypatch.setattr(engine, "_relay", lambda name, requests: sent.append((name, requests)) or relay(name, requests))
-    trainer.fit()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "rollout_corr/logp_diff_max" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert max(line["rollout_corr/logp_diff_max"] for line in steps) < 1e-4
-    assert max(line["rollout_corr/probe_diff"] for line in steps) < 1e-4
-    assert {name for name, _ in sent} == {"engine 0", "engine 1"}
-    for _, requests in sent:  # validation asks once; training thrice, and one engine: the answers share a prefill
-        assert set(Counter(request.prompt_ids for _, request in requests).values()) <= {1, 3, 6}
 
 
 # -- what goes wrong

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -152,13 +151,6 @@ def test_nothing_outlives_a_killed_driver(write):
         os.kill(*processes(), signal.SIGKILL)  # the driver's own child was let be
 
 
-def test_a_driver_that_never_closes_its_pool_leaves_nothing(write):
-    with marked() as processes:
-        driver = drive(write(textwrap.dedent(DRIVER), "driver.py"))
-        assert driver.wait(60) == 0 and none_left(processes)
-        driver.stdout.close()
-
-
 def test_closing_ends_running_jobs_and_an_unused_pool_starts_nothing(make_pool):
     unused, pool = make_pool(UNRULY), make_pool(UNRULY)
 
@@ -248,10 +240,3 @@ def test_asynchronous_functions_run_in_the_graders_own_loop(make_pool, write):
     results = grade(make_pool(path, timeout_s=0.3), [job("x"), job("x"), job("hang"), job("x")])
     assert statuses(results) == ["ok", "ok", "timeout", "ok"]
     assert [results[i].value for i in (0, 1, 3)] == [1, 1, 1]
-
-
-def test_the_signals_of_the_terminal_do_not_reach_the_graders(make_pool, write):
-    pool = make_pool(write("import os\ndef compute_score(**kwargs): return os.getpid()"))
-    assert json.dumps(pool.settings)
-    (result,) = grade(pool, [job("x")])
-    assert os.getpgid(int(result.value)) != os.getpgid(0)

@@ -15,11 +15,10 @@ from core.config.schema import CustomRewardFunctionConfig, JudgeConfig, RewardMo
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import judge as judge_module
-from core.rewards.grading import Answer, Failure
+from core.rewards.grading import Answer
 from core.rewards.judge import TEMPLATE, Judge, JudgeLost, NoNumber, fill, shown_texts
-from core.rewards.layer import RewardError, RewardLayer
+from core.rewards.layer import RewardLayer
 from core.types import Prompt, Segment, Stop, Trajectory
-from reward_scores.score import ScoreStatus
 from tests.judge_server import MODEL, serve
 
 CHAT = ({"role": "user", "content": "2+2?"},)
@@ -186,13 +185,6 @@ def test_nonsense_is_kept_too_and_other_failures_are_not(make):
         assert grade(judge, "5")[0].detail and grade(judge, "5")[0].value == 1.0
 
 
-def test_requests_at_a_time_are_bounded(make):
-    three = threading.Barrier(3)  # nobody gets a reply before three ask
-    with serve(lambda *_: str(three.wait(60)) + "[[1]]") as server:
-        found = grade(make(server.url, max_concurrent=3), *map(str, range(12)))
-        assert server.most == 3 and len(server.requests) == 12 and not any(isinstance(one, Failure) for one in found)
-
-
 def test_failures_in_a_row_end_the_run_and_one_number_breaks_the_row(make, monkeypatch):
     monkeypatch.setattr(judge_module, "MAX_FAILURES", 3)
     with serve(lambda number, body: "[[1]]" if number == 2 else {"status": 400}) as server:
@@ -280,18 +272,6 @@ def test_the_judge_scores_rows_of_style_model_and_weighs_in_elsewhere(make_layer
         assert (rule_and_model.value, rule_and_model.acc) == (1.5, 1.0)
         assert "SECRET" not in str(server.requests), "a tool's text is not the policy's"
         assert not layer.in_process and layer.usage("perf/judge")["perf/judge_requests"] == 2
-
-
-@pytest.mark.parametrize(
-    ("reply", "status"), [({"status": 500}, ScoreStatus.CRASH), ("?", ScoreStatus.CRASH), (30.0, ScoreStatus.TIMEOUT)]
-)
-def test_a_failure_leaves_the_group(make_layer, reply, status):
-    given = {"timeout_s": 0.6} if status is ScoreStatus.TIMEOUT else {}
-    with serve(lambda *_: reply) as server:
-        found = score(make_layer(server.url, judge=given), "model", "4")
-        assert (found.status, found.masked) == (status, True)
-        with pytest.raises(RewardError, match="the judge: "):
-            score(make_layer(server.url, judge=given, on_error="raise"), "model", "4")
 
 
 def test_a_row_without_reference_is_refused_where_the_template_shows_one(make_layer, tmp_path):

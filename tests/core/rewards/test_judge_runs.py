@@ -105,18 +105,6 @@ def test_a_server_that_dies_ends_the_run_soon(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_engine_in_this_process_awaits_scores_where_they_decide_what_is_drawn(folder):
-    with serve("[[1]]") as server:
-        one = config(folder, "filtered", server.url, "data.gen_batch_size=2")
-        run = RayPPOTrainer(one).init_workers()
-        try:
-            assert run.barrier.holds and run.workers.engine.before_step is not None
-        finally:
-            run.reward.close()
-            run.workers.close()
-
-
-@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_over_ray_the_loop_asks_and_no_reward_model_is_loaded(folder):
     """Both steps are scored by the server; the first step's answers are those of one process, up to rounding."""

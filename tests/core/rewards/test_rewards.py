@@ -23,11 +23,9 @@ from core.errors import InputError
 from core.rewards.grading import ScoreError, as_score
 from core.rewards.layer import RewardError, RewardLayer
 from core.rewards.scorer_check import check_hooks
-from core.tracking.metrics import status_rates
 from core.tracking.tracker import generation_rows
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
-from tests.pools import UNRULY
 from tests.tiny import tiny_tokenizer
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -271,15 +269,6 @@ def test_a_failing_function_is_a_status_and_on_error_decides(make_layer, body):
         grade(make_layer(body, on_error="raise"), prompt(), trajectory("the answer text"))
 
 
-def test_on_error_holds_for_what_was_killed(make_layer):
-    answer, given = trajectory("unruly:sleep"), {"reward_manager": "prime", "timeout_s": 0.2}
-    for on_error, masked in (("zero", False), ("mask", True)):
-        score = grade(make_layer(UNRULY, on_error=on_error, **given), prompt(), answer)
-        assert (score.value, score.acc, score.status, score.masked) == (0.0, 0.0, ScoreStatus.TIMEOUT, masked)
-    with pytest.raises(RewardError, match=r"(?s)timeout.*row-7.*unruly:sleep.*killed after 0.2 s"):
-        grade(make_layer(UNRULY, on_error="raise", **given), prompt(), answer)
-
-
 def test_the_first_failure_is_printed_once_and_the_rate_counted(make_layer, caplog):
     layer = make_layer("return {'good': 1.0}[solution_str]", on_error="mask")
     with caplog.at_level(logging.WARNING, logger="core"):
@@ -299,13 +288,6 @@ def test_a_run_in_which_no_answer_ever_had_a_score_stops(make_layer):
     layer.failures.stop_if_all(least=3)
     with pytest.raises(RewardError, match="(?s)each of the 2 answers.*KeyError: 'bad'"):
         layer.failures.stop_if_all()
-
-
-def test_status_rates():
-    scores = [Score(1.0), Score(0.0, status=ScoreStatus.WRONG), Score(0.0, status=ScoreStatus.CRASH), Score(1.0)]
-    rates = {"ok": 0.5, "wrong": 0.25, "parse_error": 0.0, "timeout": 0.0, "crash": 0.25}
-    assert status_rates(scores) == {f"reward/{name}_rate": rate for name, rate in rates.items()}
-    assert status_rates([]) == {}
 
 
 # --- at start ---
@@ -329,13 +311,6 @@ def test_good_rows_pass_and_bad_ones_are_all_reported_at_once(make_layer):
     assert "row 6" in missing and "None" in missing
     with pytest.raises(InputError, match="method='bogus': must be one of strict"):
         make_layer(reward_kwargs={"gsm8k": {"method": "bogus"}}).check([prompt()])
-
-
-def test_the_field_of_an_odd_ground_truth_is_named(make_layer):
-    odd = [row("nq", {"target": ["x", None]}, 3), row("countdown", {"target": 3, "numbers": "1 2"}, 4)]
-    null, text = refused(make_layer(), *odd)
-    assert "rows.parquet row 3: target[1] must be a text or a number, got None" in null
-    assert "rows.parquet row 4: numbers must be a list of whole numbers, got '1 2'" in text
 
 
 def test_a_users_examples_and_check_of_ground_truths_are_used(make_layer):

@@ -27,13 +27,6 @@ def test_a_run_whose_every_answer_fails_stops_before_its_first_update(folder, ca
     assert sum("Shown once" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_validation_whose_every_answer_fails_is_not_reported(folder):
-    config = configured(folder, "dead-val", "trainer.val_only=True", steps=3)
-    run = scripted()(config, lambda request, _: "x").init_workers()
-    with pytest.raises(RewardError, match="each of the 1 answers"):
-        run.fit()
-
-
 def test_a_filter_that_drops_failing_groups_does_not_draw_for_ever(folder):
     filters = ["algorithm.filter_groups.enable=True", NO_BUFFER, "algorithm.filter_groups.max_num_gen_batches=1000"]
     config = configured(folder, "dead-dapo", *filters, recipe="dapo", steps=3)
