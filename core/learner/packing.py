@@ -57,40 +57,15 @@ def can_share(module: nn.Module) -> bool:
     return module.dtype != torch.float64
 
 
-@dataclass(frozen=True)
-class Segments:
-    """The stretches of tokens that a pass reads, in its order.
-
-    Shapes (S stretches: sequences; or prompts, and the answers behind them):
-        start   [S] int64  first token among all tokens of the batch
-        length  [S] int64
-        prompt  [S] int64  the stretch whose keys stand before its own; its own number where there is none
-    """
-
-    start: Tensor
-    length: Tensor
-    prompt: Tensor
-
-    @property
-    def ahead(self) -> Tensor:
-        """Return [S]: the keys before a stretch's own."""
-        own = torch.arange(len(self.prompt), device=self.prompt.device)
-        return torch.where(self.prompt == own, 0, self.length[self.prompt])
-
-    def key_index(self) -> Tensor:
-        """Return [K]: for each key that the pass's attention reads, the token of the pass whose key it is."""
-        ahead, first = self.ahead, self.length.cumsum(0) - self.length
-        counts = self.length + ahead
-        number, offset = torch.arange(len(counts), device=counts.device).repeat_interleave(counts), places(counts)
-        of_prompt, own = first[self.prompt[number]] + offset, first[number] + offset - ahead[number]
-        return torch.where(offset < ahead[number], of_prompt, own)
-
-
-def shared_prompts(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor) -> Segments | None:
-    """Return the prompt of each group once, then every answer up to its last token that predicts one of the mask.
+def shared_prompts(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor) -> tuple[Tensor, ...] | None:
+    """Return the stretches of a pass that reads each prompt once, then every answer up to its last policy token.
 
     The last token of a prompt, before the first of the mask, is the first of its answers, since its state predicts.
     None where no prompt is shared, a sequence has nothing in the mask, or sequences of a group begin differently.
+
+    Shapes (P prompts, then B answers):
+        start, length  [P + B] int64  first token among all tokens of the batch, and how many
+        prompt         [P + B] int64  the stretch whose keys stand before its own; of a prompt itself
     """
     count, device = len(lengths_B), ids_N.device
     number_B, start_B = torch.arange(count, device=device), lengths_B.cumsum(0) - lengths_B
@@ -111,8 +86,7 @@ def shared_prompts(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Te
     if not torch.equal(ids_N[in_prefix_N], ids_N[twin_N[in_prefix_N]]):
         return None
     start = torch.cat([start_B[first_P], start_B + prefix_B])
-    length = torch.cat([prefix_B[first_P], last_B - prefix_B])
-    return Segments(start, length, torch.cat([number_B[:prompts], prompt_B]))
+    return start, torch.cat([prefix_B[first_P], last_B - prefix_B]), torch.cat([number_B[:prompts], prompt_B])
 
 
 @dataclass(frozen=True)
@@ -165,12 +139,15 @@ def forward_inputs(
     """
     shared = None if group_B is None else shared_prompts(ids_N, mask_N, lengths_B, group_B)
     whole = torch.arange(len(lengths_B), device=lengths_B.device)
-    segments = shared or Segments(lengths_B.cumsum(0) - lengths_B, lengths_B, whole)
-    tokens = ranges(segments.start, segments.length)
-    ids, predicts = ids_N[tokens], predicting_tokens(mask_N, lengths_B)[tokens]
-    labels, position = ids_N[mask_N], ranges(segments.ahead, segments.length)
-    lengths, key_lengths = segments.length, segments.length + segments.ahead
-    key_index = None if shared is None else segments.key_index()
+    start, lengths, prompt = shared or (lengths_B.cumsum(0) - lengths_B, lengths_B, whole)
+    tokens = ranges(start, lengths)
+    ids, predicts, labels = ids_N[tokens], predicting_tokens(mask_N, lengths_B)[tokens], ids_N[mask_N]
+    ahead, key_index = torch.zeros_like(lengths), None  # keys before a stretch's own; the tokens whose keys are read
+    if shared is not None:
+        ahead = torch.where(prompt == torch.arange(len(prompt), device=prompt.device), 0, lengths[prompt])
+        first = lengths.cumsum(0) - lengths
+        key_index = ranges(*(torch.stack(two, 1).flatten() for two in ((first[prompt], first), (ahead, lengths))))
+    position, key_lengths = ranges(ahead, lengths), lengths + ahead
     ranks = 1 if mesh is None else mesh.size()
     if extra := -len(ids) % ranks:  # a sequence of nothing makes the ranks' parts equal
         nothing = torch.arange(extra, device=ids.device)
@@ -319,25 +296,25 @@ def _batches(
         keys     [R, K] int64
         mask     [R, 1, Q, K] bool  the keys that a query sees; None: those up to its own place
     """
-    own_B, read_B = torch.tensor(lengths).T
-    alike: dict[tuple[int, int], list[int]] = {}
-    for number, (queries, keys) in enumerate(lengths):
-        alike.setdefault((_rounded_up(queries), _rounded_up(keys)), []).append(number)
-    cell_of_token, cells, batches = torch.empty(int(own_B.sum()), dtype=torch.int64), 0, []
+    counts_B = torch.tensor(lengths).T  # [2, B] of queries and of keys
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, pair in enumerate(lengths):
+        alike.setdefault(tuple(map(_rounded_up, pair)), []).append(number)
+    cell_of_token, cells, batches = torch.empty(int(counts_B[0].sum()), dtype=torch.int64), 0, []
     for rows in map(torch.tensor, alike.values()):
-        column, key_column = (torch.arange(int(counts[rows].max())) for counts in (own_B, read_B))
+        columns = [torch.arange(int(counts[rows].max())) for counts in counts_B]
         queries, keys = (
-            ((counts.cumsum(0) - counts)[rows, None] + columns).clamp(max=int(counts.sum()) - 1)
-            for counts, columns in ((own_B, column), (read_B, key_column))
+            ((counts.cumsum(0) - counts)[rows, None] + column).clamp(max=int(counts.sum()) - 1)
+            for counts, column in zip(counts_B, columns, strict=True)
         )
-        real = column < own_B[rows, None]
+        real = columns[0] < counts_B[0, rows, None]
         cell_of_token[queries[real]] = cells + real.flatten().nonzero()[:, 0]
         cells += real.numel()
-        ahead, mask = (read_B - own_B)[rows, None], None
-        if bool(ahead.any()) or (window is not None and window < len(key_column)):
+        ahead, mask = (counts_B[1] - counts_B[0])[rows, None], None
+        if bool(ahead.any()) or (window is not None and window < keys.shape[1]):
             # A query in the padding sees what the last key sees: with no key its gradient would not be a number.
-            behind = (ahead + column).clamp(max=len(key_column) - 1)[..., None] - key_column
-            mask = ((behind >= 0) & (behind < (window or len(key_column))))[:, None].to(device)
+            behind = (ahead + columns[0]).clamp(max=keys.shape[1] - 1)[..., None] - columns[1]
+            mask = ((behind >= 0) & (behind < (window or keys.shape[1])))[:, None].to(device)
         batches.append((queries.to(device), keys.to(device), mask))
     return batches, cell_of_token.to(device)
 
