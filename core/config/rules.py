@@ -14,6 +14,8 @@ from core.config import convert, recipes, registry, rules_training
 from core.config.schema import Config
 from core.config.section import Problem, Section, mark
 
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
 
 class View:
     """What rules read: sections under short names (``c.actor.clip_ratio``), facts, and what of it was ``given``."""
@@ -41,10 +43,6 @@ class View:
         # Ranks that share a sequence, or a layer, get the same sequences
         self.data_ranks = max(self.ranks // self.actor.together, 1)
         self.longest = config.data.max_prompt_length + config.data.max_response_length
-
-    def gives(self, key: str) -> bool:
-        """Return whether an override set the key, or one inside it."""
-        return any(given == key or given.startswith(f"{key}.") for given in self.given)
 
 
 def _broken(which: str, view: View) -> list[Problem]:
@@ -83,49 +81,45 @@ def unmet(view: View, key: str) -> str:
     A condition of a field (``used_if``) is joined of keys by ``&`` and, within, ``|``: ``key`` (it is set),
     ``key=value``, ``key!=value``, ``.key`` in the field's own section, or a name of :data:`FACTS`.
     """
-    own, parts = view.config, key.split(".")
-    for depth, name in enumerate(parts):
+    own, section = view.config, ""
+    for name in key.split("."):
         if name not in type(own).model_fields:
             return ""
         for condition in filter(None, (mark(type(own), name, "used_if") or "").split(" & ")):
-            section = ".".join(parts[:depth])
             choices = [f"{section}{one}" if one[0] == "." else one for one in condition.split(" | ")]
             if not any(_holds(view, one) for one in choices):
                 return FACTS.get(condition) or f"needs {' or '.join(choices)}"
-        own = getattr(own, name)
+        own, section = getattr(own, name), f"{section}.{name}".lstrip(".")
         if not isinstance(own, Section):
             break
     return _unread(view, key)
 
 
 def _holds(view: View, condition: str) -> bool:
+    if condition in FACTS:
+        return getattr(view, condition)
     key, operator, value = re.fullmatch(r"([\w.]+)(!?=)?(.*)", condition).groups()
-    if key in FACTS:
-        return getattr(view, key)
     found = convert.get(view.config, key)
     return bool(found) if not operator else (str(found) == value) == (operator == "=")
 
 
 def _unread(view: View, key: str) -> str:
     """Return why the chosen estimator, loss or engine does not read a key; nothing where it does."""
-    chosen = (
+    for section, choice, table, entry in (
         ("algorithm", "algorithm.adv_estimator", registry.ESTIMATORS, view.estimator),
-        ("actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss.loss_mode", registry.POLICY_LOSSES, view.loss),
-        ("actor_rollout_ref.rollout", "actor_rollout_ref.rollout.name", registry.ENGINES, view.engine),
-    )
-    for section, choice, table, entry in chosen:
+        (ACTOR, f"{ACTOR}.policy_loss.loss_mode", registry.POLICY_LOSSES, view.loss),
+        (ROLLOUT, f"{ROLLOUT}.name", registry.ENGINES, view.engine),
+    ):
         name = key.removeprefix(f"{section}.")
         readers = [other for other, one in table.items() if name in one.reads]
         if readers and name not in entry.reads:
             return f"{choice}={convert.get(view.config, choice)} does not read it, only {', '.join(readers)}"
-    within = key.partition("actor_rollout_ref.rollout.engine_kwargs.")[2].partition(".")[0]
-    bounds = ("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high")
-    if within not in ("", view.rollout.name):
-        return f"the engine is {view.rollout.name}"
-    if key == "actor_rollout_ref.actor.clip_ratio" and all(map(view.gives, bounds)):
-        return "clip_ratio_low and clip_ratio_high are both given"
-    if key == "actor_rollout_ref.actor.loss_agg_mode" and view.loss.aggregation:
-        return f"{view.actor.policy_loss.loss_mode} is defined with {view.loss.aggregation}"
-    if key == "algorithm.rollout_correction.bypass_mode" and view.correction.bypass_mode and not view.loss.has_ratio:
-        return f"{view.actor.policy_loss.loss_mode} has no ratio"
-    return ""
+    mode, own = view.actor.policy_loss.loss_mode, key.partition(f"{ROLLOUT}.engine_kwargs.")[2].partition(".")[0]
+    special = {
+        f"{ROLLOUT}.engine_kwargs.": own not in ("", view.rollout.name) and f"the engine is {view.rollout.name}",
+        f"{ACTOR}.clip_ratio": view.given >= {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"}
+        and "clip_ratio_low and clip_ratio_high are both given",
+        f"{ACTOR}.loss_agg_mode": view.loss.aggregation and f"{mode} is defined with {view.loss.aggregation}",
+        "algorithm.rollout_correction.bypass_mode": not view.loss.has_ratio and f"{mode} has no ratio",
+    }
+    return special.get(f"{ROLLOUT}.engine_kwargs." if own else key) or ""

@@ -78,12 +78,11 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     if len(ends) == 1:
         return ends[0]
     names, found = key.split("."), {}
-    for other in known:
-        pairs = [(one, two) for one, two in zip(names, other.split("."), strict=False) if one != two]
-        if other.count(".") == key.count(".") and len(pairs) == 1:
-            found[other] = SequenceMatcher(None, *pairs[0]).ratio()
-    best = max(found, key=found.get, default=None)
-    return best if best and found[best] >= 0.9 else None
+    for other in (one.split(".") for one in known):
+        pairs = [pair for pair in zip(names, other, strict=False) if pair[0] != pair[1]]
+        if len(other) == len(names) and len(pairs) == 1:
+            found[".".join(other)] = SequenceMatcher(None, *pairs[0]).ratio()
+    return max((one for one in found if found[one] >= 0.9), key=found.get, default=None)
 
 
 # --- reading ---
@@ -91,9 +90,8 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 
 def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Return what an override means whose key the schema lacks, or None."""
-    names, parts = table(line.recipe), key.split(".")
-    starts = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    forms = [key, *(f"*{key.removeprefix(start)}" for start in starts if start in convert.sections(line.schema))]
+    names, sections = table(line.recipe), convert.sections(line.schema)
+    forms = [key, *(f"*{key.removeprefix(start)}" for start in sections if key.startswith(f"{start}."))]
     if any(_same(value, one) for form in forms for one in names["asks_nothing"].get(form, ())):
         return Interpretation(unused="ignored: already the behaviour")
     own = recipes.module_of(line.recipe, "verl_keys")
@@ -133,19 +131,16 @@ def read_value(key: str, value: Any, line: CommandLine) -> Interpretation | None
 
 def older_defaults(line: CommandLine) -> list[str]:
     """Return a warning for each default of verl up to 0.3 that differs here and that a line of it relied on."""
-    marks = [key for key in table()["older"] if key in line.given]
-    entropy, reward = f"{ACTOR}.entropy_coeff", "algorithm.use_kl_in_reward"
-    if "algorithm.kl_ctrl.kl_coef" in line.given and reward not in line.given:
-        marks.append("algorithm.kl_ctrl.kl_coef")  # it was on by default
+    reward, given = "algorithm.use_kl_in_reward", line.given
+    marks = [key for key in table()["older"] if key in given]
+    marks += ["algorithm.kl_ctrl.kl_coef"] * ("algorithm.kl_ctrl.kl_coef" in given and reward not in given)
     if not marks or line.recipe == "sft":
         return []
-    lines = {}
-    if entropy not in line.given:
-        lines[entropy] = "0.001 was verl's default up to 0.3, and it is 0 here"
-    if not {reward, f"{ACTOR}.use_kl_loss"} & line.given.keys():
-        lines[reward] = "verl up to 0.3 took a KL off the reward (algorithm.kl_ctrl.kl_coef=0.001), it is off here"
-    told = f"this line has {marks[0]}, as lines of verl's older versions have; give the value that is meant"
-    return [f"{key}: {text}; {told}" for key, text in lines.items()]
+    told = f"this line has {marks[0]}, as lines of those versions have; give the value that is meant"
+    entropy = [f"{ACTOR}.entropy_coeff: 0.001 was verl's default up to 0.3, and it is 0 here; {told}"]
+    kl = [f"{reward}: verl up to 0.3 took a KL off the reward (kl_coef=0.001), and it is off here; {told}"]
+    relied = [] if given.keys() & {reward, f"{ACTOR}.use_kl_loss"} else kl
+    return [*([] if f"{ACTOR}.entropy_coeff" in given else entropy), *relied]
 
 
 def described(recipe: str) -> Iterator[tuple[str, str]]:
@@ -164,23 +159,24 @@ def table(recipe: str = "") -> dict[str, Any]:
     reason and key -> values, ``refused`` to (key or pattern, rule, fix), of which the first that fits counts.
     """
     own = recipes.folder(recipe) / "verl_keys.yaml"
+    tables = [convert.read_table(path) for path in (FILE, own) if path.exists()]
     mappings = ("same", "means", "values", "hints", "gone", "files", "older")
-    joined: dict[str, Any] = {name: {} for name in (*mappings, "no_effect", "asks_nothing")} | {"refused": []}
-    for one in map(convert.read_table, (FILE, own) if own.exists() else (FILE,)):
-        for name in mappings:
-            joined[name] |= one.get(name, {})
-        joined["no_effect"] |= {key: why for why, keys in one.get("no_effect", {}).items() for key in _flat(keys)}
+    joined = {name: {k: v for one in tables for k, v in one.get(name, {}).items()} for name in mappings}
+    joined |= {"no_effect": {}, "asks_nothing": {}, "refused": []}
+    for one in tables:
+        for why, keys in one.get("no_effect", {}).items():
+            joined["no_effect"] |= dict.fromkeys(flattened(keys), why)
         for value, keys in one.get("asks_nothing", ()):
-            for key in _flat(keys):
+            for key in flattened(keys):
                 joined["asks_nothing"].setdefault(key, []).append(value)
         entries = [(key, each["rule"], each["fix"]) for each in one.get("refused", ()) for key in each["keys"]]
         joined["refused"] = entries + joined["refused"]
     return joined
 
 
-def _flat(keys: Iterable[Any]) -> Iterator[str]:
-    for part in keys:
-        yield from part if isinstance(part, list) else [part]
+def flattened(keys: Iterable[Any]) -> list[str]:
+    """Return the keys of a list of keys and of lists of keys."""
+    return [key for part in keys for key in (part if isinstance(part, list) else [part])]
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -188,15 +184,15 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _target(key: str, same: Mapping[str, str], schema: type[Config]) -> str | None:
-    """Return the key here that another name stands for, or None."""
+    """Return the key here that another name stands for, or None. ``a.*`` names every key below ``a``."""
     if key in same:
         return same[key]
-    parts = key.split(".")
-    for depth in range(len(parts) - 1, 0, -1):
-        if there := same.get(".".join([*parts[:depth], "*"])):
-            target = ".".join([there.removesuffix(".*"), *parts[depth:]])
-            return target if convert.known(target, schema) or recipes.owner_of(target) else None
-    return None
+    starts = [one.removesuffix("*") for one in same if one.endswith(".*") and key.startswith(one.removesuffix("*"))]
+    if not starts:
+        return None
+    longest = max(starts, key=len)
+    target = same[f"{longest}*"].removesuffix("*") + key.removeprefix(longest)
+    return target if convert.known(target, schema) or recipes.owner_of(target) else None
 
 
 # --- keys whose meaning depends on the rest of the line; None: the tables decide ---
