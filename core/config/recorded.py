@@ -9,30 +9,35 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from core.config import convert, recipes, verl_names
 from core.config.defaults import resolve
+from core.config.paths import OWN_FUNCTIONS
 from core.config.schema import Config
 from core.config.section import (
-    ARGUMENTS,
-    CODE,
-    CONSENT,
     IDENTITY,
     NO_SECTION,
-    OWN_CODE,
     UNKNOWN,
-    Limit,
     Problem,
     build,
     hints,
     is_section,
     mark,
     show,
+    thaw,
     without_hidden,
 )
 from core.config.verl_names import CommandLine, unknown_key
+
+# Keys whose value is code, a file that names some, or an argument that a library imports. Besides, the four keys of
+# OWN_FUNCTIONS name code by a path with a colon, and options of a scorer may lift the sandbox.
+CODE = re.compile(
+    r"((tool|interaction)_config_path|custom_reward_function\.(path|name)|override_config|engine_kwargs|ray_init"
+    r"|trust_remote_code|allow_unisolated)$"
+)
 
 
 def validated(schema: type[Config], tree: Any, problems: list[Any], line: CommandLine | None = None) -> Config:
@@ -102,27 +107,28 @@ def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (first.get(key), second.get(key)) for key in first | second if first.get(key) != second.get(key)}
 
 
-def marked(key: str, schema: type[Config], which: str) -> tuple[Any, Any]:
-    """Return what the field of a flat key, or the nearest section around it, is marked with, and the key's type.
-
-    A key inside a user's own mapping has the mark of the mapping. The type is None where the schema lacks the key.
-    """
-    found, hint = None, schema
-    for name in key.split("."):
-        if not is_section(hint):
-            break
-        if name not in hints(hint):
-            return None, None
-        found, hint = mark(hint, name, which) or found, hints(hint)[name]
-    return found, hint
-
-
 def role_of(key: str) -> str:
     """Return the role of a flat key, or of one inside a user's own mapping; IDENTITY where no schema has it."""
-    return next(filter(None, (marked(key, schema, "role")[0] for schema in schemas())), IDENTITY)
+    for section in schemas():
+        role = None
+        for name in key.split("."):
+            if name not in section.model_fields:
+                break
+            role, section = mark(section, name, "role") or role, hints(section)[name]
+            if not is_section(section):
+                return role or IDENTITY
+    return IDENTITY
 
 
-# --- code ---
+def code_in(config: Config) -> dict[str, Any]:
+    """Return flat key -> value of all that names code in a configuration."""
+    found, defaults = {}, convert.flat(type(config)())
+    for key, value in convert.flat(config).items():
+        text = json.dumps(thaw(value), default=str)
+        names = CODE.search(key) or (key in OWN_FUNCTIONS and ":" in text) or "allow_unisolated" in text
+        if names and value and value != defaults[key]:
+            found |= dict(_entries(key, value))
+    return found
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -132,30 +138,3 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _entries(f"{key}.{name}", item)
     else:
         yield key, value
-
-
-def _names_code(kind: str, name: str, value: Any) -> bool:
-    """Return whether a value names code; ``name`` is the key under which it stands, mappings within one included."""
-    if isinstance(value, list | tuple):
-        return any(_names_code(kind, at, one) for item in value for at, one in _entries(name, item))
-    text, allows = isinstance(value, str) and value != "", value is True or value == 1
-    if kind == CONSENT:
-        return allows and name.endswith((".trust_remote_code", ".allow_unisolated"))
-    return {ARGUMENTS: allows or text, CODE: text}.get(kind, text and ":" in value)  # other texts are names of tables
-
-
-def kind_of(key: str, schema: type[Config]) -> str:
-    """Return which values of a key name code (see :func:`_names_code`), or nothing where none does."""
-    kind, hint = marked(key, schema, "code")
-    limits = [part for one in (hint, *get_args(hint)) for part in get_args(one)]
-    own = any(isinstance(limit, Limit) and OWN_CODE in limit.rule for limit in limits)
-    return kind or ("plugin" if own else "")
-
-
-def code_in(config: Config) -> dict[str, Any]:
-    """Return flat key -> value of all that names code in a configuration; of a mapping each entry that does."""
-    schema, found = type(config), {}
-    for key, value in convert.flat(config).items():
-        if (kind := kind_of(key, schema)) and value != convert.get(schema(), key):
-            found |= {name: one for name, one in _entries(key, value) if _names_code(kind, name, one)}
-    return found

@@ -15,9 +15,6 @@ from typing import Annotated, Literal
 
 from core.config import registry
 from core.config.section import (
-    ARGUMENTS,
-    CODE,
-    CONSENT,
     Count,
     DType,
     FrozenDict,
@@ -68,8 +65,8 @@ class MultiTurnConfig(Section):
     max_assistant_turns: Count | None = key(None, "turns of the policy; null: until the response is full")
     max_tool_calls: Count | None = key(None, "tool calls of an episode; null: no limit of its own")
     max_parallel_calls: Count = key(1, "calls of one turn; those beyond are not made")
-    tool_config_path: str | None = files(None, "YAML file with the tools, see core/rollout/tools.py", code=CODE)
-    interaction_config_path: str | None = files(None, "YAML file with simulated users (core/rollout)", code=CODE)
+    tool_config_path: str | None = files(None, "YAML file with the tools, see core/rollout/tools.py")
+    interaction_config_path: str | None = files(None, "YAML file with simulated users (core/rollout)")
     tool_timeout_s: Positive = execution(30.0, "seconds a tool call or a user's turn may take; a tool may have its own")
     max_tool_response_length: Count = key(256, "characters of a tool's answer that are kept")
     tool_response_truncate_side: Literal["left", "middle", "right"] = key("middle", "the part that is kept")
@@ -108,7 +105,7 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: Count = execution(2048, "size in which weights travel to the engine", OVER_RAY)
     enable_chunked_prefill: bool = execution(True, "split a long prompt over several iterations")
     enable_prefix_caching: bool = execution(True, "compute a prefix that sequences share once")
-    engine_kwargs: Open = execution(FrozenDict(), "arguments of an engine: engine_kwargs.vllm.*, .hf.*", code=ARGUMENTS)
+    engine_kwargs: Open = execution(FrozenDict(), "arguments of an engine: engine_kwargs.vllm.*, .hf.*")
     agent_loop: AgentLoop | None = key(None, "plays episodes; null: tool agent with multi_turn.enable, else one turn")
     multi_turn: MultiTurnConfig = key(MultiTurnConfig(), used_if=EPISODES)
 
@@ -144,14 +141,14 @@ class ScoringFSDPConfig(Section):
 class RewardModelModelConfig(Section):
     path: str = key("~/models/FsfairX-LLaMA3-RM-v0.1", "a sequence or token classifier with one label")
     input_tokenizer: str | None = key("policy", "the policy's; null: the model reads the policy's token ids")
-    trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
+    trust_remote_code: bool = execution(False, "run Python code that comes with the model")
     fsdp_config: ScoringFSDPConfig = ScoringFSDPConfig()
 
 
 class SandboxConfig(Section):
     """Where programs that are answers run, if not on a Sandbox Fusion server."""
 
-    allow_unisolated: bool = execution(False, "run programs also where nothing isolates them", code=CONSENT)
+    allow_unisolated: bool = execution(False, "run programs also where nothing isolates them")
     timeout_s: Positive = execution(10.0, "seconds for a test; in graders, an answer's share of reward_model.timeout_s")
     memory_limit_mb: Count = key(1024, "MiB that a program may map")
 
@@ -162,8 +159,8 @@ class SandboxFusionConfig(Section):
 
 
 class CustomRewardFunctionConfig(Section):
-    path: str | None = files(None, "file or module of your own scorer; null: the table of reward_scores", code=CODE)
-    name: str = key("compute_score", "the function in that file", ".path", code=CODE)
+    path: str | None = files(None, "file or module of your own scorer; null: the table of reward_scores")
+    name: str = key("compute_score", "the function in that file", ".path")
     reward_kwargs: Open = key(FrozenDict(), "arguments of that function", ".path")
 
 
@@ -174,7 +171,7 @@ class RewardModelConfig(Section):
     memory_limit_mb: Count | None = execution(1024, "MiB that a grader may map; null: no limit", GRADERS)
     num_examine: Size = bookkeeping(0, "answers of each data source that a training step prints", "generates")
     val_num_examine: Size = bookkeeping(1, "answers of each data source that a validation prints")
-    reward_kwargs: Open = key(FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}", code=CONSENT)
+    reward_kwargs: Open = key(FrozenDict(), "scorer -> its options, as in {gsm8k: {method: flexible}}")
     on_error: Literal["zero", "mask", "raise"] = key("zero", "what becomes of an answer whose scorer failed")
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
@@ -268,7 +265,7 @@ class TrainerConfig(Section):
 
 
 class RayKwargsConfig(Section):
-    ray_init: Open = key(FrozenDict(num_cpus=None), "arguments of ray.init", code=ARGUMENTS)
+    ray_init: Open = key(FrozenDict(num_cpus=None), "arguments of ray.init")
 
 
 class Config(Section):

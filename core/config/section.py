@@ -127,20 +127,13 @@ FILES = "files"  # it names what lies elsewhere: the content counts, whose hash 
 EXECUTION = "execution"  # where, how fast and how long: no other objective, but rounding and timing may differ
 BOOKKEEPING = "bookkeeping"  # what is recorded, watched and kept: no number of the run depends on it
 
-# Which values of a key name code that runs; only a command line may give them (recorded.py)
-CODE = "code"  # any text: a module, a file of code, a name in it, or a file that names classes
-CONSENT = "consent"  # true lets code run, in a mapping anywhere under a name of that kind
-ARGUMENTS = "arguments"  # of a library that imports what some of them name: any text or true
 
-
-def key(
-    default: Any, text: str = "", used_if: str = "", *, role: str | None = None, code: str = "", follows: str = ""
-) -> Any:
+def key(default: Any, text: str = "", used_if: str = "", *, role: str | None = None, follows: str = "") -> Any:
     """Return the field of a key. A role that is not given is that of the section around it, at last IDENTITY.
 
     ``used_if`` is a condition as ``rules.unmet`` reads it. ``follows`` is the key whose value a null stands for.
     """
-    marks = {"role": role, "code": code, "used_if": used_if, "follows": follows}
+    marks = {"role": role, "used_if": used_if, "follows": follows}
     return Field(default, description=f"{text}; null: {follows}" if follows else text, json_schema_extra=marks)
 
 
@@ -165,7 +158,7 @@ class Section(BaseModel):
 
 
 def mark(section: type[Section], name: str, which: str) -> Any:
-    """Return what a field is marked with: ``role``, ``code``, ``used_if`` or ``follows``."""
+    """Return what a field is marked with: ``role``, ``used_if`` or ``follows``."""
     return (section.model_fields[name].json_schema_extra or {}).get(which)
 
 

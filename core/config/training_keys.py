@@ -8,8 +8,6 @@ from typing import Annotated, Literal, NamedTuple
 
 from core.config import registry
 from core.config.section import (
-    ARGUMENTS,
-    CONSENT,
     AboveOne,
     Betas,
     ClipLow,
@@ -88,7 +86,7 @@ class OptimConfig(Section):
 class AdaptedModel(Section):
     """A model that trains, as a whole or by adapters."""
 
-    override_config: Open | None = key(FrozenDict(), "fields of the model's own configuration", code=ARGUMENTS)
+    override_config: Open | None = key(FrozenDict(), "fields of the model's own configuration")
     enable_gradient_checkpointing: bool = execution(True, "recompute activations: less memory, more time")
     lora_rank: Size = key(0, "rank of the adapters that train in place of the weights; 0: all weights train")
     lora_alpha: Count = key(16, "the adapters' output is scaled by lora_alpha / lora_rank", ".lora_rank")
@@ -100,7 +98,7 @@ class ModelConfig(AdaptedModel):
     path: str = files("~/models/deepseek-llm-7b-chat", "model to start from: hub id (org/name), folder (/, ./) or URL")
     tokenizer_path: str | None = key(None, "hub id or folder of the tokenizer; null: path")
     custom_chat_template: str | None = key(None, "chat template, as Jinja text; null: the tokenizer's own")
-    trust_remote_code: bool = execution(False, "run Python code that comes with the model", code=CONSENT)
+    trust_remote_code: bool = execution(False, "run Python code that comes with the model")
 
 
 class FSDPConfig(Section):
@@ -173,8 +171,8 @@ class RefConfig(Sharing):
 
 class CriticModelConfig(AdaptedModel):
     path: str | None = files(None, "org/name on the hub or a folder", follows=f"{MODEL}.path")
-    trust_remote_code: bool | None = execution(None, "as there", code=CONSENT, follows=f"{MODEL}.trust_remote_code")
-    override_config: Open | None = key(None, "as there", code=ARGUMENTS, follows=f"{MODEL}.override_config")
+    trust_remote_code: bool | None = execution(None, "as there", follows=f"{MODEL}.trust_remote_code")
+    override_config: Open | None = key(None, "as there", follows=f"{MODEL}.override_config")
     fsdp_config: FSDPConfig = FSDPConfig()
 
 

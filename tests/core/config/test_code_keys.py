@@ -6,25 +6,22 @@ import shlex
 
 import pytest
 
+from core.command_line import choices
 from core.config import compose, composition, convert, examine, recipes, recorded
+from core.config.paths import OWN_FUNCTIONS
 from core.config.schema import Config
+from core.config.section import OWN_CODE
 from core.errors import InputError
 
 KEYS = {key: schema for schema in recorded.schemas() for key in convert.all_keys(schema)}
 
 
 def test_the_keys_that_can_name_code():
-    kinds = {key: recorded.kind_of(key, schema) for key, schema in KEYS.items()}
-    plugins = {"algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.logger"}
-    plugins |= {"actor_rollout_ref.rollout.agent_loop"}
-    assert {key for key, kind in kinds.items() if kind == "plugin"} == plugins
-    ends = ("tool_config_path", "interaction_config_path")
-    assert all(kinds[key] == "code" for key in KEYS if key.endswith(ends))
-    assert kinds["custom_reward_function.path"] == kinds["custom_reward_function.name"] == "code"
-    assert all(kinds[key] == "consent" for key in KEYS if key.rpartition(".")[2].startswith(("trust_", "allow_")))
-    assert all(
-        kinds[key] == "arguments" for key in KEYS if key.endswith(("override_config", "engine_kwargs", "ray_init"))
-    )
+    ends = ("tool_config_path", "interaction_config_path", "override_config", "engine_kwargs", "ray_init")
+    ends += ("trust_remote_code", "allow_unisolated", "custom_reward_function.path", "custom_reward_function.name")
+    assert {key for key in KEYS if recorded.CODE.search(key)} == {key for key in KEYS if key.endswith(ends)}
+    own = {key for key, schema in KEYS.items() if OWN_CODE in choices(convert.all_keys(schema)[key])}
+    assert own == {*OWN_FUNCTIONS}
 
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -81,7 +78,6 @@ def test_what_is_no_code_passes():
     plain = {
         f"{MODEL}.path": "/models/x",
         f"{MODEL}.custom_chat_template": "{{ messages }}",
-        f"{ROLLOUT}.engine_kwargs": {"hf": {"cache_gib": 2.0}},
         "reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}},
         "trainer.logger": ["console", "wandb"],
     }
