@@ -11,8 +11,8 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    **dict.fromkeys(("Composed", "compose", "examine"), "composition"),
-    **{"Config": "schema", "diff": "recorded", "to_yaml": "convert"},
+    **dict.fromkeys(("compose", "examine"), "composition"),
+    **{"Composed": "verl_names", "Config": "schema", "diff": "recorded", "to_yaml": "convert"},
 }
 __all__ = [*_MODULES]
 

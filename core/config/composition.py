@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from core.config.recorded import code_in, own_tree, validated
 from core.config.schema import Config
 from core.config.section import NO_SECTION, Problem, brief, show
 from core.config.section import typed as as_typed
-from core.config.verl_names import CommandLine
+from core.config.verl_names import Composed
 from core.errors import InputError
 
 OPTIONS = ("--config-path=", "--config-name=")  # a file in place of the recipe's
@@ -34,34 +33,6 @@ KEY = re.compile(r"\+*[A-Za-z_][\w-]*(\.[\w-]+)*")
 # ValueError is that of a number with too many digits, RecursionError of deep brackets
 PARSER_ERRORS = (HydraException, ValueError, RecursionError)
 Tree = dict[str, Any]
-
-
-@dataclass
-class Composed:
-    """A configuration and everything that was found out about it and about the command line.
-
-    config: resolved; with ``problems`` a refused value is replaced by its default.
-    given: the keys that an override set (not those of the recipe's file), with the values as read.
-    typed: those of them that were typed, not given by a run script.
-    unused: key -> (value, reason), for overrides that do nothing in this configuration.
-    without_effect: every key that has no effect in it, from any source.
-    foreign: keys of another recipe's techniques.
-    """
-
-    line: CommandLine
-    config: Config = None
-    problems: Sequence[Any] = field(default_factory=list)
-    warnings: Sequence[str] = field(default_factory=list)
-    given: Tree = field(default_factory=dict)
-    typed: frozenset[str] = frozenset()
-    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    without_effect: frozenset[str] = frozenset()
-    foreign: Tree = field(default_factory=dict)
-
-    @property
-    def read(self) -> Mapping[str, tuple[Any, Mapping[str, Any]]]:
-        """Key of another version -> its value, and the settings here that it was read as."""
-        return self.line.read
 
 
 def compose(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -82,20 +53,20 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     taken as they are: a ``${...}`` in them could read the environment.
     """
     schema = recipes.schema_of(recipe)
-    found = Composed(CommandLine(recipe, schema))
+    found = Composed(recipe, schema)
     options = dict(word.split("=", 1) for word in overrides if word.startswith(OPTIONS))
     texts = [word for word in overrides if not word.startswith(OPTIONS)]
     at = texts.index("--") if "--" in texts else -1
     parts = [list(_overrides(part, found)) for part in (texts[: max(at, 0)], texts[at + 1 :])]
     parts.insert(0, _file(found, options))
-    found.line.given.update({key: value for part in parts[not options :] for key, value in part})
+    found.words.update({key: value for part in parts[not options :] for key, value in part})
     (_, file), (script_preset, script), (typed_preset, typed) = (_layer(part, found) for part in parts)
     found.given, found.typed = script | typed, frozenset(typed)
     script_preset = None if typed_preset else script_preset
     tree = over(convert.as_tree(schema()), nested(file), _preset(script_preset, found), nested(script))
     tree = over(tree, _preset(typed_preset, found), literal(own_tree(base or {}, schema)), nested(typed))
     _refuse_techniques(found)
-    config = validated(schema, _resolved(tree, schema, found.problems), found.problems, found.line)
+    config = validated(schema, _resolved(tree, schema, found.problems), found.problems, found)
     found.config = defaults.resolve(defaults.over_ray(config, found.given), recipe)
     view = rules.View(found.config, found.given, recipe)
     # The default that stands for a refused value breaks no rule
@@ -103,7 +74,7 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     broken = [one for one in rules.problems(view) if not refused & {one.key, *re.findall(r"[\w.]+\w", one.rule)}]
     found.problems = tuple(dict.fromkeys(map(str, [*found.problems, *broken])))
     reasons = rules.reasons(view, [*found.given, *convert.all_keys(schema)])
-    found.warnings = (*found.warnings, *rules.warnings(view), *verl_names.older_defaults(found.line))
+    found.warnings = (*found.warnings, *rules.warnings(view), *verl_names.older_defaults(found))
     found.unused |= {key: (value, reasons[key]) for key, value in found.given.items() if key in reasons}
     found.without_effect = frozenset(reasons)
     return found
@@ -141,7 +112,7 @@ def _reason(error: Exception) -> str:
 
 def _layer(parsed: Sequence[tuple[str, Any]], found: Composed) -> tuple[str | None, Tree]:
     """Return the preset and flat key -> value of a part of a command line. Of a key given twice the last one counts."""
-    preset, values, seen, schema = None, {}, {}, found.line.schema
+    preset, values, seen, schema = None, {}, {}, found.schema
     for key, value in (leaf for pair in parsed for leaf in _leaves(*pair, schema)):
         if key == "preset":
             preset = show(value)
@@ -165,16 +136,16 @@ def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, A
 
 def _set(key: str, value: Any, values: Tree, found: Composed) -> None:
     """Set a key, or what a key or value of another version means."""
-    schema, line = found.line.schema, found.line
+    schema = found.schema
     own = key in convert.all_keys(schema)
-    meant = (verl_names.read_value if own else verl_names.read)(key, value, line)
+    meant = (verl_names.read_value if own else verl_names.read)(key, value, found)
     if not convert.known(key, schema) and recipes.owner_of(key):
         found.foreign[key] = value
     elif meant and meant.settings:
-        line.read[key] = (value, meant.settings)
+        found.read[key] = (value, meant.settings)
         for name, item in meant.settings.items():
-            if line.given.get(name, item) != item and name != key:
-                rule = f"means {name}={show(item, name)}, and {name}={show(line.given[name], name)} is given too"
+            if found.words.get(name, item) != item and name != key:
+                rule = f"means {name}={show(item, name)}, and {name}={show(found.words[name], name)} is given too"
                 found.problems.append(Problem(key, value, rule, "leave one of them out"))
             _set(name, item, values, found)
     elif not own and meant and meant.unused:
@@ -182,7 +153,7 @@ def _set(key: str, value: Any, values: Tree, found: Composed) -> None:
     elif key in convert.sections(schema):
         found.problems.append(Problem(key, value, NO_SECTION, "set one of its keys"))
     elif not convert.known(key, schema):
-        found.problems.append(verl_names.unknown_key(key, value, line))
+        found.problems.append(verl_names.unknown_key(key, value, found))
     else:
         values[key] = value
 
@@ -206,7 +177,7 @@ def _file(found: Composed, options: Mapping[str, str]) -> list[tuple[str, Any]]:
 
     The defaults list of a user's file may name verl's own defaults, which are those of the schema.
     """
-    recipe, schema = found.line.recipe, found.line.schema
+    recipe, schema = found.recipe, found.schema
     own = recipes.folder(recipe)
     if not (own / f"{recipe}.yaml").exists():
         fix = f"choose one of {', '.join(recipes.names())}"
@@ -231,7 +202,7 @@ def _file(found: Composed, options: Mapping[str, str]) -> list[tuple[str, Any]]:
 
 def _preset(name: str | None, found: Composed) -> Tree:
     """Return the tree of a recipe's preset."""
-    known = {path.stem: path for path in (recipes.folder(found.line.recipe) / "preset").glob("*.yaml")}
+    known = {path.stem: path for path in (recipes.folder(found.recipe) / "preset").glob("*.yaml")}
     if name is not None and name not in known:
         fix = f"choose one of {', '.join(sorted(known))}" if known else "leave it out: this recipe has none"
         found.problems.append(Problem("preset", name, "unknown preset", fix))

@@ -30,7 +30,7 @@ from core.config.section import (
     thaw,
     without_hidden,
 )
-from core.config.verl_names import CommandLine, unknown_key
+from core.config.verl_names import Composed, unknown_key
 
 # Keys whose value is code, a file that names some, or an argument that a library imports. Besides, the four keys of
 # OWN_FUNCTIONS name code by a path with a colon, and options of a scorer may lift the sandbox.
@@ -40,10 +40,10 @@ CODE = re.compile(
 )
 
 
-def validated(schema: type[Config], tree: Any, problems: list[Any], line: CommandLine | None = None) -> Config:
+def validated(schema: type[Config], tree: Any, problems: list[Any], line: Composed | None = None) -> Config:
     """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default."""
     config, refused = build(schema, tree)
-    line = line or CommandLine("", schema)
+    line = line or Composed("", schema)
     for key, value, rule in refused:
         if rule == UNKNOWN:
             problems.append(unknown_key(key, value, line))

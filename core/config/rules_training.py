@@ -107,10 +107,11 @@ def rollout_correction_fits(c: View) -> Broken:
     for what in (name for name, on in readers.items() if on and c.correction.bypass_mode):
         rule = f"skips the learner's log-probs before the update, which {what} reads"
         yield f"{CORRECTION}.bypass_mode", rule, f"set {CORRECTION}.bypass_mode=False"
-    if not c.correction.thresholds_fit:
-        rule = "its thresholds do not fit it: as many as options, above 0, lower_upper for k1 only"
+    try:
+        c.correction.check()
+    except ValueError as error:
         fix = f"set {CORRECTION}.rollout_rs_threshold: 2.0 for token, 1.001 for geometric, say"
-        yield f"{CORRECTION}.rollout_rs", rule, fix
+        yield f"{CORRECTION}.rollout_rs", f"its thresholds do not fit: {error}", fix
 
 
 def staleness_and_resuming(c: View) -> Broken:

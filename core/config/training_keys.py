@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 from core.config import registry
@@ -14,7 +13,6 @@ from core.config.section import (
     Count,
     DType,
     FrozenDict,
-    Limit,
     Names,
     NonNegative,
     NumberOrText,
@@ -258,27 +256,14 @@ def _criterion(name: str, spec: str, lower: float | None) -> Criterion:
     return Criterion(name, math.log(low), math.log(upper))
 
 
-def _can_be_read(attempt: Callable[[], object]) -> bool:
-    try:
-        return bool(attempt())
-    except ValueError:
-        return False
-
-
-_BOUND = "a number of at least 1, or lower_upper around 1 with a point in both, as in 0.5_2.0 (0.5_2 is read as 0.52)"
-WeightBounds = Annotated[NumberOrText, Limit(_BOUND, lambda v: _can_be_read(lambda: weight_bounds(v).upper >= 1))]
-_OPTIONS = f"of {', '.join((*RATIOS, *STATISTICS))}, separated by commas"
-Rejection = Annotated[str, Limit(_OPTIONS, lambda v: _can_be_read(lambda: criteria(v, 1.0)))]
-
-
 class RolloutCorrectionConfig(Section):
     """Importance weights and rejection of samples of another policy (core/algorithm/rollout_correction.py)."""
 
     bypass_mode: bool = key(False, "the engine's log-probs are the old ones: no pass for them, and one ratio")
     rollout_is: Literal["token", "sequence"] | None = key(None, "importance weights; null: none", ".bypass_mode=False")
-    rollout_is_threshold: WeightBounds = key(2.0, 'upper bound; "lower_upper" drops what is outside', WEIGHED)
+    rollout_is_threshold: NumberOrText = key(2.0, 'upper bound; "lower_upper" drops what is outside', WEIGHED)
     rollout_is_batch_normalize: bool = key(False, "scale the weights to a mean of one", WEIGHED)
-    rollout_rs: Rejection | None = key(None, "rejection, by one or several statistics; null: none")
+    rollout_rs: str | None = key(None, "rejection, by one or several statistics; null: none")
     rollout_rs_threshold: NumberOrText | None = key(None, "upper bounds, one or one a statistic", ".rollout_rs")
     rollout_rs_threshold_lower: NonNegative | None = key(None, "lower bounds; null: 1 / threshold", ".rollout_rs")
     rollout_token_veto_threshold: PositiveShare | None = key(None, "one such ratio drops the sequence; null: off")
@@ -294,11 +279,14 @@ class RolloutCorrectionConfig(Section):
         rejects = self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
         return not self.bypass_mode and (self.weighs or rejects)
 
-    @property
-    def thresholds_fit(self) -> bool:
-        """Whether the thresholds of rejection fit the statistics that it names."""
-        given = (self.rollout_rs or "", self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
-        return self.rollout_rs is None or _can_be_read(lambda: criteria(*given))
+    def check(self) -> None:
+        """Raise ValueError where thresholds cannot be read, or do not fit what they bound."""
+        if weight_bounds(self.rollout_is_threshold).upper < 1:
+            raise ValueError(
+                f"rollout_is_threshold={self.rollout_is_threshold} is below 1, the weight of no difference"
+            )
+        if self.rollout_rs is not None:
+            criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
 
 
 class KLCtrlConfig(Section):

@@ -8,7 +8,7 @@ name here is read, what asks for nothing or for what is done anyway is accepted 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
@@ -29,22 +29,36 @@ CHOICES = {  # a misspelt name of these tables is told the nearest one
 }
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """What a key or a value is read with.
+@dataclass
+class Composed:
+    """A configuration and everything that was found out about it and about the command line.
 
-    given: every key of the line, as it was typed, with its value.
-    read: what has been read so far: key -> its value, and the settings that it means.
+    words: every key of the line, as it was typed, with its value.
+    config: resolved; with ``problems`` a refused value is replaced by its default.
+    given: the keys that an override set (not those of the recipe's file), with the values as read.
+    typed: those of them that were typed, not given by a run script.
+    read: key of another version -> its value, and the settings that it means.
+    unused: key -> (value, reason), for overrides that do nothing in this configuration.
+    without_effect: every key that has no effect in it, from any source.
+    foreign: keys of another recipe's techniques.
     """
 
     recipe: str
     schema: type[Config]
+    words: dict[str, Any] = field(default_factory=dict)
+    config: Config = None
+    problems: Sequence[Any] = field(default_factory=list)
+    warnings: Sequence[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)
+    typed: frozenset[str] = frozenset()
     read: dict[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()
+    foreign: dict[str, Any] = field(default_factory=dict)
 
     def value(self, key: str) -> Any:
         """Return what the line gives to a key of the schema, or the schema's default."""
-        return self.given[key] if key in self.given else convert.get(self.schema(), key)
+        return self.words[key] if key in self.words else convert.get(self.schema(), key)
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class Interpretation:
     fix: str = ""
 
 
-def unknown_key(key: str, value: Any, line: CommandLine) -> Problem:
+def unknown_key(key: str, value: Any, line: Composed) -> Problem:
     """Return the problem with a key that the schema lacks, with what to do instead."""
     reading = read(key, value, line)
     if reading and reading.rule:
@@ -88,7 +102,7 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 # --- reading ---
 
 
-def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+def read(key: str, value: Any, line: Composed) -> Interpretation | None:
     """Return what an override means whose key the schema lacks, or None."""
     names, sections = table(line.recipe), convert.sections(line.schema)
     forms = [key, *(f"*{key.removeprefix(start)}" for start in sections if key.startswith(f"{start}."))]
@@ -114,7 +128,7 @@ def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     return None
 
 
-def read_value(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+def read_value(key: str, value: Any, line: Composed) -> Interpretation | None:
     """Return what a value means that the schema refuses for a key of its own, or None."""
     names, given = table(line.recipe), value if isinstance(value, list | tuple) else [value]
     if key == "trainer.logger" and any(str(one) in names["files"] for one in given):
@@ -129,9 +143,9 @@ def read_value(key: str, value: Any, line: CommandLine) -> Interpretation | None
     return Interpretation(fix=hint) if hint else None
 
 
-def older_defaults(line: CommandLine) -> list[str]:
+def older_defaults(line: Composed) -> list[str]:
     """Return a warning for each default of verl up to 0.3 that differs here and that a line of it relied on."""
-    reward, given = "algorithm.use_kl_in_reward", line.given
+    reward, given = "algorithm.use_kl_in_reward", line.words
     marks = [key for key in table()["older"] if key in given]
     marks += ["algorithm.kl_ctrl.kl_coef"] * ("algorithm.kl_ctrl.kl_coef" in given and reward not in given)
     if not marks or line.recipe == "sft":
@@ -197,7 +211,7 @@ def _target(key: str, same: Mapping[str, str], schema: type[Config]) -> str | No
 
 # --- keys whose meaning depends on the rest of the line; None: the tables decide ---
 
-Conversion = Callable[[str, Any, CommandLine], Interpretation | None]
+Conversion = Callable[[str, Any, Composed], Interpretation | None]
 
 
 def whole_number(value: Any) -> bool:
@@ -208,7 +222,7 @@ def whole_number(value: Any) -> bool:
 def over_all_ranks(target: str) -> Conversion:
     """Return the conversion of a micro-batch that counts trajectories over all ranks: verl divides by the ranks."""
 
-    def per_rank(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+    def per_rank(key: str, value: Any, line: Composed) -> Interpretation | None:
         part = "critic" if key.startswith("critic") else ACTOR
         shared = f"{part}.ulysses_sequence_parallel_size"
         sizes = [line.value(name) for name in ("trainer.nnodes", "trainer.n_gpus_per_node", shared)]
@@ -220,7 +234,7 @@ def over_all_ranks(target: str) -> Conversion:
     return per_rank
 
 
-def sampled_validation(key: str, value: Any, line: CommandLine) -> Interpretation:
+def sampled_validation(key: str, value: Any, line: Composed) -> Interpretation:
     """Read a setting of validation that samples, as forks of verl have it."""
     name = "n" if key.endswith("n_val") else "temperature"
     samples = isinstance(value, int | float) and value > (name == "n")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.config.verl_names import CommandLine, Interpretation, over_all_ranks, whole_number
+from core.config.verl_names import Composed, Interpretation, over_all_ranks, whole_number
 
 OPTIM = "actor_rollout_ref.actor.optim"
 
 
-def length(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+def length(key: str, value: Any, line: Composed) -> Interpretation | None:
     """Read the bound of a whole demonstration, which here is that of prompt and response together."""
     if not whole_number(value) or value < 2:
         return None
@@ -18,18 +18,18 @@ def length(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     )
 
 
-def field_of_a_column(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+def field_of_a_column(key: str, value: Any, line: Composed) -> Interpretation | None:
     """Read ``prompt_key=extra_info prompt_dict_keys=[question]`` as ``prompt_key=extra_info.question``."""
     name = key.replace("_dict_keys", "_key")
     fields = value if isinstance(value, list) else [value]
-    column = line.given.get(name, {"data.prompt_key": "question", "data.response_key": "answer"}[name])
+    column = line.words.get(name, {"data.prompt_key": "question", "data.response_key": "answer"}[name])
     if len(fields) != 1 or not isinstance(column, str):
         return None
-    line.given[name] = f"{column}.{fields[0]}"
+    line.words[name] = f"{column}.{fields[0]}"
     return Interpretation(settings={name: f"{column}.{fields[0]}"})
 
 
-def engines_optimizer(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+def engines_optimizer(key: str, value: Any, line: Composed) -> Interpretation | None:
     """Read the choice of the later trainer's optimizer, whose schedule is another than the earlier trainer's."""
     if value != "fsdp":
         return None
@@ -38,7 +38,7 @@ def engines_optimizer(key: str, value: Any, line: CommandLine) -> Interpretation
     missing = {
         name: default
         for name, default in schedule.items()
-        if not {*names.get(name, (f"optim.{name}",)), f"{OPTIM}.{name}"} & line.given.keys()
+        if not {*names.get(name, (f"optim.{name}",)), f"{OPTIM}.{name}"} & line.words.keys()
     }
     if not missing:
         return Interpretation(unused="AdamW is the optimizer here")

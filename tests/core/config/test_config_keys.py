@@ -158,7 +158,7 @@ def test_what_looks_odd_and_has_a_meaning_is_kept():
 def test_a_threshold_that_is_no_number_is_refused():
     section = "algorithm.rollout_correction.rollout_rs"
     (line,) = lines(f"{section}=token", f"{section}_threshold='nan'")
-    assert "its thresholds do not fit it" in line
+    assert "its thresholds do not fit" in line
 
 
 def test_a_custom_function_is_a_name_too():

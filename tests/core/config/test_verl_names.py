@@ -6,7 +6,7 @@ import pytest
 
 from core.command_line import help_text
 from core.config import convert, examine, recipes
-from core.config.verl_names import CONVERSIONS, CommandLine, read, read_value, table
+from core.config.verl_names import CONVERSIONS, Composed, read, read_value, table
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 HYBRID = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
@@ -178,7 +178,7 @@ def test_any_value_of_any_name_of_the_tables_is_read_or_refused(recipe):
     keys = {key for kind in ("same", "means", "no_effect", "asks_nothing") for key in names[kind]}
     keys |= {*CONVERSIONS, *(own.CONVERSIONS if own else ())}
     for value in (None, True, -1, 3, 2.5, "x", [], [1, {"a": 2}], {"a": [1]}, "${trainer.seed}"):
-        line = CommandLine(recipe, recipes.schema_of(recipe), dict.fromkeys(keys, value))
+        line = Composed(recipe, recipes.schema_of(recipe), dict.fromkeys(keys, value))
         for key in keys:
             found = read(key.replace("*", ACTOR), value, line)
             assert found is None or found.settings or found.unused or found.rule
