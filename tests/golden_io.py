@@ -9,7 +9,7 @@ import builtins
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,6 @@ def load(name: str) -> list[Case]:
     if not path.is_file():
         return []
     return [_case(name, case) for case in json.loads(path.read_text(encoding="utf-8"))["cases"]]
-
-
-def cases(names: Iterable[str]) -> list[Case]:
-    """All cases of the files."""
-    return [case for name in names for case in load(name)]
 
 
 def _case(file: str, raw: dict[str, Any]) -> Case:
