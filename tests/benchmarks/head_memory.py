@@ -11,9 +11,9 @@ import argparse
 import json
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 CASES = {"small": (8192, 1024), "large": (131072, 4096)}  # vocabulary, tokens
 BOUND = 1.2
@@ -23,25 +23,6 @@ MIB = 2**20
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
-
-
-class Peak:
-    """The highest resident memory while it is open, sampled every millisecond."""
-
-    def __enter__(self) -> Peak:
-        self.bytes, self.open = _resident(), True
-        self.thread = threading.Thread(target=self._watch)
-        self.thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while self.open:
-            self.bytes = max(self.bytes, _resident())
-            time.sleep(0.001)
-
-    def __exit__(self, *_: object) -> None:
-        self.open = False
-        self.thread.join()
 
 
 def measure(which: str, vocabulary: int, tokens: int, hidden_size: int, repeats: int) -> dict[str, float]:
@@ -64,14 +45,13 @@ def measure(which: str, vocabulary: int, tokens: int, hidden_size: int, repeats:
     function(hidden[:few], weight, labels[:few])[0].sum().backward()
     weight.grad = hidden.grad = None
     held, seconds = _resident(), []
-    with Peak() as peak:
-        for _ in range(repeats):
-            weight.grad = hidden.grad = None
-            start = time.perf_counter()
-            function(hidden, weight, labels)[0].sum().backward()
-            seconds.append(time.perf_counter() - start)
-    gradient = weight.numel() * weight.element_size()
-    return {"mib": (peak.bytes - held - gradient) / MIB, "seconds": min(seconds)}
+    for _ in range(repeats):
+        weight.grad = hidden.grad = None
+        start = time.perf_counter()
+        function(hidden, weight, labels)[0].sum().backward()
+        seconds.append(time.perf_counter() - start)
+    gradient, peak = weight.numel() * weight.element_size(), 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+    return {"mib": (peak - held - gradient) / MIB, "seconds": min(seconds)}
 
 
 def _in_a_process(which: str, case: str, hidden_size: int, repeats: int) -> dict[str, float]:

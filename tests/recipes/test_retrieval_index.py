@@ -101,13 +101,6 @@ def test_flat_is_the_exact_inner_product_and_the_others_agree(built):
         assert opened(built, backend, **options).search(vectors, 10)[0] == pytest.approx(exact, abs=1e-6)
 
 
-def test_controls_find_something_else_or_nothing(built):
-    assert opened(built, "empty").retrieve(["a", "b"], 3) == [[], []]
-    control = opened(built, "random")
-    one, other, again = control.retrieve(["a", "b", "a"], 5)
-    assert one == again != other and len(set(ids(one))) == 5
-
-
 # --- building ---
 
 
@@ -221,13 +214,6 @@ def test_a_corpus_that_changed_is_refused_also_where_its_size_did_not(built, tmp
     corpus.unlink()
     with pytest.raises(RetrievalError, match="is not there; name it with corpus="):
         make_retriever(options)
-
-
-def test_building_over_another_corpus_is_refused(built, tmp_path):
-    copied(built, tmp_path)
-    other = write_corpus(tmp_path / "other.jsonl", 20)
-    with pytest.raises(RetrievalError, match="not the corpus"):
-        build_index(other, tmp_path / "index")
 
 
 def test_another_encoder_than_the_index_s_is_refused(built, subtests):

@@ -13,7 +13,6 @@ from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import Passage, RetrieverOptions
 from recipes.search_r1.retrieval_server import MOST_QUERIES, make_app
-from recipes.search_r1.wire import IDENTITY
 from tests.search import contents, write_corpus
 
 
@@ -79,20 +78,6 @@ def test_the_published_format_with_and_without_scores(index):
     plain = post(app, {"queries": queries, "topk": 2, "return_scores": False}).json()["result"]
     assert plain == [[item["document"] for item in items] for items in result]
     assert post(app, {"queries": queries, "topk": 2}).json()["result"] == plain
-
-
-def test_health_tells_corpus_index_and_load(index):
-    retriever = make_retriever(RetrieverOptions(index))
-
-    async def ask():
-        async with browser(make_app(retriever)) as client:
-            await client.post("/retrieve", json={"queries": ["a", "b"]})
-            return await client.get("/health")
-
-    answer = asyncio.run(ask())
-    prints = {name: getattr(retriever, name) for name in ("corpus_hash", "fingerprint")}
-    assert answer.json() == {"status": "ok", "backend": "bm25", "rows": 200, **prints, "batches": 1, "queries": 2}
-    assert answer.headers[IDENTITY] == f"{retriever.corpus_hash}-{retriever.fingerprint}"
 
 
 # --- refusals ---

@@ -181,16 +181,6 @@ def test_runs_of_two_bases_are_two_experiments():
     assert [[run.seed for run in group] for group in summaries.group_runs(runs)] == [[1, 2], [3], [4]]
 
 
-def test_names_of_experiments():
-    for names, expected in (
-        (["grpo/lab_s1", "grpo/lab_s2"], "grpo/lab"),
-        (["grpo/qwen2.5-0.5b-seed1", "grpo/qwen2.5-0.5b-seed12"], "grpo/qwen2.5-0.5b"),
-        (["grpo/lab_s1"], "grpo/lab_s1"),
-        (["ppo/runs", "ppo/runs2"], "ppo/runs"),
-    ):
-        assert summaries.group_name(names) == expected
-
-
 # --- bad input ---
 
 MALFORMED = {

@@ -113,12 +113,6 @@ def test_rewards_and_failures():
     assert unit_tests.score("none", SUM).parts.keys() == half.parts.keys()
 
 
-def test_memory_is_limited():
-    source = fenced("x = bytearray(300 << 20)\n" + ADD)
-    assert unit_tests.score(source, SUM).acc == 1
-    assert unit_tests.score(source, SUM, sandbox={"memory_limit_mb": 200}).acc == 0
-
-
 CALLS = {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]}
 
 
@@ -127,11 +121,6 @@ def test_functions_are_called(method):
     for source in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
         assert prime_code.score(fenced(source), CALLS, {}, method).value == 1
     assert prime_code.score(fenced("def add(a, b): return 3"), CALLS, {}, method).acc == 0
-
-
-def test_calls_do_not_lean_on_one_another():
-    source = "seen = []\ndef add(a, b):\n    seen.append(a)\n    return 3 if len(seen) == 1 else [1, 2]"
-    assert unit_tests.score(fenced(source), CALLS).value == 0.5
 
 
 # --- published semantics beyond the vectors

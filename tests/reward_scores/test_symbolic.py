@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
-from core.errors import InputError
 from core.rewards.graders import InProcess
 from core.rewards.grading import Job
 from core.rewards.layer import RewardLayer
@@ -42,11 +39,6 @@ def test_what_calls_a_library_declares_it():
                 except LookupError:
                     called = True
             assert called == bool(scorer.libraries(method=method)), (source, method)
-
-
-def test_importing_the_scorers_imports_no_algebra():
-    check = "import sys, reward_scores; assert not {'sympy', 'math_verify'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", check], check=True)
 
 
 @pytest.fixture
@@ -104,12 +96,6 @@ def test_naive_starts_no_process_where_none_is_needed(make_layer):
     layer.check([row("openai/gsm8k"), row(PRIME)])
     assert all(one.process is None for one in layer.pool.graders)
     assert layer.in_process
-
-
-def test_a_row_that_cannot_reach_a_worker_is_found_at_start(make_layer):
-    with pytest.raises(InputError, match="ground_truth and extra_info as JSON"):
-        make_layer().check([row(PRIME, when={1, 2})])
-    make_layer().check([row("openai/gsm8k", when={1, 2})])
 
 
 BOMBS = [
