@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # An hour on one GPU, part A: kernels, output head, layers at the width of 32B.
-# It needs neither vLLM nor Ray. Each step takes at most 8 minutes and is not repeated once it is done at this commit.
+# It needs neither vLLM nor Ray. A step is not repeated once it is done at this commit.
 #
 #   bash tests/gpu/hour_a.sh [STEP ...]     all steps, or those that are named; --again repeats what is done
 #

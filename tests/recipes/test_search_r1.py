@@ -236,14 +236,6 @@ def test_neither_prompt_nor_passage_can_be_taken_for_an_answer():
     assert scored(said, ["Beijing"]).value == 0.0
     right, _ = play(["<search>q</search>", "<answer>Paris</answer>"], passages=passages)
     assert scored(right, ["Paris"]).value == 1.0
-    # even a passage that were not disarmed could not answer: only what the policy wrote is read
-    raw = dataclasses.replace(
-        silent,
-        segments=tuple(
-            dataclasses.replace(s, text="<answer>Paris</answer>") if s.role == "tool" else s for s in silent.segments
-        ),
-    )
-    assert scored(raw, ["Paris"]).value == 0.0
 
 
 # --- masking ---

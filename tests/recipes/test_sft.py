@@ -160,14 +160,8 @@ def test_turns_without_an_end_are_told_before_training(template, warns, tmp_path
 
 def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):
     user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    rows = [
-        [user, assistant],
-        [user],
-        [assistant, user],
-        [user, {"role": "assistant", "content": None}],
-        [],
-        [user, {"role": "assistant", "content": "b" * 99}],
-    ]
+    empty, long = ({"role": "assistant", "content": content} for content in (None, "b" * 99))
+    rows = [[user, assistant], [user], [assistant, user], [user, empty], [], [user, long]]
     path = write_rows(tmp_path / "x.parquet", [{"messages": messages} for messages in rows])
     limits = ("data.max_prompt_length=32", "data.max_response_length=32")
     with pytest.raises(InputError) as refused:
@@ -258,11 +252,10 @@ def fitted(files: Path, folder: Path, *overrides: str) -> SFTTrainer:
     return run
 
 
-def weights(folder: Path, step: int = 6, name: str = "model") -> dict[str, torch.Tensor]:
+def weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    file = "adapter_model" if name == "adapter" else "model"
-    return load_file(folder / f"global_step_{step}" / "actor" / f"{file}.safetensors")
+    return load_file(folder / "global_step_6" / "actor" / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -314,12 +307,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 @pytest.fixture(scope="module")
 def questions(files) -> Path:
     (files / "reward.py").write_text(REWARD)
+    truth = {"data_source": "tests/letters", "reward_model": {"style": "rule", "ground_truth": "a"}}
     rows = [
         {
-            "data_source": "tests/letters",
             "prompt": [{"role": "user", "content": "abcd"[index % 4] * (1 + index % 5)}],
-            "reward_model": {"style": "rule", "ground_truth": "a"},
             "extra_info": {"index": index, "split": "train"},
+            **truth,
         }
         for index in range(8)
     ]

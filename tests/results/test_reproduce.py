@@ -6,24 +6,18 @@ import json
 import re
 import shlex
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from core.errors import InputError
-from recipes.lab import base_model
 from results import reproduce
 from results.reporting.references import read_references
 from results.reporting.run_scripts import Script
 from results.reproduction.rows import Row, read_tables, rows_of, service_of
 from results.reproduction.stages import Stage, paths, settings, stages
-from tests.recipes.test_lab import SMALL
-from tests.test_readme_commands import copy_of_the_repository
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-SHORT = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.backend=local", "data.val_max_samples=40")
 
 
 @pytest.mark.parametrize("recipe", ["dapo", "grpo", "ppo", "search_r1"])
@@ -165,37 +159,3 @@ def test_a_stage_that_fails_or_does_not_make_what_it_should_ends_the_work(worked
     for command, status, told in (("exit 7", 7, "status 7"), ("true", 1, "status 0, and what it should have made")):
         assert worked(stage("one", tmp_path, command), stage("two", tmp_path)) == (status, ["one"])
         assert f"one ended with {told}" in capsys.readouterr().err
-
-
-def prepared(folder: Path) -> Path:
-    """A copy of the repository in which the lab's base model is a tiny one under the name of the real one."""
-    copy_of_the_repository(folder)
-    base = folder / "outputs/lab/base"
-    base_model.build(base, SMALL).rename(base / base_model.BaseRecipe().digest)
-    return folder
-
-
-def typed(folder: Path, *words: str, dry: str = "") -> subprocess.CompletedProcess:
-    environment = {**ENVIRONMENT, "HOME": str(folder), "DRY_RUN": dry}
-    return subprocess.run(["bash", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=1500)
-
-
-def lab_from_data_to_table(folder: Path, recipe: str) -> None:
-    done = typed(folder, f"recipes/{recipe}/reproduce.sh", "lab", "--", *SHORT)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    run = folder / "outputs" / recipe / "lab-repeated-seed1"
-    assert json.loads((run / "manifest.json").read_text())["status"] == "finished"
-    assert (folder / "results" / recipe / "lab-repeated-seed1" / "summary.json").exists()
-    assert f"{recipe}/lab-repeated" in (folder / "results/README.md").read_text()
-    assert f"\n{recipe}, lab-repeated; reported: " in done.stdout and "mean@" in done.stdout.split("here:")[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_lab_goes_from_data_to_table_in_three_steps_and_a_second_call_does_nothing(tmp_path):
-    folder = prepared(tmp_path / "copy")
-    for recipe in ("grpo", "dapo", "ppo"):
-        lab_from_data_to_table(folder, recipe)
-    again = typed(folder, "recipes/ppo/reproduce.sh", "lab", dry="1")
-    states = re.findall(r"^  (\w+): (done|to do)", again.stdout, re.M)
-    assert states == [(name, "done") for name in ("train", "generate", "score", "report", "publish")]

@@ -106,7 +106,6 @@ def record(
     seed: int = 0,
     recorder: TraceRecorder | None = None,
     single: bool = False,
-    values: bool = False,
 ) -> TraceRecorder:
     """Record one step. ``bugs`` have functions by stage: groups, batch, old, advantages, weights, loss.
 
@@ -124,9 +123,6 @@ def record(
     old = passing("old", (batch.rollout_log_probs + noise) * batch.response_mask)
     batch = batch.adding(old_log_probs=None if single else old)
     batch = estimate(batch, config.algorithm)
-    if values:
-        smooth = torch.randn(batch.tokens, generator=rng).cumsum(0) / 30
-        batch = batch.adding(values=smooth * batch.response_mask)
     batch = passing("advantages", batch)
     traced = TracedTokens()
     for one in mini_batches(batch, prompts=len(groups), agg_mode="token-mean", scale_factor=100):
