@@ -66,7 +66,6 @@ test-gpu: setup
 bench: setup
 	$(BIN)/python -m tests.benchmarks.step
 	$(BIN)/python -m tests.benchmarks.head_memory
-	$(BIN)/python -m tests.scale.world --write
 	@echo "retrieval: DATA_DIR=... $(BIN)/python -m tests.benchmarks.retrieval (needs .[bench])"
 	@echo "beside TRL: $(BIN)/python -m tests.benchmarks.trl.compare --help"
 

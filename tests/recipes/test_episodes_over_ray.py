@@ -19,7 +19,6 @@ from tests.search import Server
 
 # Minutes, and one Ray, however many test processes
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @pytest.fixture(scope="module", autouse=True)

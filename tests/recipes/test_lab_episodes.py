@@ -90,16 +90,6 @@ def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
 # --- guesses ---
 
 
-def test_halving_finds_every_letter_and_not_listening_does_not():
-    rng, found, riddles = random.Random(1), 0, guesses.splits()["train"]
-    for one in riddles:
-        halved, unheard = list(guesses.halving(one)), list(guesses.deaf(one, rng))
-        assert halved[-1] == one.secret and len(halved) <= guesses.GUESSES
-        assert len(unheard) <= guesses.GUESSES and all(one.first <= guess <= one.last for guess in unheard)
-        found += unheard[-1] == one.secret
-    assert 0.25 < found / len(riddles) < 0.5
-
-
 def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(tmp_path):
     words, user = build_tokenizer((*guesses.LETTERS, *"-?#"), (guesses.EARLIER, guesses.LATER)), "thinker"
     words.chat_template = guesses.TEMPLATE

@@ -118,7 +118,6 @@ def values(recipe, *overrides):
     return dict(_leaves(convert.as_tree(config)))
 
 
-MODEL = "actor_rollout_ref.model.path"
 NAME = "trainer.experiment_name"
 
 

@@ -189,12 +189,6 @@ def test_the_question_and_what_was_read_are_never_dropped():
     assert blocks and all(block.startswith(BEFORE) and block.endswith(AFTER) for block in blocks)
 
 
-def test_without_search_an_episode_is_one_turn():
-    t, made = play(["<search>q</search><answer>4</answer> more"], "do_search=False")
-    assert (t.turns, t.tool_calls, made.retrieve.queries) == (1, 0, [])
-    assert t.response_text == "<search>q</search><answer>4</answer>"
-
-
 def test_rag_puts_the_questions_own_passages_before_the_one_turn():
     t, made = play(["<answer>4</answer>"], "do_search=False", "retriever.prefetch=True", "retriever.topk=1")
     assert made.retrieve.queries == ["who composed the music of Jaws?"]

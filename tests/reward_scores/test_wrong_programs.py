@@ -8,8 +8,6 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from core.config import compose
 from core.rewards.graders import GraderPool
 from core.rewards.grading import Job, Scorers
@@ -151,10 +149,3 @@ def test_the_wall_is_the_harness_own(monkeypatch):
         assert box.run(POLL).status == "timeout" and 0.5 < time.monotonic() - begun < 3
         assert box.left <= 0
         assert box.run("print(1)").status == "timeout"  # nothing of its life is left
-
-
-def test_a_slow_start_is_no_verdict():
-    from reward_scores import sandbox
-
-    with pytest.raises(sandbox.SandboxError, match="did not answer in time"):
-        sandbox.Sandbox(seconds=0.001)

@@ -1,6 +1,6 @@
 """A learner rank of a run script on fake tensors: one of as many ranks as the script has, in this process.
 
-The code that runs is that of ``core.cluster.fsdp`` and ``core.learner``. :data:`APART` lists what is replaced, and why.
+The code that runs is that of ``core.cluster.fsdp`` and ``core.learner``. The list below says what is replaced.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from results.reporting.run_scripts import Script
 from tests.padded import batch_of_padded
 from tests.scale.meter import GPU, HOST, Meter
 
-APART = (
-    "Weights are neither read nor broadcast; the checks of numbers at the start (head, packing) are left out.",
-    "What ranks agree on as numbers (passes, metrics) is this rank's own; the fake group exchanges nothing.",
-    "Indices of tokens and the cutting into passes are computed with real numbers, because shapes follow from them.",
-    "Attention is `varlen_attn`, as on a GPU.",
-    "DTensor's all-to-all is NCCL's operation, not the fallback for a CPU; its scratch memory is not counted.",
-    "The head's chunks are as large as on a GPU of 64 GiB or more.",
-    "Of the head's chunks the first, second and last run.",
-    "What DTensor computes to learn shapes is not counted: no rank allocates it.",
-)
+# What is replaced, and is not as on a GPU:
+# - Weights are neither read nor broadcast; the checks of numbers at the start (head, packing) are left out.
+# - What ranks agree on as numbers (passes, metrics) is this rank's own; the fake group exchanges nothing.
+# - Indices of tokens and the cutting into passes are computed with real numbers, because shapes follow from them.
+# - Attention is `varlen_attn`, as on a GPU.
+# - DTensor's all-to-all is NCCL's operation, not the fallback for a CPU; its scratch memory is not counted.
+# - The head's chunks are as large as on a GPU of 64 GiB or more.
+# - Of the head's chunks the first, second and last run.
+# - What DTensor computes to learn shapes is not counted: no rank allocates it.
 
 
 def config_of(script: Script, shape: Shape, layers: int, folder: Path) -> Config:
