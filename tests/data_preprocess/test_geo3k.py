@@ -1,4 +1,4 @@
-"""Geometry3K with its figures: the rows of the real sample, where ``DATA_DIR`` has it, and of made-up ones."""
+"""Geometry3K with its figures: rows as verl's scripts make them."""
 
 from __future__ import annotations
 

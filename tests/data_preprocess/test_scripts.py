@@ -1,4 +1,4 @@
-"""The scripts on slices of the real data, and on all of it where ``DATA_DIR`` says where it is."""
+"""The scripts on slices of the real data, on files as they are published, and on a stand-in for the hub."""
 
 import json
 import os

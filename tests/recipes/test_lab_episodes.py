@@ -1,4 +1,4 @@
-"""The labs of episodes: knowledge that no weight can hold, sums with a calculator, and the warm start on both."""
+"""The labs of episodes: the warm start's episodes are those that the loops play."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures task: four answers that are equally frequent, held-out figures, and a model that learns to look."""
+"""The figures task: four answers that are equally frequent, held-out figures, pictures of a token a cell."""
 
 from __future__ import annotations
 

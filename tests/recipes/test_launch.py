@@ -1,4 +1,4 @@
-"""Launch files: Slurm's script and ray_node.sh start Ray on each node in order, the YAML files name what exists."""
+"""Launch files: Slurm's script and ray_node.sh start Ray on each node in order and end it."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class SCHEMA(Config):
 """
 RULES = """
 def bonus_is_small(c):
-    if c.mine.bonus > 1:
+    if c.config.mine.bonus > 1:
         yield "mine.bonus", "must be at most 1", "lower it"
 PROBLEMS = (bonus_is_small,)
 """

@@ -162,11 +162,3 @@ def test_rows_are_corrected_for_their_number(root):
     assert [row[-1] for row in rows] == ["no difference was shown"] * 3
     (fold,) = [block for block in comparison([base, six]) if isinstance(block, Fold)][:1]
     assert fold.title.endswith("(6 up, 0 down)") and len(fold.blocks[0].rows) == 6
-
-
-def test_one_run_lists_what_changed_while_it_trained(root, tmp_path):
-    assert report.main([str(root / "grpo/slow"), "--out", str(tmp_path)]) == 0
-    text = (tmp_path / "report.md").read_text()
-    change = text.split("Questions that flipped: grpo/slow, lab/hops (")[1].split(")")[0]
-    up, down = (int(word.split()[0]) for word in change.split(", ")[:2])
-    assert f"{up} up, {down} down |" in text and up > down

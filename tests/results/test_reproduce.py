@@ -1,4 +1,4 @@
-"""``reproduce.sh``: every table's stages in a dry run, what is refused, and labs from data to table in a copy."""
+"""``reproduce.sh``: every table's stages, what is refused, and how stages are worked through."""
 
 from __future__ import annotations
 

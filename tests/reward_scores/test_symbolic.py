@@ -100,10 +100,8 @@ def test_naive_starts_no_process_where_none_is_needed(make_layer):
 
 BOMBS = [
     (PRIME, "published", f"\\boxed{{{TOWER}}}"),
-    (PRIME, "published", "\\boxed{((2**9**9)**9**9)**9**9}"),
     (PRIME, "math_verify", "\\boxed{9^{9^{9^{9}}}}"),
     (MATH, "math_verify", "\\boxed{\\int_{0}^{\\infty} \\frac{\\sin(x^3)\\cos(x^5)e^{-x^2}}{\\ln(x+2)} dx}"),
-    (MATH, "math_verify", "\\boxed{(1000000!)!}"),
     (GEO, "published", f"<think>t</think>\\boxed{{{TOWER}}}"),
     (GEO, "math_verify", "<think>t</think>\\boxed{\\sum_{n=1}^{10^{12}} \\frac{1}{n^3+n!}}"),
 ]
