@@ -10,7 +10,6 @@ import fsspec
 import pytest
 
 from core.checkpoint.store import TRACKER, CheckpointStore, RemoteCopy, checkpoint_at
-from core.config import compose, paths
 from core.errors import InputError, WriteFailed
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.remote_places import fresh
@@ -117,11 +116,6 @@ def test_a_name_there_that_leads_out_of_the_folder_is_refused(memory, tmp_path, 
     monkeypatch.setattr(RemoteCopy, "files", lambda self: ["../escaped"])
     with pytest.raises(InputError, match="leads out of its folder"):
         remote(tmp_path / "run")
-
-
-def test_the_folder_here_follows_from_the_url():
-    config = compose("grpo", ["trainer.default_local_dir=s3://bucket/../runs/a"])
-    assert paths.run_folder(config) == Path("outputs/remote/s3/bucket/runs/a")
 
 
 def test_a_checkpoint_to_start_from_may_be_a_url(memory, tmp_path, monkeypatch):
@@ -232,26 +226,3 @@ def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(moment, tmp
     assert start("three", f"file://{tmp_path}/bucket/grpo/whole") == 0
     weights = [tmp_path / "bucket/grpo" / name / "global_step_4/actor/model.safetensors" for name in ("run", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-@pytest.mark.slow
-def test_a_run_over_ray_reads_from_urls_and_writes_to_them(tmp_path):
-    pytest.importorskip("ray")
-    from tests.faults.tiny_run import command
-    from tests.faults.tiny_run import prepare as prepare_files
-
-    prepare_files(tmp_path / "files")
-    at = f"file://{tmp_path}"
-    urls = [f"data.train_files={at}/files/train.parquet", f"actor_rollout_ref.model.path={at}/files/model"]
-    urls += [f"trainer.rollout_data_dir={at}/dump", "trainer.trace.freq=1", "trainer.backend=ray"]
-    start = command(tmp_path / "files", "grpo", 2, "actor_rollout_ref.actor.use_kl_loss=False", *urls)
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "RLREPRO_CACHE": str(tmp_path / "cache")}
-    (tmp_path / "here").mkdir()
-    done = subprocess.run(
-        start(f"{at}/bucket/grpo/run"), cwd=tmp_path / "here", env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    run = CheckpointStore(tmp_path / "bucket" / "grpo" / "run")
-    assert run.latest().step == 2 and (run.root / "trace" / "step_000001.npz").exists()
-    assert {path.name for path in (tmp_path / "dump").iterdir()} == {"1.jsonl", "2.jsonl"}
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {"outputs"}

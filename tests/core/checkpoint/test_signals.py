@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -89,20 +88,6 @@ def test_the_previous_handlers_come_back():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_outside_the_main_thread_it_changes_nothing():
-    seen = []
-
-    def work():
-        with GracefulStop() as stop:
-            seen.append((signal.getsignal(signal.SIGINT), stop.requested))
-
-    before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(before, False)]
-
-
 def test_a_forked_worker_dies_of_terminate_and_outlives_ctrl_c():
     with GracefulStop() as stop:
         told, tells = os.pipe()
@@ -114,10 +99,3 @@ def test_a_forked_worker_dies_of_terminate_and_outlives_ctrl_c():
         os.kill(child, signal.SIGINT)  # handled first, if both are pending
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM and not stop.requested
-
-
-def test_a_request_is_seen_in_process():
-    with GracefulStop() as stop:
-        assert not stop.requested
-        signal.raise_signal(signal.SIGINT)
-        assert stop.requested

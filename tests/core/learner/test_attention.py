@@ -1,13 +1,9 @@
 """Attention of packed sequences: kernels, batches of similar lengths, and heads that ranks exchange."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.learner import packing
-from core.learner.packing import attend
 
 
 def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
@@ -74,11 +70,3 @@ def test_each_rank_gets_the_heads_that_its_queries_need(heads, shared, ranks):
     assert found.shape[1] % ranks == 0 and heads % found.shape[1] == 0
     for mine, want in zip(found.chunk(ranks, dim=1), wanted, strict=True):
         assert torch.equal(mine.repeat_interleave(want.shape[1] // mine.shape[1], dim=1), want)
-
-
-def test_without_rows_it_is_transformers_own_attention():
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 9, 8, generator=generator) for _ in range(3))
-    module = SimpleNamespace(is_causal=True)
-    found, _ = attend(module, query, key, value, None, scaling=0.2, sliding_window=None, dropout=0.0)
-    assert torch.equal(found, sdpa_attention_forward(module, query, key, value, None, scaling=0.2)[0])

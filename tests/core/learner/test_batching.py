@@ -1,7 +1,6 @@
 """Groups to tensors, optimizer steps, and pieces that fit: what trains is decided before memory is."""
 
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +17,8 @@ from core.learner.batching import (
     mini_batches,
     split_zero_gradient,
 )
-from core.types import BATCH_FIELDS, Prompt, ScoredGroup, Stop, Trajectory, token_places
+from core.types import BATCH_FIELDS, Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
-from tests.padded import batch_of_padded
 
 PAD = 99
 
@@ -88,13 +86,6 @@ def test_baselines_are_spread_over_their_group():
     assert batch.baseline.tolist() == [0.75, 0.75]
 
 
-def test_a_late_field_names_the_phase_that_sets_it(groups):
-    with pytest.raises(ValueError, match="old_log_probs is not set yet: compute_log_probs"):
-        make_batch(groups, PAD).require("old_log_probs")
-    with pytest.raises(ValueError, match=r"advantages has shape \(4, 2\), expected \(19,\)"):
-        make_batch(groups, PAD).adding(advantages=torch.zeros(4, 2))
-
-
 @st.composite
 def batches(draw):
     seed = draw(st.integers(0, 10**6))
@@ -105,17 +96,6 @@ def batches(draw):
         responses = [trajectory(prompt, [5] * int(rng.integers(0, 12))) for _ in range(3)]
         groups.append(scored(prompt, responses, [Score(float(rng.normal())) for _ in responses], ordinal))
     return make_batch(groups, PAD)
-
-
-def test_a_batch_of_padded_fields_is_the_batch_of_flat_ones(groups):
-    batch = make_batch(groups, PAD)
-    padded = {
-        name: batch.padded(name) if BATCH_FIELDS[name].axes == "N" else batch.stored[name] for name in batch.stored
-    }
-    again = batch_of_padded(attention_mask=token_places(batch.lengths), pad_id=PAD, **padded)
-    assert again.stored.keys() == batch.stored.keys() and again.tokens == 19
-    assert all(torch.equal(again.require(name), value) for name, value in batch.stored.items())
-    assert batch.adding(reward=None).stored.keys() == batch.stored.keys() - {"reward"}
 
 
 def test_what_is_cut_from_a_batch_is_pickled_without_the_rest_of_it():
@@ -186,14 +166,6 @@ def test_micro_batches_never_exceed_the_budget_and_lose_nothing(batch, size):
         assert torch.equal(micro.lengths, batch.lengths[index])
         seen += index.tolist()
     assert sorted(seen) == list(range(len(batch)))
-
-
-def test_pieces_hold_as_many_sequences_as_fit():
-    lengths = torch.tensor([9, 2, 7, 3, 1, 8, 5])
-    batch = SimpleNamespace(lengths=lengths, rows=lambda index: index)
-    pieces = list(micro_batches(batch, max_tokens=12))
-    assert sorted(torch.cat([index for index, _ in pieces]).tolist()) == list(range(7)) and len(pieces) == 3
-    assert all(int(lengths[index].sum()) <= 12 for index, _ in pieces)
 
 
 def test_a_sequence_over_the_budget_is_refused_by_name(groups):

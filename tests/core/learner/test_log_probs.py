@@ -54,23 +54,6 @@ def test_gradients_by_finite_differences(chunk, entropy_grad):
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_gradients_of_a_mixed_objective_equal_the_naive_ones(chunk):
-    """Different upstream gradients for each token, and both outputs at once."""
-    results = []
-    for function, kwargs in (
-        (naive, {}),
-        (token_log_probs_and_entropy, {"entropy_grad": True, "chunk_elements": chunk}),
-    ):
-        hidden, weight, bias, labels = make(seed=3)
-        log_prob, entropy = function(hidden, weight, labels, temperature=1.3, bias=bias, **kwargs)
-        scale = torch.arange(1, 8, dtype=torch.float64)
-        (scale * log_prob - scale.flip(0) * entropy).sum().backward()
-        results.append((hidden.grad, weight.grad, bias.grad))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("wanted", ["hidden", "weight"])
 @pytest.mark.parametrize("chunk", [25, 10**6])
 def test_gradients_are_computed_where_they_are_wanted(wanted, chunk):
@@ -82,17 +65,6 @@ def test_gradients_are_computed_where_they_are_wanted(wanted, chunk):
     naive(hidden, weight, labels)[0].sum().backward()
     torch.testing.assert_close(expected, tensor.grad)
     assert (weight if wanted == "hidden" else hidden).grad is None
-
-
-@pytest.mark.parametrize("chunk", [25, 10**6])
-def test_backward_can_run_twice(chunk):
-    hidden, weight, bias, labels = make()
-    loss = token_log_probs_and_entropy(hidden, weight, labels, bias=bias, chunk_elements=chunk)[0].sum()
-    loss.backward(retain_graph=True)
-    first = weight.grad.clone()
-    weight.grad = None
-    loss.backward()
-    assert torch.equal(first, weight.grad)
 
 
 def test_low_precision_weights_get_sums_of_full_precision():

@@ -151,25 +151,14 @@ def test_a_pass_has_each_prompt_once_and_no_padding():
     assert sum(int((one["position_ids"] == 0).sum()) for one in seen) == len(batch)
 
 
-def test_a_group_whose_rows_begin_differently_is_read_whole():
-    batch = batch_of(first_is_ours=False)  # what follows the prompt is a tool's, and differs
-    assert shared_of(batch) is None
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [batch_of(answers=1), batch_of(prompt_lengths=(1, 1))],
-    ids=["one answer a prompt", "nothing before a prompt's last token"],
-)
-def test_there_may_be_nothing_to_share(batch):
-    assert shared_of(batch) is None
-
-
-def test_a_row_without_policy_tokens_is_read_whole():
-    batch = batch_of()
-    mask = batch.response_mask.clone()
-    mask[batch.spans(torch.tensor([2]))[0]] = False
-    assert shared_of(batch.adding(response_mask=mask)) is None
+def test_what_cannot_be_shared_is_read_whole():
+    no_answer = batch_of()
+    mask = no_answer.response_mask.clone()
+    mask[no_answer.spans(torch.tensor([2]))[0]] = False
+    other_begin = batch_of(first_is_ours=False)  # what follows the prompt is a tool's, and differs
+    for batch in (batch_of(answers=1), batch_of(prompt_lengths=(1, 1)), other_begin):
+        assert shared_of(batch) is None
+    assert shared_of(no_answer) is not None and shared_of(no_answer.adding(response_mask=mask)) is None
 
 
 def learner_of(part, shares, checkpointing=False, **knobs):
@@ -246,10 +235,6 @@ def test_a_sliding_window_ends_where_it_should(sharing):
         logits = module(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1).detach()
         expected = logits[:-1].gather(1, ids[1:, None])[:, 0] * batch.response_mask[span][1:]
         torch.testing.assert_close(found[span][1:], expected, rtol=1e-6, atol=1e-6)
-
-
-def test_proofs_in_float64_repeat_prompts():
-    assert packing.can_share(tiny_model()) and not packing.can_share(tiny_model().double())
 
 
 def test_the_saved_configuration_does_not_name_this_attention(tmp_path):
