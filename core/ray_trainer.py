@@ -139,7 +139,7 @@ class RayPPOTrainer:
         self.reward = RewardLayer(config)
         self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts), self.tokenizer)
         examples = list(self.stream.files.first.values())
-        check_hooks(examples, self.reward.known, self.tokenizer, self.shape_reward, self.keep_group)
+        check_hooks(examples, self.reward.known, self.shape_reward, self.keep_group)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return, by the key of their files, the tokens of the longest prompt and those that may follow it."""

@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import math
-import os
 import random
 import threading
 import time
@@ -230,9 +229,8 @@ class HttpClient:
         if body is None:
             return self._http.stream(method, url, timeout=timeout)
         content = json.dumps(body).encode()  # ASCII: text may hold half of a surrogate pair
-        return self._http.stream(
-            method, url, content=content, headers={"content-type": "application/json"}, timeout=timeout
-        )
+        headers = {"content-type": "application/json"}
+        return self._http.stream(method, url, content=content, headers=headers, timeout=timeout)
 
     async def _read(self, response: httpx.Response) -> bytes:
         content = bytearray()
@@ -272,16 +270,3 @@ def retry_after_seconds(value: str | None) -> float:
         return min(LONGEST_RETRY_AFTER_S, max(0.0, float(value or 0)))
     except ValueError:
         return 0.0
-
-
-def authorization(variable: str | None) -> str | None:
-    """Return the header for the key in an environment variable: a bearer's, unless it names its own scheme.
-
-    Raises ValueError where the variable is not set. A key never stands in a configuration, which is recorded.
-    """
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(f"api_key_env={variable}: the variable is not set; export it before the run starts")
-    return key if " " in key else f"Bearer {key}"

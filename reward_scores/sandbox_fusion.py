@@ -63,7 +63,6 @@ class Server:
     memory_limit_mb: int = 1024
     timeout: float = 10.0  # seconds to compile, and to run
     give_up_s: float = 120.0  # seconds for which a server that is away is tried again
-    api_key_env: str | None = None  # environment variable that holds the server's key
     end: float = math.inf  # of the answer's time, by time.monotonic()
     spare: float = 0.0  # seconds before it by which the server must have ended a program
 
@@ -72,18 +71,11 @@ class Server:
 
         One that is away is waited for once, and not for every answer. No client outlives a fork: its thread does not.
         """
-        from reward_scores.http_client import HttpOptions, authorization
+        from reward_scores.http_client import HttpOptions
 
-        options = HttpOptions(
-            2 * self.timeout + SPARE_SECONDS,
-            self.give_up_s,
-            RETRY_SECONDS,
-            LONGEST_SECONDS,
-            self.max_concurrent,
-            largest_reply=LARGEST_REPLY,
-            authorization=authorization(self.api_key_env),
-            retried=_may_pass,
-        )
+        seconds, pauses = 2 * self.timeout + SPARE_SECONDS, (RETRY_SECONDS, LONGEST_SECONDS)
+        more = {"largest_reply": LARGEST_REPLY, "retried": _may_pass}
+        options = HttpOptions(seconds, self.give_up_s, *pauses, self.max_concurrent, **more)
         return _client(os.getpid(), self.url, options)
 
     async def run(self, client: HttpClient, source: str, stdin: str | None) -> tuple[Any, str]:

@@ -45,17 +45,10 @@ def check_layers(config: Config) -> None:
             module = load_policy(roles.model, on_meta=True)
         plan, text = plan_of(module, name), module.config.get_text_config()
         heads = text.num_attention_heads
-        sizes = [
-            getattr(text, "num_key_value_heads", None) or heads,
-            heads,
-            getattr(text, "intermediate_size", None) or ranks,
-        ]
+        sizes = [getattr(text, "num_key_value_heads", None) or heads, heads, getattr(text, "intermediate_size", ranks)]
         if COLUMNS in plan.values() and any(size % ranks for size in sizes):
             kinds = f"key-value heads, attention heads and intermediate_size of {type(module).__name__}"
             raise InputError(f"{name}: must divide the {kinds}; take a number that divides {sizes}")
-        if heads % part.together:
-            rule = f"times {key}.ulysses_sequence_parallel_size must divide the {heads} attention heads"
-            raise InputError(f"{name}: {rule} of {type(module).__name__}; change one of them")
 
 
 def plan_of(module: nn.Module, name: str = "tensor_model_parallel_size") -> dict[str, str]:

@@ -8,11 +8,9 @@ import copy
 import dataclasses
 import inspect
 import math
-import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -245,8 +243,8 @@ def _number(value: Any, name: Any = "score") -> float:
 def _finite(value: Any) -> float | None:
     """Return a number as a float; None for anything else, and for one that is not finite or too large."""
     try:
-        scalar = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-        number = float(scalar) if isinstance(scalar, numbers.Real | Decimal) else None
+        scalar = value.item() if hasattr(value, "item") else value  # of numpy and torch
+        number = math.nan if isinstance(scalar, str | bytes) else float(scalar)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several, an int beyond any float
         return None
-    return number if number is not None and abs(number) <= LARGEST else None
+    return number if abs(number) <= LARGEST else None

@@ -179,7 +179,6 @@ def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
 def check_hooks(
     rows: Sequence[Example],
     known: Known,
-    tokenizer: Any,
     shape_reward: Callable[[Score, Trajectory], Score],
     keep_group: Callable[[ScoredGroup], bool],
 ) -> None:
@@ -193,9 +192,7 @@ def check_hooks(
         answer, score = known.get(row.data_source) or ("", Score(0.0))
         if row.style == MODEL_STYLE:
             answer, score = "", model_score(0.0)
-        ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
-        length = len(ids)
-        trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
+        trajectory = written(answer)
         shaped = shape_reward(score.keeping_raw(), trajectory)
         prompt = Prompt(0, row.where, (0,), (), row.ground_truth, row.data_source)
         kept = isinstance(shaped, Score) and keep_group(ScoredGroup(prompt, (trajectory,) * 2, (shaped,) * 2))

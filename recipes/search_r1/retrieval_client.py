@@ -13,6 +13,7 @@ A search either gets its passages or raises :class:`RetrievalError`; a failure n
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -30,7 +31,6 @@ from reward_scores.http_client import (
     HttpOptions,
     Reply,
     RequestFailed,
-    authorization,
     may_pass,
 )
 
@@ -245,3 +245,16 @@ def _only_store(folder: Path) -> str:
         names = ", ".join(found) or "none"
         raise RetrievalError(f"offline: {folder} must hold the answers of one index, it has {names}; give identity=")
     return found[0]
+
+
+def authorization(variable: str | None) -> str | None:
+    """Return the header for the key in an environment variable: a bearer's, unless it names its own scheme.
+
+    Raises ValueError where the variable is not set. A key never stands in a configuration, which is recorded.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"api_key_env={variable}: the variable is not set; export it before the run starts")
+    return key if " " in key else f"Bearer {key}"
