@@ -25,7 +25,7 @@ from core.algorithm.sequences import (
     sum_by_sequence,
 )
 from core.config import registry
-from core.config.code_by_path import chosen
+from core.config.code_by_path import load_object
 
 if TYPE_CHECKING:
     from core.config.training_keys import AlgorithmConfig
@@ -172,7 +172,7 @@ def less_mean(values_M: Tensor, group_M: Tensor, weight_M: Tensor) -> Tensor:
 
 def estimator(name: str) -> Estimator:
     """Return the estimator of this name, or a user's own by its path. Raises InputError where there is none."""
-    return chosen(name, registry.ESTIMATORS, "algorithm.adv_estimator")
+    return load_object(registry.estimator(name).function, "algorithm.adv_estimator")
 
 
 def inputs_of(batch: TrainBatch, config: AlgorithmConfig, token_rewards_N: Tensor | None = None) -> AdvantageInputs:

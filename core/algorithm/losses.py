@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.algorithm.sequences import mean_by_sequence, spread_over_tokens, sum_by_sequence
 from core.config import registry
-from core.config.code_by_path import chosen
+from core.config.code_by_path import load_object
 
 if TYPE_CHECKING:
     from core.config.training_keys import ActorConfig, PolicyLossConfig
@@ -95,7 +95,7 @@ def policy_loss(name: str) -> PolicyLoss:
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
     """
-    return chosen(name, registry.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    return load_object(registry.policy_loss(name).function, "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 # -- with a clip -------------------------------------------------------------------------------------

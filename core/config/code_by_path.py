@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -43,16 +43,6 @@ def load_object(spec: str, key: str = "", beside: Path | None = None) -> Any:
     return getattr(module, name)
 
 
-def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
-    """Import the function of an entry of :mod:`core.config.registry`, or a user's own by its path.
-
-    Raises InputError: neither a known name nor a path that leads to a function.
-    """
-    if name in known:
-        return load_object(known[name].function)
-    return load_object(name, key)
-
-
 def load_module(where: str, label: str, beside: Path | None = None) -> ModuleType:
     """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
     if where.endswith(".py"):
@@ -70,9 +60,7 @@ def load_module(where: str, label: str, beside: Path | None = None) -> ModuleTyp
 
 def absent(error: ModuleNotFoundError) -> str:
     """Return what to do about a module that a user's file imports and that is not there."""
-    ours = (ROOT / str(error.name).partition(".")[0]).is_dir()
-    fix = "it is a package of this repository; rename yours" if ours else "or put its folder into PYTHONPATH"
-    return f"install {error.name}, {fix}"
+    return f"install {error.name}, or put its folder into PYTHONPATH"
 
 
 def is_own(file: str) -> bool:

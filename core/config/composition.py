@@ -71,12 +71,13 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     view = rules.View(found.config, found.given, recipe)
     # The default that stands for a refused value breaks no rule
     refused = {one.key for one in found.problems if isinstance(one, Problem)}
-    broken = [one for one in rules.problems(view) if not refused & {one.key, *re.findall(r"[\w.]+\w", one.rule)}]
+    broken = rules.broken("PROBLEMS", view)
+    broken = [one for one in broken if not refused & {one.key, *re.findall(r"[\w.]+\w", one.rule)}]
     found.problems = tuple(dict.fromkeys(map(str, [*found.problems, *broken])))
-    reasons = rules.reasons(view, [*found.given, *convert.all_keys(schema)])
-    found.warnings = (*found.warnings, *rules.warnings(view), *verl_names.older_defaults(found))
-    found.unused |= {key: (value, reasons[key]) for key, value in found.given.items() if key in reasons}
-    found.without_effect = frozenset(reasons)
+    found.warnings = (*found.warnings, *map(str, rules.broken("WARNINGS", view)), *verl_names.older_defaults(found))
+    reasons = {key: rules.unmet(view, key) for key in (*found.given, *convert.all_keys(schema))}
+    found.unused |= {key: (value, reasons[key]) for key, value in found.given.items() if reasons[key]}
+    found.without_effect = frozenset(key for key, reason in reasons.items() if reason)
     return found
 
 

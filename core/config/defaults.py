@@ -11,7 +11,6 @@ from core.config import convert, registry
 from core.config.paths import run_folder
 from core.config.schema import Config
 from core.config.section import FULL_PRECISION, mark
-from core.files import is_url
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # Mean difference of log-probs between engine and learner, in nats a token: what float32 explains, and what bfloat16
@@ -49,11 +48,6 @@ def logp_diff(config: Config) -> float | None:
     return EXACT if {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION} else ROUNDED
 
 
-def _judge_folder(config: Config) -> str | None:
-    folder = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
-    return f"{run_folder(config) if is_url(folder) else folder}/judge" if config.reward_model.judged else None
-
-
 def _run_name(config: Config) -> str:
     model = config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
     return f"{model or 'model'}-seed{config.trainer.seed}"
@@ -75,7 +69,7 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
         "trainer.experiment_name": _run_name,
         "trainer.default_local_dir": lambda c: f"outputs/{recipe}/{c.trainer.experiment_name}",
         "reward_model.max_length": lambda c: c.data.max_prompt_length + c.data.max_response_length,
-        "reward_model.judge.cache_dir": _judge_folder,
+        "reward_model.judge.cache_dir": lambda c: str(run_folder(c) / "judge") if c.reward_model.judged else None,
     }
 
 

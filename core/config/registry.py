@@ -85,7 +85,7 @@ LOGGERS = {  # trainer.logger
     "wandb": Entry("core.tracking.loggers:WandbLogger", login="unless WANDB_MODE=offline"),
 }
 TOOL_AGENT = "tool_agent"  # verl's name
-AGENT_LOOPS = {TOOL_AGENT: Entry("core.rollout.tool_agent:ToolAgentLoop")}  # actor_rollout_ref.rollout.agent_loop
+AGENT_LOOPS = {TOOL_AGENT: "core.rollout.tool_agent:ToolAgentLoop"}  # actor_rollout_ref.rollout.agent_loop
 # --- types of keys, and other names ---
 PICTURE_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model_type of the models whose pictures are read
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")

@@ -8,7 +8,7 @@ recipe's in its ``config_rules.py``. Bounds on a single key are its type's.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from core.config import convert, recipes, registry, rules_training
 from core.config.schema import Config
@@ -45,20 +45,11 @@ class View:
         self.longest = config.data.max_prompt_length + config.data.max_response_length
 
 
-def _broken(which: str, view: View) -> list[Problem]:
+def broken(which: str, view: View) -> list[Problem]:
+    """Return what the rules of core and of the recipe find: those of ``PROBLEMS``, or of ``WARNINGS``."""
     modules = filter(None, (rules_training, recipes.module_of(view.recipe, "config_rules")))
     found = (each for module in modules for rule in getattr(module, which, ()) for each in rule(view))
     return [Problem(key, convert.get(view.config, key), text, fix) for key, text, fix in found]
-
-
-def problems(view: View) -> list[Problem]:
-    """Return what is broken."""
-    return _broken("PROBLEMS", view)
-
-
-def warnings(view: View) -> list[str]:
-    """Return what can be run and is probably not meant, a line each."""
-    return list(map(str, _broken("WARNINGS", view)))
 
 
 # --- keys without effect ---
@@ -68,11 +59,6 @@ FACTS = {  # of a View that conditions of fields name -> what is said where it d
     "needs_engine": "nothing is answered in this run, and there is no engine",
     "plays_episodes": "the trainer of this recipe does not search",
 }
-
-
-def reasons(view: View, keys: Iterable[str]) -> dict[str, str]:
-    """Return key -> why it has no effect, for those of ``keys`` that have none."""
-    return {key: reason for key in keys if (reason := unmet(view, key))}
 
 
 def unmet(view: View, key: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from core.config import registry
-from core.config.code_by_path import chosen
+from core.config.code_by_path import load_object
 from core.data.draw_order import sampling_seed
 from core.data.parquet import Example, Problems
 from core.data.vocabulary import writable
@@ -63,7 +63,7 @@ class AgentLoop:
 def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
     """Return the configured loop, None where each trajectory is one turn. Raises InputError for a path to no loop."""
     spec = config.actor_rollout_ref.rollout.agent_loop
-    kind = spec and chosen(spec, registry.AGENT_LOOPS, KEY)
+    kind = spec and load_object(registry.AGENT_LOOPS.get(spec, spec), KEY)
     if spec and not (isinstance(kind, type) and issubclass(kind, AgentLoop)):
         raise InputError(f"{KEY}={spec}: is no agent loop; extend core.rollout.agent_loop.AgentLoop")
     return kind(config, tokenizer) if spec else None

@@ -74,13 +74,12 @@ def test_what_goes_to_an_actor_needs_no_import_there(tmp_path):
     ("text", "advice"),
     [
         ("import a_package_of_nobody\n", "install a_package_of_nobody"),
-        ("import core.points\n", "it is a package of this repository; rename yours"),
         ("import needs_verl\n", "install verl"),
     ],
 )
 def test_a_module_that_is_not_there_is_named_with_what_to_do(tmp_path, text, advice):
     mine = f"{text}def compute_score(solution_str):\n    return 0\n"
-    write(tmp_path, {"setup.cfg": "", "mine.py": mine, "core/points.py": "", "needs_verl.py": "import verl.protocol\n"})
+    write(tmp_path, {"setup.cfg": "", "mine.py": mine, "needs_verl.py": "import verl.protocol\n"})
     with pytest.raises(InputError, match=f"^custom_reward_function.path=.*{advice}"):
         CustomFunction(f"{tmp_path}/mine.py")
 

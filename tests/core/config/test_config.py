@@ -62,7 +62,7 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     sections = {"algorithm": registry.ESTIMATORS, ACTOR: registry.POLICY_LOSSES, ROLLOUT: registry.ENGINES}
     for section, table in sections.items():
         assert all(convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads), section
-    for table in (*sections.values(), registry.LOGGERS, registry.AGENT_LOOPS):
+    for table in (*sections.values(), registry.LOGGERS):
         assert all(callable(load_object(entry.function)) for entry in table.values() if entry.function)
     clipping = {name for name, entry in registry.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
     assert clipping == set(registry.POLICY_LOSSES) - {"sapo", "gpg", "reinforce", "kl_cov"}
