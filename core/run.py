@@ -65,6 +65,7 @@ class Run:
         self.stop, self.health = GracefulStop(), Health()
         self.crossed: set[str] = set()  # the bounds that the last step crossed, which was warned of
         self.step = self.total_steps = 0
+        self.save_freq = self.trainer.save_freq
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
         self.prompt_of: Callable[[int], Prompt] | None = None  # the prompt of an ordinal, once the stream is known
         url = config.trainer.default_local_dir
@@ -104,6 +105,8 @@ class Run:
         if self.total_steps is None:
             self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
             self.ordinals = trainer.total_epochs * prompts
+        if self.trainer.save_freq == "after_each_epoch":
+            self.save_freq = max(stream.steps_per_epoch(batch_size), 1)
         if self.total_steps == 0:
             rule = f"an epoch has only {prompts} prompts; lower it, or set trainer.total_training_steps"
             raise InputError(f"data.train_batch_size={batch_size}: {rule}")
@@ -243,7 +246,7 @@ class Run:
         metrics.add({"timing_s/other": time_parts(metrics.values)[REST]})
         self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
-        frequency = self.trainer.save_freq
+        frequency = self.save_freq
         if self.is_due(frequency, self.step, state) or (frequency < 0 and self._is_last(self.step, state)):
             try:
                 self.save()

@@ -21,10 +21,10 @@ from core.config.section import (
     Name,
     NonNegative,
     OffOrCount,
-    OffOrSize,
     Open,
     Positive,
     PositiveShare,
+    SaveFrequency,
     Section,
     Size,
     bookkeeping,
@@ -255,7 +255,9 @@ class TrainerConfig(Section):
     val_before_train: bool = bookkeeping(True, "validate the starting model too", "needs_engine & .val_only=False")
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
-    save_freq: OffOrSize = bookkeeping(-1, "steps between checkpoints; -1: after the last alone; 0: none is kept")
+    save_freq: SaveFrequency = bookkeeping(
+        -1, "steps between checkpoints, one follows the last; -1: that alone; 0: none is kept"
+    )
     max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "newest checkpoints kept; null: all", ".save_freq!=0")
     resume_mode: ResumeMode = bookkeeping("auto", "from its newest checkpoint, from step 0, or resume_from_path")
     resume_from_path: str | None = bookkeeping(None, "folder or URL global_step_N", ".resume_mode=resume_path")

@@ -104,6 +104,8 @@ Count = Annotated[int, Limit("at least 1", lambda v: v >= 1)]
 Size = Annotated[int, Limit("at least 0", lambda v: v >= 0)]
 OffOrCount = Annotated[int, Limit("-1 (off) or at least 1", lambda v: v == -1 or v >= 1)]
 OffOrSize = Annotated[int, Limit("-1 (off) or at least 0", lambda v: v >= -1)]
+_FREQUENCY = Limit("at least -1, or after_each_epoch", lambda v: v == "after_each_epoch" or str(v) != v and v >= -1)
+SaveFrequency = Annotated[int | str, _FREQUENCY]
 Positive = Annotated[float, Limit("above 0", lambda v: v > 0)]
 NonNegative = Annotated[float, Limit("at least 0", lambda v: v >= 0)]
 Share = Annotated[float, Limit("between 0 and 1", lambda v: 0 <= v <= 1)]

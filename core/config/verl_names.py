@@ -21,6 +21,7 @@ from core.config.section import Problem
 
 FILE = Path(__file__).with_name("verl_names.yaml")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 CHOICES = {  # a misspelt name of these tables is told the nearest one
     "algorithm.adv_estimator": registry.ESTIMATORS,
     f"{ACTOR}.policy_loss.loss_mode": registry.POLICY_LOSSES,
@@ -242,8 +243,20 @@ def sampled_validation(key: str, value: Any, line: Composed) -> Interpretation:
     return Interpretation(settings={f"{ROLLOUT}.val_kwargs.{name}": value, **sampling})
 
 
+def rejection(key: str, value: Any, line: Composed) -> Interpretation | None:
+    """Read verl 0.6.0's way to weigh tokens of another policy: those outside the threshold may be masked."""
+    if value != "mask":
+        return None
+    level = line.words.get("algorithm.rollout_is_level", "token")
+    upper = line.words.get("algorithm.rollout_is_threshold", 2.0)
+    if not line.words.get("algorithm.rollout_is"):
+        return Interpretation(unused="read with algorithm.rollout_is=True")
+    return Interpretation(settings={f"{CORRECTION}.rollout_rs": level, f"{CORRECTION}.rollout_rs_threshold": upper})
+
+
 MICRO = (f"{ACTOR}.ppo_micro_batch_size", "critic.ppo_micro_batch_size")
 CONVERSIONS: dict[str, Conversion] = {
     **{key: over_all_ranks(f"{key}_per_gpu") for key in MICRO},
+    "algorithm.rollout_is_mode": rejection,
     **dict.fromkeys((f"{ROLLOUT}.n_val", f"{ROLLOUT}.val_temperature"), sampled_validation),
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.config.verl_names import Composed, Interpretation, over_all_ranks, whole_number
+from core.config.verl_names import ACTOR, Composed, Conversion, Interpretation, over_all_ranks, whole_number
 
-OPTIM = "actor_rollout_ref.actor.optim"
+OPTIM = f"{ACTOR}.optim"
+LATER = {"lr_scheduler_type": "constant", "lr_warmup_steps_ratio": 0.0, "betas": [0.9, 0.999]}
 
 
 def length(key: str, value: Any, line: Composed) -> Interpretation | None:
@@ -29,20 +30,26 @@ def field_of_a_column(key: str, value: Any, line: Composed) -> Interpretation | 
     return Interpretation(settings={name: f"{column}.{fields[0]}"})
 
 
-def engines_optimizer(key: str, value: Any, line: Composed) -> Interpretation | None:
-    """Read the choice of the later trainer's optimizer, whose schedule is another than the earlier trainer's."""
-    if value != "fsdp":
-        return None
-    schedule = {"lr_scheduler_type": "constant", "lr_warmup_steps_ratio": 0.0, "betas": [0.9, 0.999]}
-    names = {"lr_scheduler_type": ("optim.lr_scheduler_type", "optim.warmup_style")}
-    missing = {
-        name: default
-        for name, default in schedule.items()
-        if not {*names.get(name, (f"optim.{name}",)), f"{OPTIM}.{name}"} & line.words.keys()
-    }
-    if not missing:
-        return Interpretation(unused="AdamW is the optimizer here")
-    return Interpretation(settings={f"{OPTIM}.{name}": default for name, default in missing.items()})
+def later_trainer(target: str = "", only: Any = None) -> Conversion:
+    """Return the conversion of a key that verl's later trainer has: what the line leaves out gets that one's defaults.
+
+    ``target`` is the key here; without one the key says nothing more. ``only`` is its one value that can be read.
+    """
+
+    def with_its_defaults(key: str, value: Any, line: Composed) -> Interpretation | None:
+        if only not in (None, value):
+            return None
+        settings = {target: value} if target else {}
+        read = [name for _, found in line.read.values() for name in found]
+        for name, default in LATER.items() if "model.partial_pretrain" not in line.words else ():
+            others = ("optim.lr_scheduler", "optim.warmup_style") if name == "lr_scheduler_type" else ()
+            others += ("optim.warmup_steps_ratio",) if name == "lr_warmup_steps_ratio" else ()
+            names = {f"optim.{name}", f"{OPTIM}.{name}", *others}
+            if not names & line.words.keys() and f"{OPTIM}.{name}" not in read:
+                settings[f"{OPTIM}.{name}"] = default
+        return Interpretation(settings, "" if settings else "the one that is here")
+
+    return with_its_defaults
 
 
 CONVERSIONS = {
@@ -50,5 +57,12 @@ CONVERSIONS = {
     "data.micro_batch_size": over_all_ranks("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
     "data.prompt_dict_keys": field_of_a_column,
     "data.response_dict_keys": field_of_a_column,
-    "optim": engines_optimizer,
+    "data.pad_mode": later_trainer(),
+    "engine": later_trainer(only="fsdp"),
+    "engine.fsdp_size": later_trainer(f"{ACTOR}.fsdp_config.fsdp_size"),
+    "engine.strategy": later_trainer(f"{ACTOR}.strategy"),
+    "engine.ulysses_sequence_parallel_size": later_trainer(f"{ACTOR}.ulysses_sequence_parallel_size"),
+    "model.path": later_trainer("actor_rollout_ref.model.path"),
+    "optim": later_trainer(only="fsdp"),
+    "optim.lr_warmup_steps_ratio": later_trainer(f"{OPTIM}.lr_warmup_steps_ratio"),
 }

@@ -132,6 +132,23 @@ def test_columns_of_tools_and_thinking_are_arguments_of_the_chat_template(tmp_pa
         read_rows(tmp_path, rows, TEMPLATE, tools_key="fns")
 
 
+@pytest.mark.parametrize(
+    ("line", "schedule"),
+    [
+        (["model.path=org/name", "optim.lr_warmup_steps_ratio=0.2"], ("constant", 0.2, (0.9, 0.999))),
+        (["engine=fsdp", "optim=fsdp", "optim.lr_scheduler_type=cosine"], ("cosine", 0.0, (0.9, 0.999))),
+        (["data.pad_mode=no_padding", "optim.betas=[0.9,0.95]"], ("constant", 0.0, (0.9, 0.95))),
+        (["engine.strategy=fsdp2", "optim.warmup_style=cosine"], ("cosine", 0.0, (0.9, 0.999))),
+        (["model.partial_pretrain=org/name", "optim.lr_warmup_steps_ratio=0.2"], ("cosine", 0.2, (0.9, 0.95))),
+        (["actor_rollout_ref.model.path=org/name"], ("cosine", 0.1, (0.9, 0.95))),
+    ],
+)
+def test_a_line_of_verls_later_trainer_gets_its_schedule(line, schedule):
+    found = examine("sft", line)
+    optim = found.config.actor_rollout_ref.actor.optim
+    assert not found.problems and (optim.lr_scheduler_type, optim.lr_warmup_steps_ratio, optim.betas) == schedule
+
+
 @pytest.mark.parametrize("spelling", ["data.tools_key", "data.multiturn.tools_key"])
 def test_the_names_of_these_columns_are_verls(spelling):
     line = [f"{spelling}=fns", "data.multiturn.enable_thinking_key=slow"]
@@ -293,6 +310,12 @@ def test_a_stopped_run_ends_as_if_it_had_never_stopped(files, whole, tmp_path):
     assert lines(folder) == lines(whole)
     one, other = weights(folder), weights(whole)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_after_each_epoch(files, tmp_path):
+    """13 chats, 4 a step: an epoch has three steps."""
+    fitted(files, tmp_path / "run", "trainer.save_freq=after_each_epoch")
+    assert {path.name for path in (tmp_path / "run").glob("global_step_*")} == {"global_step_3", "global_step_6"}
 
 
 # --- validation and rejection sampling ---

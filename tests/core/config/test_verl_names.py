@@ -47,6 +47,11 @@ def lines(*overrides, recipe="ppo"):
             ["algorithm.rollout_is=True", "algorithm.rollout_is_mode=truncate"],
             {"algorithm.rollout_correction.rollout_is": "token"},
         ),
+        (
+            [f"algorithm.rollout_is{end}" for end in ("=True", "_mode=mask", "_level=sequence", "_threshold=3.0")],
+            {f"algorithm.rollout_correction.rollout_{name}": "sequence" for name in ("is", "rs")}
+            | {f"algorithm.rollout_correction.rollout_{name}_threshold": 3.0 for name in ("is", "rs")},
+        ),
         (["+ray_init.num_cpus=4"], {"ray_kwargs.ray_init": {"num_cpus": 4}}),
     ],
 )
@@ -105,7 +110,6 @@ def test_what_asks_for_nothing_is_accepted_and_listed(override, reason):
         ("rollout.nnodes=1", "trainer.max_staleness=1"),
         ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
         ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
-        ("algorithm.rollout_is_mode=mask", "is an older name"),
         ("reward.reward_model.judge_mode=1", "judge.url"),
         ("hydra.sweep.dir=x", "leave it out"),
         (f"{ROLLOUT}.mode=sync_with_tool", "requests are asynchronous"),
