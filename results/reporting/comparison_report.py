@@ -106,7 +106,11 @@ class Compared:
         if p is None:
             return "none possible"
         if p >= LEVEL:
-            return "no difference was shown" + ("" if self.over_seeds is None else " over seeds")
+            low, high = self.difference.low, self.difference.high
+            why = "" if self.over_seeds is None else " over seeds"
+            if self.over_seeds is None and low is not None and low * high > 0:
+                why = ": too few questions differ for the exact test"  # and the interval is an approximation
+            return f"no difference was shown{why}"
         word = "better" if self.difference.value > 0 else "worse"
         if self.over_seeds is not None:
             return f"{word} over seeds"
