@@ -71,17 +71,6 @@ def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
     assert runs and all(name.endswith(run_id) for name in runs)
 
 
-def test_wandb_gets_names_and_recipe(tmp_path, monkeypatch):
-    import wandb
-
-    given = {}
-    run = SimpleNamespace(log=lambda *a, **k: None, finish=lambda exit_code: None)
-    monkeypatch.setattr(wandb, "init", lambda **arguments: given.update(arguments) or run)
-    config = configured({"trainer.experiment_name": "lab-seed7", "trainer.seed": 7, "trainer.logger": ("wandb",)})
-    Tracker(tmp_path, config, recipe="grpo").close("finished")
-    assert (given["project"], given["name"], given["tags"]) == ("rlrepro-grpo", "lab-seed7", ["grpo"])
-
-
 OWN_LOGGER = """
 import json
 
