@@ -6,6 +6,7 @@ the trainer stays light to import.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -194,9 +195,15 @@ def tied(module: nn.Module) -> nn.Module:
     """
     inputs, head = module.get_input_embeddings(), module.get_output_embeddings()
     if module.config.get_text_config().tie_word_embeddings and head is not None and head.weight is not inputs.weight:
-        log.warning("%s: tie_word_embeddings is true: its files' own head is not used", module.config.name_or_path)
+        _warn_of_own_head(module.config.name_or_path)
         head.weight = inputs.weight
     return module
+
+
+@functools.cache
+def _warn_of_own_head(model: str) -> None:  # once: learner and engine load a model each
+    rule = "tie_word_embeddings is true, and the files hold a head of its own"
+    log.warning("%s: %s, which is not used: the head is the embeddings, in training and in what is saved", model, rule)
 
 
 def freeze_parts(module: nn.Module, config: Config) -> nn.Module:

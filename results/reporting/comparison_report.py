@@ -106,11 +106,7 @@ class Compared:
         if p is None:
             return "none possible"
         if p >= LEVEL:
-            low, high = self.difference.low, self.difference.high
-            why = "" if self.over_seeds is None else " over seeds"
-            if self.over_seeds is None and low is not None and low * high > 0:
-                why = ": too few questions differ for the exact test"  # and the interval is an approximation
-            return f"no difference was shown{why}"
+            return "no difference was shown" + ("" if self.over_seeds is None else " over seeds")
         word = "better" if self.difference.value > 0 else "worse"
         if self.over_seeds is not None:
             return f"{word} over seeds"
@@ -126,6 +122,9 @@ class Compared:
             names = f"{name_of(self.b.group)} and {name_of(self.a.group)}"
             return f"{names} are not compared on {self.source}: they share no question"
         said = self.verdict if self.verdict.startswith("n") else f"{name_of(self.b.group)} is {self.verdict}"
+        low, high = self.difference.low, self.difference.high
+        if self.over_seeds is None and p >= LEVEL and low is not None and low * high > 0:
+            said += ": too few questions differ for the exact test"  # and the interval is an approximation
         seeds = f"{len(self.a.seeds)} and {len(self.b.seeds)} seeds"
         over = seeds if self.over_seeds is not None else f"{len(_shared(self.a, self.b))} shared questions"
         p = "" if p is None else f", p {_p(p)}" if p < 0.001 else f", p = {_p(p)}"
