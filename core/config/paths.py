@@ -15,9 +15,6 @@ from core.files import is_url, place
 POLICY, REWARD = "actor_rollout_ref.model.path", "reward_model.model.path"
 INSTEAD = "give another path, or a hub id (org/name) of a model; data_preprocess/ makes parquet files of public data"
 MODELS = (POLICY, "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
-# The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.
-COPIED = {*MODELS, REWARD, "trainer.resume_from_path", "data.train_files", "data.val_files"}
-WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 OWN_FUNCTIONS = (
     *("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"),
     *("actor_rollout_ref.rollout.agent_loop", "trainer.logger"),
@@ -72,19 +69,15 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
     Of a URL the driver has to be there. Where ``among`` is not given, so that a run begins, it is looked up too.
     """
     problems: list[Problem] = []
-    written = [(key, path) for key in WRITTEN if (path := convert.get(config, key))]
-    for key, path in dict.fromkeys([*named(config), *written]):
+    for key, path in dict.fromkeys(named(config)):
         here = os.path.abspath(os.path.expanduser(path))  # pathlib's raise for an unknown user and for a long name
-        if is_url(path) and key not in (*COPIED, *WRITTEN):
-            rule = "is read from this machine alone"
-            problems.append(Problem(key, path, rule, "copy the file here and give its path"))
-        elif is_url(path):
+        if is_url(path):
             try:
-                place(path, key, look=among is None and key in COPIED)
+                place(path, key, look=among is None)
             except InputError as error:
                 rule, _, fix = str(error).removeprefix(f"{key}={path}: ").rpartition("; ")
                 problems.append(Problem(key, path, rule, fix))
-        elif key not in WRITTEN and (among is None or key in among) and not os.path.exists(here):
+        elif (among is None or key in among) and not os.path.exists(here):
             problems.append(Problem(key, path, f"does not exist (looked for {here})", INSTEAD))
     return problems
 

@@ -182,9 +182,8 @@ def test_a_start_looks_up_urls_and_a_dry_run_their_drivers_alone(model, tmp_path
         line.startswith(f"data.val_files={MEMORY}/b.parquet: cannot be read (FileNotFoundError") and not copies.exists()
     )
     assert missing(f"actor_rollout_ref.model.path={MEMORY}/nowhere", among=frozenset()) == []
-    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
-        (line,) = missing(f"trainer.{key}=gs://b/run", among=frozenset())
-        assert line.startswith(f"trainer.{key}=gs://b/run: cannot be read (ImportError: ")
+    (line,) = missing("data.train_files=gs://b/a.parquet", among=frozenset())
+    assert line.startswith("data.train_files=gs://b/a.parquet: cannot be read (ImportError: ")
 
 
 def test_examples_tokenizers_and_bases_of_a_url_are_those_of_the_files(tmp_path, copies):

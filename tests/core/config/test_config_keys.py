@@ -36,22 +36,10 @@ def test_an_unknown_key_names_the_nearest_of_its_section():
 
 
 def test_no_key_of_another_section_is_named():
-    for override in (
-        *("zzz=1", "timeout=3", "seed=1", "actor.enable=True", f"{ACTOR}.enable=True", "trainer.gradient_noise=1"),
-        *(
-            "reward_model.sandbox.batch=3",
-            "critic.lr=1e-5",
-            "data.train_batch=8",
-            "algorithm.clip_ratio=0.1",
-            "trainer.train_batch_size=8",
-        ),
-        *(
-            f"{ROLLOUT}.val_n=3",
-            f"{ROLLOUT}.valid_temperature=1",
-            "num_generations=8",
-            "nobody.entropy_checkpointing=1",
-        ),
-    ):
+    unknown = ["zzz=1", "timeout=3", "seed=1", "actor.enable=True", f"{ACTOR}.enable=True", "trainer.gradient_noise=1"]
+    unknown += ["reward_model.sandbox.batch=3", "critic.lr=1e-5", "data.train_batch=8", "trainer.train_batch_size=8"]
+    unknown += [f"{ROLLOUT}.val_n=3", f"{ROLLOUT}.valid_temperature=1", "nobody.entropy_checkpointing=1"]
+    for override in unknown:
         (line,) = lines(override, recipe="grpo")
         assert not [key for key in convert.all_keys() if "." in key and key in line.partition(": ")[2]], line
         assert "--help WORD" in line and "\n" not in line
@@ -61,44 +49,29 @@ def test_a_value_that_does_not_fit():
     for override, rule in {
         "data.train_batch_size=many": "must be a valid integer; the default is 1024",
         "data.train_batch_size=1.5": "must be a valid integer",
-        "data.train_batch_size=True": "must be a valid integer",
         "data.train_batch_size=null": "must be a valid integer",
         "data.train_batch_size=0": "must be at least 1",
-        "data.gen_batch_size=-1": "must be at least 1",
         "data.shuffle=1": "must be a valid boolean",
-        "data.shuffle=yes": "must be a valid boolean",
         f"{ACTOR}.optim.lr=fast": "must be a valid number",
         f"{ACTOR}.optim.lr=nan": "must be a number",
-        f"{ACTOR}.optim.lr=inf": "must be a number",
-        f"{ACTOR}.optim.lr=-1": "must be at least 0",
         f"{ACTOR}.optim.betas=[0.9]": "must be two numbers in [0, 1)",
         f"{ACTOR}.clip_ratio=1.5": "must be at least 0 and below 1",
         f"{ACTOR}.clip_ratio_c=1": "must be above 1",
-        f"{ACTOR}.entropy_coeff=[1]": "must be a valid number",
         f"{ACTOR}.loss_agg_mode=mean": "must be one of 'token-mean', 'seq-mean-token-sum'",
         f"{ACTOR}.policy_loss.clip_cov_ratio=0": "must be above 0 and at most 1",
-        f"{ACTOR}.kl_loss_type=k4": "must be one of 'kl', 'k1'",
-        f"{ACTOR}.strategy=megatron": "must be one of 'fsdp'",
         f"{ACTOR}.policy_loss.loss_mode=unknown": "or your own as package.module:function or path/file.py:function",
         f"{ACTOR}.policy_loss.loss_mode='a b:c'": "must be one of vanilla",
         "algorithm.adv_estimator=ppo": "must be one of gae, grpo",
         "algorithm.kl_penalty=0.001": "must be one of 'kl', 'k1'",
         "algorithm.gamma=1.1": "must be between 0 and 1",
-        f"{ROLLOUT}.name=tgi": "must be one of 'hf', 'vllm'",
         f"{ROLLOUT}.top_k=0": "must be -1 (off) or at least 1",
-        f"{ROLLOUT}.val_kwargs.n=0": "must be at least 1",
         "trainer.logger=[console,nowhere]": "must be one of console, jsonl, tensorboard, wandb",
-        "trainer.logger={a: 1}": "must be a valid string",
-        "trainer.device=tpu": "must be one of 'cpu' or 'cuda'",
         "trainer.experiment_name=1e-6": "must be a valid string (quote",
         "trainer.seed=" + "9" * 400: "must be a whole number below 2**63",
-        "trainer.seed=1e300": "must be a whole number below 2**63",
         f"{ACTOR}.optim.lr=" + "9" * 400: "must be a number",
         "data.train_files=[]": "must be at least one path",
         "data.apply_chat_template_kwargs=[1,2]": "must be a mapping, as in {name: value}; the default is {}",
-        "critic.model.override_config=[1,2]": "must be a mapping, as in {name: value}; the default is null",
         "data=5": "is a section",
-        "trainer={}": "is a section",
         "trainer.health.nonfinite.bound=-1": "must be at least 0",
     }.items():
         (line,) = lines(override)
@@ -113,24 +86,18 @@ def test_what_cannot_be_read_is_one_line():
         "": "'': is no override; write key=value",
         "trainer.cpu_threads[0]=1": "names joined by single dots",
         "retriever.local..z=1": "names joined by single dots",
-        "trainer.seed.=1": "names joined by single dots",
-        ".trainer.seed=1": "names joined by single dots",
         "trainer.seed =1": "names joined by single dots",
-        "ü=1": "names joined by single dots",
         "=1": "is no override",
-        "++=1": "is no override",
         "~trainer.seed": "is no override",
         "data.train_files=[~/a, ~/b]": "quote text",
         "trainer.seed=1,2": "is a sweep",
         "preset=choice(lab,x)": "is a sweep",
         "group/sub=x": "is no override",
-        "trainer@x=y": "is no override",
         "trainer.seed=" + "9" * 5000: "cannot be read (Exceeds the limit",
         "trainer.seed=" + "[" * 3000: "cannot be read (",
         "trainer.nope='a\nb'": "trainer.nope=a\\nb: unknown key",
         "reward_model.reward_kwargs=${..}": "cannot be read (",
         "reward_model.reward_kwargs={a: '${'}": "cannot be read (",
-        "reward_model.reward_kwargs={a: ${reward_model.reward_kwargs}}": "cannot be read (",
         "trainer.seed=${trainer.seed}": "cannot be read (",
         "trainer.rollout_data_dir=${oc.env:NOT_SET_ANYWHERE}": "cannot be read (",
         "trainer.rollout_data_dir=x/${trainer.experiment_name}": "names a key that is null",

@@ -146,11 +146,6 @@ def test_the_tables_name_keys_that_exist_and_no_key_of_the_schema(recipe):
     assert not [key for key in accepted if "*" in key.removeprefix("*.")], "what is accepted is named"
 
 
-def test_keys_of_profiles_have_no_effect():
-    keys = ["global_profiler.profile_continuous_steps", "global_profiler.tool", "trainer.profile_steps"]
-    assert set(keys) <= set(examine("grpo", ["preset=lab", *(f"{key}=True" for key in keys)]).unused)
-
-
 def test_the_tree_of_the_sft_trainers_is_read():
     line = ["model.partial_pretrain=org/m", "data.max_length=2048", "data.micro_batch_size_per_gpu=4", "optim.lr=1e-4"]
     line += ["data.prompt_key=extra_info", "data.prompt_dict_keys=[question]", "data.response_key=extra_info"]
