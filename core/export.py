@@ -26,26 +26,21 @@ def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint
     if out.exists():
         raise InputError(f"{out} exists: give the export a new folder")
     found = find_checkpoint(source)
-    actor, unfinished = found.folder / "actor", out.with_name(f".tmp-{out.name}")  # renamed when it is complete
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        if (actor / ADAPTERS).exists():
-            from transformers import AutoTokenizer
+    actor = found.folder / "actor"
+    if not (actor / ADAPTERS).exists():
+        shutil.copytree(actor, out, ignore=shutil.ignore_patterns(OPTIMIZER))
+        return found
+    from transformers import AutoTokenizer
 
-            from core.learner.lora import merge_saved
-            from core.learner.models import quiet
-            from core.vision.pictures import modality_of
+    from core.learner.lora import merge_saved
+    from core.learner.models import quiet
+    from core.vision.pictures import modality_of
 
-            saved = found.provenance.contents.get(MODELS["actor"]) if found.provenance else None
-            with quiet():
-                model = merge_saved(actor, saved and saved[0], base)
-            modality_of(model.config).load_processor(model, str(actor))
-            export_hf(model, AutoTokenizer.from_pretrained(actor), unfinished)
-        else:
-            shutil.copytree(actor, unfinished, ignore=shutil.ignore_patterns(OPTIMIZER))
-        unfinished.replace(out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    saved = found.provenance.contents.get(MODELS["actor"]) if found.provenance else None
+    with quiet():
+        model = merge_saved(actor, saved and saved[0], base)
+    modality_of(model.config).load_processor(model, str(actor))
+    export_hf(model, AutoTokenizer.from_pretrained(actor), out)
     return found
 
 

@@ -23,7 +23,7 @@ from reward_scores.score import Score, ScoreStatus
 DRIVER = "driver.pt"
 CLASSES = [ScoredGroup, Dropped, Trajectory, Segment, Stop, Score, ScoreStatus]  # of carried groups
 ARRAYS = [bytes, np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], np.float32(0).__reduce__()[0]]  # what numpy pickles
-DTYPES = [type(np.dtype(name)) for name in ("int32", "int64", "float32", "float64", "bool")]
+DTYPES = [type(np.dtype(name)) for name in ("int32", "int64", "uint32", "float32", "float64", "bool")]
 
 
 def save_tensors(path: Path, state: Any) -> None:
@@ -64,10 +64,9 @@ def rng_state() -> dict[str, Any]:
     """Return the states of the global generators: Python's, numpy's, torch's on the CPU and on every CUDA device."""
     import torch
 
-    name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+        "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -77,9 +76,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put back what :func:`rng_state` returned. To be called last: loading a model draws numbers."""
     import torch
 
-    name, keys, *rest = state["numpy"]
     random.setstate(state["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):

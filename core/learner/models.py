@@ -1,7 +1,6 @@
 """Tokenizers and models as the configuration names them, read from Hugging Face folders or the hub.
 
-What a checkpoint holds is read in ``core/learner/saving.py``. transformers is imported where it is used: the module of
-the trainer stays light to import.
+transformers is imported where it is used: the module of the trainer stays light to import.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,15 +155,14 @@ def load_critic(
         return _load(CLASSIFIERS["ForTokenClassification"], model, dtype, on_meta, num_labels=1, classifier_dropout=0.0)
 
 
-def load_classifier(model: Section, *, on_meta: bool = False) -> tuple[nn.Module, bool]:
+def load_classifier(model: Section) -> tuple[nn.Module, bool]:
     """Load a trained classifier with one label in eval mode; return it and whether it labels tokens (else sequences).
 
-    Its weights have the number format of the passes; ``on_meta`` neither reads nor allocates them.
-    Raises InputError for a folder or hub id that holds anything else.
+    Its weights have the number format of the passes. Raises InputError for a folder that holds anything else.
     """
     import transformers
 
-    path = resolve_path(model.path, REWARD_MODEL, weights=not on_meta)
+    path = resolve_path(model.path, REWARD_MODEL)
     with readable(path, REWARD_MODEL):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     names = " ".join(config.architectures or ())
@@ -176,8 +174,8 @@ def load_classifier(model: Section, *, on_meta: bool = False) -> tuple[nn.Module
     auto = getattr(transformers, kind)
     dtype = compute_dtype(model.fsdp_config.dtype) or torch.float32
     options = {"config": config, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
-    with quiet(), torch.device("meta") if on_meta else nullcontext():
-        module = auto.from_config(**options) if on_meta else auto.from_pretrained(path, **options)
+    with quiet():
+        module = auto.from_pretrained(path, **options)
     return module.eval().requires_grad_(False), "TokenClassification" in kind
 
 
