@@ -31,11 +31,6 @@ def math_golds() -> list[str]:
     return sorted({row["answer"] for row in train if row["answer"]} | {gold for _, gold in math_solutions()})
 
 
-def aime_golds() -> list[str]:
-    old = json.loads((data_dir() / "aime_1983_2023/aime_train.json").read_text(encoding="utf-8"))
-    return [str(row["answer"]) for row in old] + [row["answer"] for row in lines("aime2024/test.jsonl")]
-
-
 def qa_golds() -> list[list[str]]:
     """Gold answers of every question."""
     nq = ("NQ-open.dev", "NQ-open.efficientqa.dev.1.1", "NQ-open.efficientqa.test.1.1")

@@ -77,10 +77,6 @@ class RecordedRun:
         return self.alias or f"{self.manifest['recipe']}/{self.manifest['run']}"
 
     @property
-    def is_published(self) -> bool:
-        return (self.folder / "metrics.csv").exists()
-
-    @property
     def seed(self) -> Any:
         return self.config.get("trainer.seed")
 
