@@ -88,8 +88,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 class DriverState:
     """State of the driver, enough to go on after ``step`` complete steps.
 
-    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored to their group, or to a
-    ``Dropped``. ``values`` are numbers, texts and tensors: the KL controller's state, the keep rate, counters.
+    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored; ``values`` are the rest.
     """
 
     step: int

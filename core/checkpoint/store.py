@@ -92,8 +92,7 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
 def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
     """Check every file that the manifest of ``folder`` lists, and return the checkpoint.
 
-    Without ``hashes`` presence and size only are compared. Raises DamagedCheckpoint, which names the file and what is
-    wrong with it; InputError where another version of this code wrote it.
+    Without ``hashes`` sizes are compared. Raises DamagedCheckpoint; InputError where another version wrote it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -156,8 +155,7 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None where there is no checkpoint at all.
 
-        Damaged ones are skipped with a warning. Raises InputError where all are damaged: starting over silently would
-        throw a run away.
+        Damaged ones are skipped with a warning. Raises InputError where all are: starting over would throw a run away.
         """
         damaged: dict[int, str] = {}
         while remaining := [step for step in self.steps() if step not in damaged]:
@@ -179,8 +177,7 @@ class CheckpointStore:
     def claim(self) -> None:
         """Make this process the root's only writer and clear away what killed writers left. Idempotent.
 
-        The lock is the process's and goes with it, however it ends. Raises InputError where another process writes
-        here, or the folder cannot be written.
+        The lock goes with the process, however it ends. Raises InputError where it is taken, or nothing can be written.
         """
         if self._lock is not None:
             return
@@ -259,8 +256,8 @@ def checkpoint_at(path: str | os.PathLike[str], key: str) -> Checkpoint:
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
     """Return the checkpoint to go on from by ``trainer.resume_mode``, or None to start from the base model.
 
-    Claims the store unless ``val_only``. Raises InputError, also for checkpoints in the run folder that are newer than
-    the start: what this run writes would lie among them, and the next start would take one of theirs for its own.
+    Claims the store unless ``val_only``. Raises InputError, also where the folder has newer ones than the start: the
+    next start would take one of theirs for its own.
     """
     if not trainer.val_only:
         store.claim()
@@ -283,9 +280,8 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
 class RemoteCopy:
     """The copy at ``url`` of the run folder of ``store``, for a run that changes machines.
 
-    A complete checkpoint is sent with its manifest last, so that a folder there with a manifest is complete. A start
-    fetches what is newer there than here. Two runs at one URL are noticed when one finds a checkpoint that it did not
-    send; no lock of an object store is relied on.
+    A checkpoint is sent with its manifest last, so a folder there with a manifest is complete. A start fetches what
+    is newer there. Two runs at one URL are noticed when one finds a checkpoint that it did not send.
     """
 
     def __init__(self, url: str, store: CheckpointStore):

@@ -1,7 +1,6 @@
 """From groups to tensors, and from a batch to the pieces that memory allows.
 
-What defines the objective (which sequences make an optimizer step, and each token's weight in it) is
-decided here once, before anything is split by memory: micro-batches and ranks only add up partial sums.
+Which sequences make an optimizer step, and each token's weight in it, is decided here once, before memory splits it.
 """
 
 from __future__ import annotations
@@ -162,8 +161,7 @@ def micro_batches(
 ) -> Iterator[tuple[Tensor, TrainBatch]]:
     """Yield pieces of at most so many sequences or tokens, with the indices of their sequences, the longest first.
 
-    A sequence goes into the first piece with room for it (first-fit decreasing, Johnson 1973: at most 11/9 of the
-    fewest pieces plus one). Raises ValueError for a sequence that alone is over the budget of tokens.
+    First-fit decreasing (Johnson 1973). Raises ValueError for a sequence that alone is over the budget of tokens.
     """
     lengths = batch.lengths.tolist() if max_tokens is not None else [1] * len(batch)
     size = max_sequences or len(batch) if max_tokens is None else max_tokens

@@ -1,7 +1,6 @@
 """The policy and the critic as they train: updates with gradient accumulation.
 
-A batch that reaches ``update`` is one optimizer step with its ``loss_weight``; what is done with memory (micro-batches,
-chunks of the head) adds up partial sums and cannot change the objective.
+A batch that reaches ``update`` is one optimizer step with its ``loss_weight``; micro-batches add up partial sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Log-probs and entropies of the output head without the logits of the whole batch.
 
-Logits of ``[N, V]`` are the largest tensor of language-model training: 4,096 tokens of a 128k vocabulary are 2 GiB in
-float32, several times over with the softmax and its gradient. Here a chunk of tokens at a time is projected, reduced to
-two numbers a token, and projected again in the backward pass.
+Logits of 4,096 tokens and a 128k vocabulary are 2 GiB in float32, several times over with softmax and gradient. Here a
+chunk of tokens at a time is projected, reduced to two numbers a token, and projected again in the backward pass.
 """
 
 from __future__ import annotations

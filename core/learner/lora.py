@@ -1,8 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685) inside a transformers model, through peft: the base is frozen.
 
 Adapters are put into the model in place, so whatever reads a model still finds its class, its body and its head.
-Engines and exports get the base's own names with the adapters merged; a checkpoint holds what is trained, in peft's
-own files, so that other tools load it beside the base. peft is imported where it is used.
+Engines and exports get them merged; a checkpoint holds what is trained, in peft's own files.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ VALUE_HEADS = ("score", "classifier")  # what transformers calls the head of a t
 def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed: int) -> nn.Module:
     """Put adapters into ``module`` where ``lora_rank`` > 0, and freeze the rest.
 
-    The seed decides the adapters' first weights, which change nothing yet: one factor of each is zero. A critic's new
-    head trains whole. Raises InputError for target modules that the model does not have, or its output head.
+    The seed decides the adapters' first weights, which change nothing yet. A critic's new head trains whole.
     """
     if not model.lora_rank:
         return module
@@ -97,8 +95,7 @@ def base_only(module: nn.Module) -> Iterator[None]:
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the model without adapters that computes the same, by its state dict's names.
 
-    They are the parameters themselves where nothing is merged, so that tied ones are one; of a sharded model sharded.
-    One layer is merged at a time: there is never a second copy of the model.
+    One layer is merged at a time; the others are the parameters themselves, so that tied ones are one.
     """
     adapted = layers(module)
     for name, value in module.state_dict(keep_vars=True).items():

@@ -1,8 +1,7 @@
 """Packed sequences: the inputs of a pass over them, and attention within each.
 
-Sequences lie one after another in one row, without padding. Positions restart with each, and attention sees its own
-sequence alone. A prompt that answers share is read once, and the answers attend to its keys and values, through which
-gradients flow back: the result is that of whole sequences up to rounding. Ranks may split the packed tokens evenly.
+Sequences lie one after another in one row, without padding. A prompt that answers share is read once, and the answers
+attend to its keys and values: the result is that of whole sequences up to rounding. Ranks may split the tokens evenly.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ def forward_inputs(
 ) -> ForwardInputs:
     """Return the inputs of the pass over these sequences, whose policy tokens are in the mask.
 
-    With ``group_B`` the prompts of groups are read once, where there are any to share. ``media`` are those of the
-    sequences, padded. ``mesh`` are the ranks that split the pass between them.
+    With ``group_B`` the prompts of groups are read once. ``mesh`` are the ranks that split the pass between them.
     """
     shared = None if group_B is None else shared_prompts(ids_N, mask_N, lengths_B, group_B)
     whole = torch.arange(len(lengths_B), device=lengths_B.device)

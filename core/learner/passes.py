@@ -1,7 +1,6 @@
 """What a pass over sequences computes: log-probs and entropies of a policy, in micro-batches that fit into memory.
 
-Everything is computed on the positions that the policy wrote and nowhere else. A model whose head, packed attention or
-engine computes anything else is refused before it trains on wrong numbers. Updates are ``learner.py``'s.
+A model whose head, packed attention or engine computes anything else is refused before it trains on wrong numbers.
 """
 
 from __future__ import annotations
@@ -322,8 +321,7 @@ def compare_weights(sent: Mapping[str, int], held: Mapping[str, int]) -> None:
 def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> float:
     """Return the largest difference of the two, [N] each. Raises WeightSyncError where a tenth is beyond the bound.
 
-    A wrong weight moves nearly all tokens. Rounding grows with the number that is rounded: the tokens are random ones,
-    whose log-probs may be -50. In bf16 on a GPU single ones are beyond the bound in undisturbed runs, by 0.5 to 2.5.
+    A wrong weight moves nearly all tokens; rounding moves single random ones in bf16 by 0.5 to 2.5.
     """
     difference = np.abs(learner - engine)
     bound = 0.25 + np.abs(learner) / 64 if bf16 else 1e-3 + np.abs(learner) * 1e-5

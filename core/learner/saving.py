@@ -1,7 +1,6 @@
 """A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in files of several ranks.
 
-Weights are a Hugging Face folder, so that an export is a copy of it; of a model with adapters they are what is trained,
-in peft's format. ``core/checkpoint`` writes the folder around them and everything else that a checkpoint holds.
+Weights are a Hugging Face folder, so that an export is a copy of it; of a model with adapters what is trained, as peft.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
 def load_weights(model: Any, folder: Path) -> None:
     """Put the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
 
-    ``from_pretrained`` reads them, which handles sharded files, tied weights and the renamings of transformers, into a
-    second copy. Raises InputError for a parameter that is missing, left over, or of another shape.
+    ``from_pretrained`` reads them into a second copy. Raises InputError for another model's.
     """
     if (folder / ADAPTERS).exists():  # transformers would load the base that they name, from wherever they name it
         raise InputError(f"{folder} holds weights of another model: adapters, and this run has none")
@@ -183,8 +181,7 @@ def load_optimizer(
 ) -> None:
     """Load the optimizer of ``actor/`` or ``critic/``, which one process or any number of ranks wrote.
 
-    ``place`` returns this rank's part of a whole tensor that belongs to a parameter; None: all of it. Raises
-    DamagedCheckpoint where there is no optimizer, or one of another model.
+    ``place`` returns this rank's part of a parameter's whole tensor; None: all of it. Raises DamagedCheckpoint.
     """
     from safetensors.torch import load_file
 

@@ -1,7 +1,6 @@
 """What the configuration decides about a training step: its passes, its learning rate, how many logits exist at once.
 
-The learning rate's schedule counts RL steps: all optimizer steps of an RL step share its rate. This module imports no
-torch: the plan reads it too.
+The learning rate's schedule counts RL steps. This module imports no torch: the plan reads it too.
 """
 
 from __future__ import annotations
@@ -94,8 +93,7 @@ def warmup_steps(config: OptimConfig, total_steps: int) -> int:
 def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
     """Return the multiplier of ``optim.lr`` in RL step ``step`` of ``total_steps``, counted from 0.
 
-    No step trains at 0. With a warm-up of w steps the first one trains at 1/w and the w-th at 1, where the published
-    trainers spend their first step at 0; the decay begins at 1 after it, so that the last step is still above its end.
+    No step trains at 0: with a warm-up of w steps the first trains at 1/w, where published trainers spend it at 0.
     """
     warmup = warmup_steps(config, total_steps)
     index = step + 1 if step < warmup else step
