@@ -72,7 +72,6 @@ class LearnerProcess(Process):
         self.store: torch.distributed.TCPStore | None = None  # at which the ranks meet
         self.staging: Staging | None = None  # the memory of a bucket in a weight sync, which these fill in turn
         self.buckets: Iterator[Bucket] = iter(())
-        self.used = 0  # bytes of the last one
 
     def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
         """Open the store at which the ranks meet, on rank 0, and return its address."""
@@ -120,23 +119,20 @@ class LearnerProcess(Process):
         return weights if self.learner.lead else None
 
     def next_bucket(self) -> Bucket | None:
-        """Gather the next bucket, and return where it is; None after the last."""
+        """Gather the next bucket, and return where it is; None after the last, when its memory is free again."""
         bucket = next(self.buckets, None)
-        self.used = bucket.size if bucket else 0
+        if bucket is None:
+            self.staging = None
+            torch.cuda.empty_cache()
         return bucket
 
-    def broadcast(self) -> None:
+    def broadcast(self, size: int) -> None:
         """Send the bucket that was gathered last to the engines that wait for it."""
-        GROUP.broadcast(self.staging.data[: self.used])
+        GROUP.broadcast(self.staging.data[:size])
 
     def join_engines(self, size: int, timeout_s: float) -> None:
         """Join the group in which this rank broadcasts weights to all devices of engines."""
         GROUP.join((self.store.host, self.store.port), 0, size, self.learner.device, timeout_s)
-
-    def end_sync(self) -> None:
-        """Free the staging memory."""
-        self.staging, self.buckets = None, iter(())
-        torch.cuda.empty_cache()
 
 
 class EngineProcess(Process):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from core.cluster.ray_pools import RayProcesses, rank_name
 from core.data.vocabulary import known_ids
-from core.engines.weight_buckets import Checksum, Proof, merged
+from core.engines.weight_buckets import Checksum, merged
 from core.errors import WorkersLost
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
@@ -57,16 +57,16 @@ class RayWorkers(RayProcesses):
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         part = self.config.actor_rollout_ref.actor
-        mini_batches, reads = self.actor_mini_batches(batch), actor_reads(part, batch)
-        return self._update("update_actor", mini_batches, reads, only_advantages_train(part), lr_multiplier, part)
+        steps, only = self.actor_mini_batches(batch), only_advantages_train(part)
+        return self._update("update_actor", part, steps, actor_reads(part, batch), only, lr_multiplier)
 
     def traced(self, rows: Collection[int]) -> Traced:
         parts = self._all("trace", "traced", tuple(rows))
         return {row: values for part in parts for row, values in part.items()}
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        mini_batches = self.critic_mini_batches(batch)
-        return self._update("update_critic", mini_batches, CRITIC_READS, False, lr_multiplier, self.config.critic)
+        steps = self.critic_mini_batches(batch)
+        return self._update("update_critic", self.config.critic, steps, CRITIC_READS, False, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Bring the weights to every engine; prove it by checksums, and by a probe within the bound of the precision.
@@ -94,12 +94,12 @@ class RayWorkers(RayProcesses):
         sent: list[Checksum] = []
         while None not in (buckets := self._processes("next_bucket")):
             bucket = merged(buckets)
-            sender = {rank_name(0): self.learners[0].broadcast.remote()} if self.broadcasts else {}
+            sender = {rank_name(0): self.learners[0].broadcast.remote(bucket.size)} if self.broadcasts else {}
             self.engine.load(bucket, sender)
             sent.append(bucket.checksum)
-        proofs = self.engine.end_update(version)
-        self._processes("end_sync")
-        compare_received(sent, proofs)
+        for device, proof in enumerate(self.engine.end_update(version)):
+            if list(proof.received) != sent:
+                raise WeightSyncError(f"device {device} of an engine got other bytes than the learner sent")
 
     def _processes(self, method: str, options: Sequence[tuple] | None = None) -> list[Any]:
         """Call a method of every rank's process in a weight sync."""
@@ -168,36 +168,23 @@ class RayWorkers(RayProcesses):
         return whole
 
     def _update(
-        self,
-        phase: str,
-        mini_batches: Iterable[TrainBatch],
-        reads: Sequence[str],
-        only_advantages: bool,
-        lr_multiplier: float,
-        part: Any,
+        self, phase: str, part: Any, steps: Iterable[TrainBatch], reads: Sequence[str], only: bool, lr_multiplier: float
     ) -> dict[str, float]:
-        """Take all optimizer steps of ``part``. Sequences that train are shared out apart from those that only a
-        metric reads."""
+        """Take all optimizer ``steps`` of ``part``, where ``only`` the advantages may train.
+
+        Sequences that train are shared out apart from those that only a metric reads.
+        """
         self._free_gpus()
         together = part.together
         by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
-        for mini_batch in mini_batches:
-            contributes = contributing_sequences(mini_batch, only_advantages_train=only_advantages)
+        for step in steps:
+            contributes = contributing_sequences(step, only_advantages_train=only)
             shares = []
             for chosen in (contributes, ~contributes):
                 rows = chosen.nonzero()[:, 0]
-                shares.append([rows[share] for share in self._shares(mini_batch.lengths[rows], together)])
+                shares.append([rows[share] for share in self._shares(step.lengths[rows], together)])
             for mine, indices in zip(by_group, zip(*shares, strict=True), strict=True):
-                mine.append(mini_batch.only(reads).rows(torch.cat(indices)))
+                mine.append(step.only(reads).rows(torch.cat(indices)))
         sent = [ray.put(mine) for mine in by_group]
         calls = {rank_name(r): (phase, sent[r // together], lr_multiplier) for r in range(self.ranks)}
         return self.watch.call(phase, "call", calls)[0]
-
-
-def compare_received(sent: Sequence[Checksum], proofs: Sequence[Proof]) -> None:
-    """Compare the buckets of one engine with those of the learner. Raises WeightSyncError where bytes differ."""
-    for device, proof in enumerate(proofs):
-        wrong = [number for number, pair in enumerate(zip(sent, proof.received, strict=True), 1) if pair[0] != pair[1]]
-        if wrong:
-            what = f"buckets {wrong} of {len(sent)} arrived at device {device} of an engine with other bytes"
-            raise WeightSyncError(f"in the weight sync {what} than the learner sent")
