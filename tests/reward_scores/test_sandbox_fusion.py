@@ -92,7 +92,8 @@ def test_a_server_that_fails_is_no_silent_zero():
         prime_code.score(fenced(ADD), SUM, {}, "robust", sandbox_fusion=dead)
 
 
-def test_a_server_that_stays_away_is_waited_for_once_and_not_for_every_answer():
+def test_a_server_that_stays_away_is_waited_for_once_and_not_for_every_answer(monkeypatch):
+    monkeypatch.setattr(sandbox_fusion, "RETRY_SECONDS", 0.02)
     dead = Server("http://127.0.0.1:9/away", give_up_s=0.3)
     begun = time.monotonic()
     for _ in range(20):
