@@ -104,22 +104,6 @@ def test_a_server_that_dies_ends_the_run_soon(folder, monkeypatch):
         scripted()(config(folder, "lost", server.url), answer).init_workers().fit()
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-def test_over_ray_the_loop_asks_and_no_reward_model_is_loaded(folder):
-    """Both steps are scored by the server; the first step's answers are those of one process, up to rounding."""
-    with serve(lambda number, body: f"[[{len(shown(body)[1]) % 7 / 10}]]") as server:
-        keys = ("trainer.backend=ray",)
-        trainer = RayPPOTrainer(config(folder, "ray", server.url, *keys, steps=2)).init_workers()
-        assert trainer.workers.reward_model is None
-        trainer.fit()
-    found = lines(folder, "ray")
-    assert len(found) == 2 and all(line["perf/judge_requests"] > 0 == line["reward/crash_rate"] for line in found)
-    replay = config(folder, "again", NOBODY, *keys, steps=1)
-    RayPPOTrainer(replay).init_workers().fit()
-    assert lines(folder, "again")[0]["critic/score/mean"] == found[0]["critic/score/mean"]
-
-
 def test_a_step_without_any_score_trains_nothing_and_passes(folder):
     """The step before had scores: a run without a single one stops (test_rewards.py)."""
 
