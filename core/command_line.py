@@ -60,7 +60,11 @@ def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) ->
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character that was typed shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
     if HELP & {*argv}:
-        _help(recipe, argv)
+        at = next(number for number, text in enumerate(argv) if text in HELP)
+        words = [text.partition("=")[0] for text in argv[at + 1 :] if text not in {*HELP, "--"}]
+        text, known = help_text(recipe, argv[:at], words)
+        print(text, file=sys.stdout if known else sys.stderr)
+        raise SystemExit(0 if known else 1)
     dry, composed = is_dry_run(), examine(recipe, argv)
     problems = all_problems(composed, composed.typed if dry else None)
     if dry and not problems:
@@ -197,15 +201,6 @@ def _report(recipe: str, composed: Composed) -> str:
         if entries:
             lines += [f"{title}:", *(f"  {entry}" for entry in entries)]
     return "\n".join(lines)
-
-
-def _help(recipe: str, arguments: Sequence[str]) -> NoReturn:
-    """Print the help and end: with 1 where a search found nothing. Words after ``--help`` are searched for."""
-    at = next(number for number, text in enumerate(arguments) if text in HELP)
-    words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in {*HELP, "--"}]
-    text, known = help_text(recipe, arguments[:at], words)
-    print(text, file=sys.stdout if known else sys.stderr)
-    raise SystemExit(0 if known else 1)
 
 
 def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tuple[str, bool]:

@@ -84,8 +84,7 @@ class Shape:
 
     def adapters(self, rank: int) -> int:
         """Count the parameters of LoRA on every linear layer: two factors each."""
-        attention = 2 * (self.hidden + self.q_size) + 2 * (self.hidden + self.kv_size)
-        return self.layers * rank * (attention + 3 * (self.hidden + self.mlp))
+        return self.layers * rank * (7 * self.hidden + 2 * self.q_size + 2 * self.kv_size + 3 * self.mlp)
 
     def kv_bytes(self, width: int) -> int:
         """Return the bytes of key and value cache a token at ``width`` bytes a number."""
@@ -110,9 +109,7 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
     sizes = {field: config.get(name) or 0 for field, name in SIZES.items()}
     wrong = [SIZES[field] for field, size in sizes.items() if type(size) is not int or size < (field != "head_dim")]
     if wrong or "vision_config" in found:
-        raise InputError(
-            f"{path}/config.json: not the shape of a model of text ({', '.join(wrong) or 'vision_config'})"
-        )
+        raise InputError(f"{path}/config.json: no model of text by its {', '.join(wrong) or 'vision_config'}")
     bias = config.get("attention_bias", config.get("model_type", "").startswith("qwen2"))
     return Shape(**sizes, tied=config.get("tie_word_embeddings", True), bias=bias)
 
@@ -195,9 +192,6 @@ def update_bytes(
         head + reduced + gradients + tokens * (backward + block),  # in the first layer
         gradients + ends - gathered_bytes(shape, width),  # at the end
     )
-
-
-# --- the plan ---
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core.algorithm.losses import clip_bounds
 from core.config.paths import run_folder
 from core.data.vocabulary import end_ids
 from core.files import replacing
@@ -120,8 +121,7 @@ class TraceRecorder:
             **_of_update(recorded, rows, traced),
         }
         known, actor = np.unique(arrays["ids"]).tolist(), self.config.actor_rollout_ref.actor
-        bounds = actor.clip_ratio_low, actor.clip_ratio_high
-        low, high = (actor.clip_ratio if bound is None else bound for bound in bounds)
+        low, high = clip_bounds(actor)
         meta = {
             "format": FORMAT,
             "step": step,

@@ -65,7 +65,10 @@ class Health:
         crossed = {}
         for name, value in self.measured(values, config.reward_window).items():
             bound = getattr(config, name).bound
-            if bound is not None and value is not None and not _within(name, value, bound):
+            if bound is None or value is None:
+                continue
+            kept = value < bound if name == NONFINITE else value >= bound if name == "entropy" else value <= bound
+            if not kept:  # NaN is beyond any bound
                 crossed[name] = f"{CHECKS[name].format(value)} (trainer.health.{name}.bound={bound:g})"
         if not crossed:
             self.last_healthy_step = step
@@ -96,10 +99,3 @@ class Health:
             if full >= STUCK_STEPS:
                 return f"in {full} steps in a row 100% of the {text}" if full == STUCK_STEPS else None
         return None
-
-
-def _within(name: str, value: float, bound: float) -> bool:
-    """Return whether a check's value is within its bound; NaN is beyond any."""
-    if name == "entropy":
-        return value >= bound
-    return value < bound if name == NONFINITE else value <= bound
