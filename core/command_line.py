@@ -270,7 +270,8 @@ def work(trainer: str, config: Config) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    log.setLevel(logging.INFO)
+    for package in ("core", "recipes"):
+        logging.getLogger(package).setLevel(logging.INFO)
     run = train(load_trainer(trainer), config).run
     print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
 

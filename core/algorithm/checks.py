@@ -39,13 +39,12 @@ def of_tokens(function: Callable[[Any], Any], inputs: Any, shape: torch.Size, se
     Raises InputError for what a user's own returns otherwise: a mean would spread over all tokens unseen.
     """
     found = function(inputs)
+    wanted = [list(shape), list(shape) if second is Tensor else second.__name__]
     pair = found if isinstance(found, tuple) else (found,)
     got = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in pair]
-    wanted = [list(shape), list(shape) if issubclass(second, Tensor) else second.__name__]
     if got != wanted:
-        rule = f"returned {', '.join(map(str, got))}, expected {', '.join(map(str, wanted))}"
-        fix = "return a number for each token, and no mean (recipes/README.md)"
-        raise InputError(f"{getattr(function, '__qualname__', function)} {rule}; {fix}")
+        name = getattr(function, "__qualname__", function)
+        raise InputError(f"{name} returned {got}, expected {wanted}; return a number for each token, and no mean")
     return found
 
 

@@ -7,6 +7,7 @@ Engines and exports get them merged; a checkpoint holds what is trained, in peft
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from core.errors import InputError
 if TYPE_CHECKING:
     from core.config.training_keys import CriticModelConfig, ModelConfig
 
+log = logging.getLogger(__name__)
 ADAPTER = "default"  # peft's name of the one adapter there is
 PREFIX, INSIDE = "base_model.model.", f".{ADAPTER}."  # of a weight's name: in peft's files, and in the module
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
@@ -56,6 +58,10 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         raise InputError("model.target_modules: the output head cannot have an adapter; leave lm_head out")
     for name in own_heads:
         module.get_submodule(name).requires_grad_(True)
+    trained, parts = (
+        sum(one.numel() for one in some) for some in (trained_weights(module).values(), module.parameters())
+    )
+    log.info("adapters of rank %d: %s of %s parameters train", model.lora_rank, f"{trained:,}", f"{parts:,}")
     return module
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import copy
 import dataclasses
 import inspect
+import linecache
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from core.config.code_by_path import absent, load_module, load_object
@@ -96,7 +95,7 @@ class CustomFunction:
             trace = traceback.format_exc(limit=-3).rstrip()
             raise InputError(f"{CUSTOM}.path={where}: importing it failed{fix}\n{trace}") from error
         self.examples = tuple(getattr(module, "EXAMPLES", ()))
-        self.texts = texts_of(module)
+        self.code = "".join(linecache.getlines(str(module.__file__)))  # its texts hold the tokens that it looks for
         self.check_ground_truth = getattr(module, "check_ground_truth", any_ground_truth)
         try:
             signature = inspect.signature(self.function)
@@ -123,15 +122,6 @@ class CustomFunction:
         if self.lists and len(result) != 1:
             raise ScoreError(f"a function of lists must return one result an answer: got {result!r:.100} for one")
         return result[0] if self.lists else result
-
-
-def texts_of(module: ModuleType) -> set[str]:
-    """Return the texts that stand in a module's code, which hold the tokens that it looks for."""
-    try:
-        code = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError):  # compiled, without its source
-        return set()
-    return {node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 class Scorers:

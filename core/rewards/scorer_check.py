@@ -140,18 +140,16 @@ def _try(problems: Problems, layer: RewardLayer, row: Row) -> tuple[str, Score] 
 def _warn_of_lost_tokens(layer: RewardLayer, first: Mapping[str, Row], tokenizer: Any) -> None:
     """Warn of special tokens that a scorer reads: it gets text that is decoded without them.
 
-    They are those without which an answer tried at start is graded otherwise, and those in the texts of a user's
-    function, whatever it was tried on.
+    They are those without which an answer tried at start is graded otherwise, and those in a user's code.
     """
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    ends = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token}
-    for source, row in first.items() if added else ():
+    marks = added - {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token}
+    for source, row in first.items():
         scorer, custom = layer.scorers.scorer(source), layer.scorers.custom
-        lost = {token for token in added - ends for text in custom.texts if token in text} if custom else set()
+        lost = {token for token in marks if custom and token in custom.code}
         answers = scorer.examples or [(text, row.ground_truth, 0) for text in trial_answers(scorer, row.ground_truth)]
         for text, gold, _ in answers:
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            read = tokenizer.decode(ids, skip_special_tokens=True)  # as text for scorers is
+            read = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
             gone = {token for token in added if text.count(token) > read.count(token)}
             if gone - lost and layer.grade_text(row, text, gold) != layer.grade_text(row, read, gold):
                 lost |= gone

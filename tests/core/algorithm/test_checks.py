@@ -44,7 +44,7 @@ def test_what_a_loss_or_an_estimator_returns_has_a_number_for_each_token(second)
     assert checks.of_tokens(lambda x: (x, other), one, one.shape, second) == (one, other)
     wrong = (one, (one.mean(), other), (one[:2], other), (0.5, other), (one, other, other), [one, other], None)
     for found in (*wrong, (one, None)):
-        with pytest.raises(InputError, match=r"<lambda> returned .*, expected \[3\], "):
+        with pytest.raises(InputError, match=r"<lambda> returned .*, expected \[\[3\], "):
             checks.of_tokens(lambda x, found=found: found, one, one.shape, second)
 
 
