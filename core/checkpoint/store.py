@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,10 +89,10 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
-def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
+def verify(folder: Path) -> Checkpoint:
     """Check every file that the manifest of ``folder`` lists, and return the checkpoint.
 
-    Without ``hashes`` sizes are compared. Raises DamagedCheckpoint; InputError where another version wrote it.
+    Raises DamagedCheckpoint; InputError where another version wrote it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
         for name, recorded in files.items():
             if (size := inside(folder, name, folder / MANIFEST).stat().st_size) != recorded["bytes"]:
                 raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {recorded['bytes']}")
-        for name, digest in _hash_all(folder, files if hashes else ()).items():
+        for name, digest in _hash_all(folder, files).items():
             if digest != files[name]["sha256"]:
                 raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
         return Checkpoint(folder, step, files, Provenance(**saved) if saved else None)
@@ -140,14 +140,6 @@ class CheckpointStore:
         with os.scandir(self.root) as entries:  # one look: with a stat a name a busy writer may seem to have none
             names = [entry.name for entry in entries if entry.is_dir()]
         return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
-
-    def complete_steps(self) -> list[int]:
-        """Return the steps whose folders have all their files; hashes are not compared."""
-        complete = []
-        for step in self.steps():
-            with suppress(InputError):
-                complete.append(verify(self.folder(step), hashes=False).step)
-        return complete
 
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
@@ -215,7 +207,7 @@ class CheckpointStore:
                 raise
             raise WriteFailed(
                 f"{self.root}: the checkpoint of step {step} could not be written ({error}; {free_space(self.root)}); "
-                f"intact are those of steps {self.complete_steps()}. Make room, or set another {KEY}, and resume"
+                f"written are those of steps {self.steps()}. Make room, or set another {KEY}, and resume"
             ) from error
 
     def adopt(self, folder: Path, step: int) -> None:
@@ -231,9 +223,9 @@ class CheckpointStore:
         self._prune(step)
 
     def _prune(self, sound: int) -> None:
-        """Delete all but the ``keep`` newest complete ones, of any process; never the one known to be sound."""
-        complete = [step for step in self.complete_steps() if step != sound]
-        for step in [] if self.keep is None else complete[: max(0, len(complete) + 1 - self.keep)]:
+        """Delete all but the ``keep`` newest ones, of any process; never the one known to be sound."""
+        older = [step for step in self.steps() if step != sound]
+        for step in [] if self.keep is None else older[: max(0, len(older) + 1 - self.keep)]:
             # Renamed first, so that no half-deleted folder has the name of a complete one
             os.rename(self.folder(step), self.root / f".tmp-global_step_{step}-deleted")
         self._clear()
@@ -308,7 +300,7 @@ class RemoteCopy:
         """
         if writes:
             check_writable(self.url, KEY)
-        there, own = self.steps(), max(self.store.complete_steps(), default=-1)
+        there, own = self.steps(), max(self.store.steps(), default=-1)
         self.newest = max(there, default=-1)
         if self.newest > own or not (self.store.root / MANIFEST).exists():
             self._fetch([name for name in self.files() if not name.startswith(CHECKPOINTS)], self.store.root)
