@@ -18,11 +18,10 @@ from pathlib import Path
 
 import yaml
 
-from core.config.convert import read_yaml
 from core.errors import InputError
 from core.tracking.validation import ValRecord
 from results.reporting.answers import published_samples
-from results.reporting.run_reader import RecordedRun, load_run, run_copy, scrub
+from results.reporting.run_reader import RecordedRun, load_run, read_yaml, run_copy, scrub
 from results.reporting.summaries import summarise
 
 METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation

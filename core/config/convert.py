@@ -33,7 +33,7 @@ def known(key: str, schema: type = Config) -> bool:
     """Return whether the schema has the key, or a mapping of the user's own that the key is a part of."""
     keys, parts = all_keys(schema), key.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return key in keys or any(parent in keys and optional(keys[parent])[0] is Open for parent in above)
+    return key in keys or any(parent in keys and optional(keys[parent]) is Open for parent in above)
 
 
 def get(config: Any, key: str) -> Any:
@@ -98,14 +98,6 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where it is compiled in: ten times as fast
-
-
-def read_yaml(text: str) -> Any:
-    """Return what a YAML text holds. Raises ValueError where it is no YAML."""
-    try:
-        return yaml.load(text, LOADER)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"no YAML ({' '.join(str(error).split())})") from error
 
 
 @functools.cache

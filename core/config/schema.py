@@ -11,7 +11,7 @@ result. Rules between keys are in ``rules_training.py``.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from core.config import registry
 from core.config.section import (
@@ -285,27 +285,11 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     ray_kwargs: RayKwargsConfig = bookkeeping(RayKwargsConfig(), used_if=OVER_RAY)
 
-    # Facts of a recipe, which it overrides in its subclass; the others follow from the keys
-
-    @property
-    def generates(self) -> bool:
-        """Whether a step collects answers; a recipe that trains on what stands in files overrides it."""
-        return True
-
-    @property
-    def plays_episodes(self) -> bool:
-        """Whether the recipe's trainer plays episodes of its own instead of an agent loop."""
-        return False
-
-    @property
-    def drops_groups(self) -> bool:
-        """Whether a step leaves groups out, so that more prompts are drawn; a recipe that filters overrides it."""
-        return False
-
-    @property
-    def needs_engine(self) -> bool:
-        """Whether anything in the run is answered by an engine, in a step or in a validation."""
-        return True
+    # Facts of a recipe, which its subclass may override, by a property that reads keys too
+    generates: ClassVar[bool] = True  # a step collects answers, and does not train on what stands in files
+    plays_episodes: ClassVar[bool] = False  # the recipe's trainer does, instead of an agent loop
+    drops_groups: ClassVar[bool] = False  # a step leaves groups out, so that more prompts are drawn
+    needs_engine: ClassVar[bool] = True  # something is answered, in a step or in a validation
 
     @property
     def learner_ranks(self) -> int:

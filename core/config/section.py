@@ -176,17 +176,15 @@ def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Section)
 
 
-def optional(hint: Any) -> tuple[Any, bool]:
-    """Return the type without None, and whether None is a value of it."""
-    if get_origin(hint) not in (Union, types.UnionType):
-        return hint, False
-    (alone,) = (part for part in get_args(hint) if part is not type(None))
-    return alone, True
+def optional(hint: Any) -> Any:
+    """Return the type without None."""
+    union = get_origin(hint) in (Union, types.UnionType)
+    return next(part for part in get_args(hint) if part is not type(None)) if union else hint
 
 
 def _typed(hint: Any, value: Any) -> Any:
     """Return a value as its type writes it, where that is clear; pydantic judges the rest."""
-    hint, _ = optional(hint)
+    hint = optional(hint)
     hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(hint) is tuple and value is not None:  # a single value stands for a list of one
         items = value if isinstance(value, list | tuple) else (value,)

@@ -191,10 +191,8 @@ class CriticConfig(LearnerConfig):
 # --- the objective ---
 
 
-STATISTICS = (
-    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
-)
+_KS = [f"{over}_k{number}" for over in ("token", "seq_sum", "seq_mean") for number in (1, 2, 3)]
+STATISTICS = (*_KS, "seq_max_k2", "seq_max_k3")
 # v0.6.1's names, which bound the ratio itself: the statistic of its logarithm, negated
 RATIOS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 

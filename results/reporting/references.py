@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from core.config.convert import read_yaml
 from core.config.section import show
 from core.errors import InputError
 from core.tracking.validation import Estimate, wilson
@@ -23,7 +22,7 @@ from results.reporting.accuracies import macro_average
 from results.reporting.comparison import seed_interval
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
-from results.reporting.run_reader import flatten
+from results.reporting.run_reader import flatten, read_yaml
 from results.reporting.summaries import Summary, group_name, grouped_summaries
 
 Row = Mapping[str, Any]

@@ -20,8 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from core.config import convert, recipes, recorded
-from core.config.convert import read_yaml
 from core.config.section import BOOKKEEPING, hidden
 from core.errors import InputError
 from core.files import local_path
@@ -49,6 +50,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 class NotARun(InputError):
     """A folder is not a run folder, or a file in it is damaged."""
+
+
+def read_yaml(text: str) -> Any:
+    """Return what a YAML text holds. Raises ValueError where it is no YAML."""
+    try:
+        return yaml.load(text, convert.LOADER)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"no YAML ({' '.join(str(error).split())})") from error
 
 
 @dataclass(frozen=True)

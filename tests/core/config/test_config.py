@@ -20,6 +20,7 @@ from core.config.defaults import resolve
 from core.config.section import BOOKKEEPING, EXECUTION, FILES, IDENTITY, thaw
 from core.errors import InputError
 from core.tracking.health import CHECKS
+from results.reporting.run_reader import read_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "core/config/README.md"
@@ -315,7 +316,7 @@ def test_a_name_is_one_part_of_a_path(key):
 def test_aliases_of_an_ordinary_file_are_read():
     text = to_yaml(Config())
     anchored = text.replace("data:", "data: &data", 1) + "data_again: *data\n"
-    assert convert.read_yaml(anchored)["data_again"] == yaml.safe_load(text)["data"]
+    assert read_yaml(anchored)["data_again"] == yaml.safe_load(text)["data"]
     for broken in ("a: [", "a: !!python/name:os.system"):
         with pytest.raises(ValueError, match="no YAML"):
-            convert.read_yaml(broken)
+            read_yaml(broken)
