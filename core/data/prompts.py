@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 Text = str | Sequence[Message]  # a prompt as the data has it
 SUBSET = -2  # keeps this permutation apart from those of the order
 CHAT_FIX = "mend the roles, or set another chat template"
-OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
 # (sizes of the files) -> the numbers of the examples to take of each one
 Choose = Callable[[Sequence[int]], Sequence[np.ndarray]]
@@ -66,8 +65,6 @@ class Encoder:
         self.template_kwargs = dict(template_kwargs or {})
         self.has_template = has_template(tokenizer, self.template_kwargs)
         self._written_roles: set[str] = set()  # whose text the template is known to write
-        if clash := [name for name in OWNED if name in self.template_kwargs]:
-            raise InputError([f"data.apply_chat_template_kwargs: {', '.join(clash)} cannot be set here; leave it out"])
 
     def encode(self, prompt: Text, tools: Sequence[Any] = (), media: Pictures | None = None) -> list[int]:
         """Return the ids of a prompt, neither cut nor padded, one for each token of its media.

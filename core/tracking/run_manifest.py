@@ -28,6 +28,7 @@ from core.files import is_url, local_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "vllm", "flash-attn", "sympy", "math-verify")
+DATA = ("data.", "custom_reward_function.")  # keys whose files a manifest lists
 CODE = ("--", ".", ":(exclude)results/*/*")  # of git's paths: what a run computes with
 Changes = Mapping[str, list[Any]]  # key -> [before, now]
 
@@ -57,7 +58,7 @@ def begun(
         "status": "running",
         "seeds": {"trainer.seed": config.trainer.seed, "data.seed": config.data.seed},
         "changed_from_defaults": {key: [hidden(one.get(key), key) for one in (before, after)] for key in changed},
-        "data": data_of(config),
+        "data": data_hashes(dict.fromkeys(path for key, path in paths.named(config) if key.startswith(DATA))),
         "models": dict(models),
     }
     manifest["sessions"].append(session(resume, changes))
@@ -122,12 +123,6 @@ def hardware() -> dict[str, Any]:
 
 
 # --- files ---
-
-
-def data_of(config: Config) -> list[dict[str, Any]]:
-    """Return path, size and sha256 of each file on this machine that holds data, or the user's reward function."""
-    named = [path for key, path in paths.named(config) if key.startswith(("data.", "custom_reward_function."))]
-    return data_hashes(dict.fromkeys(named))
 
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:

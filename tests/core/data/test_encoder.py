@@ -68,8 +68,8 @@ def test_template_arguments_reach_the_template():
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if thinking %}<think>{% endif %}"
     assert encoded([USER], chat_template=template, thinking=True) == "1+1?<think>"
     assert encoded([USER], add_generation_prompt=False) == "<bos>user: 1+1?\n"
-    with pytest.raises(InputError, match="apply_chat_template_kwargs: tokenize, padding"):
-        Encoder(tiny_tokenizer(), {"padding": True, "tokenize": False})
+    with pytest.raises(ChatError, match="tokenize"):
+        encoded([USER], tokenize=True)
 
 
 def test_special_tokens_are_added_once_and_never_an_end():
