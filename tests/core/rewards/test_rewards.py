@@ -418,7 +418,7 @@ def test_a_special_token_that_a_scorer_looks_for_is_told(make_layer, caplog):
     assert line.startswith("hops looks for '#',") and "special to false" in line
     assert "gsm8k looks for '####'," in told(make_layer(), gsm8k, "####")[0]
     assert not told(make_layer(), hops) and not told(make_layer(), hops, "####", "<x>")  # no example has these
-    assert not told(make_layer(), gsm8k, "So")  # is taken out of an example, which is graded as before
+    assert not told(make_layer(), gsm8k, "clips")  # is taken out of an example, which is graded as before
     marked = make_layer("return float('<ans>' + ground_truth in solution_str)")
     assert "looks for '<ans>'," in told(marked, row(), "<ans>", "<other>")[0]
     assert not told(marked, row(), "<other>")
