@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from core.ray_trainer import RayPPOTrainer
-from core.trace import FOLDER, TraceRecorder, shown
-from core.types import TrainBatch
+from core.trace import FOLDER, shown
 from results.reporting.run_reader import load_run
 from results.reporting.trace_checks import Seen, findings
 from results.reporting.trace_reader import read_step, trace_files
 from tests.core import scripted_run
 from tests.core.scripted_run import configured, scripted
 from tests.core.test_run import start
-from tests.results.traced_run import ByteTokenizer, made_groups, record, traced_config
+from tests.results.traced_run import made_groups, record, traced_config
 
 
 @pytest.fixture(scope="module")
@@ -96,21 +95,6 @@ def test_a_token_that_is_no_text_alone_is_its_bytes():
     assert shown("\ufffd", "<0xE2>") == {"bytes": "e2"} and shown("\ufffd", "ÃŁ") == {"bytes": "c39f"}
     assert shown("\ufffd", "Ġâ") == {"bytes": "20e2"} and shown("", None) == {"bytes": "", "name": "no such token"}
     assert shown("\ufffd", "日") == {"bytes": "", "name": "日"}  # of no byte-level vocabulary
-
-
-# --- what it costs ---
-
-
-def test_the_work_is_that_of_the_recorded_groups_whatever_the_batch(tmp_path, monkeypatch):
-    """Counted, not timed: rows that are copied, tokens that are decoded."""
-    copied, rows = [], TrainBatch.rows
-    monkeypatch.setattr(TrainBatch, "rows", lambda self, index: copied.append(index) or rows(self, index))
-    config = traced_config(tmp_path / "a" / "run", groups=2)
-    recorder = TraceRecorder(config, ByteTokenizer(), 4)
-    for step in (1, 2):
-        record(config, step, made_groups(step, 0, count=64, length=50), recorder=recorder)
-    assert max(len(index) for index in copied if isinstance(index, list)) <= 3 * 4  # worst, two regular ones
-    assert recorder.tokenizer.decoded == len(recorder.texts) <= 259  # each token once in the run
 
 
 # --- kills and resuming ---

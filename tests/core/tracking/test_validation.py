@@ -150,14 +150,6 @@ def test_the_interval_covers():
 # --- names and records ---
 
 
-def test_names_of_one_greedy_sample():
-    names = validation_metrics([record("a", [1]), record("b", [0]), record("c", [0])])
-    assert names["val-core/s/acc/mean@1"] == pytest.approx(1 / 3)
-    others = ("acc/mean@1/ci_low", "acc/mean@1/ci_high", "num_questions", "num_samples")
-    assert set(names) == {"val-core/s/acc/mean@1", *(f"val-aux/s/{name}" for name in others)}
-    assert names["val-aux/s/num_questions"] == 3
-
-
 def test_names_of_several_samples_and_sources():
     records = [
         record("a", [1, 0, 0, 0], ["1", "2", "2", "2"], "openai/gsm8k", reward=[1, -1, -1, -1]),
