@@ -117,7 +117,7 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Drop gathered weights after a pass without gradients: with ``reshard_after_forward=False`` they go stale."""
+    """Drop gathered weights after a pass without gradients, so that none go stale."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
