@@ -68,12 +68,19 @@ class Learner:
         bypass = config.algorithm.rollout_correction.bypass_mode
         self.actor = Actor(module, part.actor, bypass=bypass, **options, **self.computing("actor", part.actor))
         self.trained: dict[str, Actor | Critic] = {"actor": self.actor}
-        self.ref = self.critic = None
+        self.frozen: dict[str, Policy | BasePolicy] = {}
+        self.critic = None
         if needs_ref and part.model.lora_rank:
-            self.ref = BasePolicy(module, **options, **self.computing("ref", part.ref))
+            self.frozen["ref"] = BasePolicy(module, **options, **self.computing("ref", part.ref))
         elif needs_ref:
             module = self.place("ref", policy, part.ref).requires_grad_(False)
-            self.ref = Policy(module, **options, **self.computing("ref", part.ref))
+            self.frozen["ref"] = Policy(module, **options, **self.computing("ref", part.ref))
+        for role, (_, model, dtype, temperature) in config.frozen_models.items():
+            self.fsdp[role] = part.ref.fsdp_config.replace(dtype=dtype)
+            load = functools.partial(load_policy, model, master_dtype)
+            module = self.place(role, lambda on_meta, load=load: load(on_meta=on_meta), part.ref).requires_grad_(False)
+            scores = {"temperature": temperature, "known": known}
+            self.frozen[role] = Policy(module, **scores, **self.computing(role, part.ref))
         if needs_critic:
             module = self.place("critic", value_model, critic)
             self.critic = self.trained["critic"] = Critic(module, critic, **self.computing("critic", critic))
@@ -85,7 +92,7 @@ class Learner:
 
     def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
         """Return how a model's passes are computed. A whole reference has the policy's number format."""
-        return {"compute_dtype": compute_dtype(self.fsdp["critic" if name == "critic" else "actor"].dtype)}
+        return {"compute_dtype": compute_dtype(self.fsdp["actor" if name == "ref" else name].dtype)}
 
     def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
         """Have a model ready for the time of a phase."""
@@ -96,10 +103,10 @@ class Learner:
         with self.at_work("actor"):
             return self.actor.log_probs(batch, training_size(self.config.actor_rollout_ref.actor))
 
-    def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
-        """Return the reference policy's log-probs, [N]."""
-        with self.at_work("ref"):
-            return self.ref.log_probs(batch, training_size(self.config.actor_rollout_ref.actor))[0]
+    def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
+        """Return the log-probs of the reference policy, or of the recipe's frozen model of this role, [N]."""
+        with self.at_work(role):
+            return self.frozen[role].log_probs(batch, training_size(self.config.actor_rollout_ref.actor))[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
         """Return the critic's values, [N]."""
@@ -131,7 +138,7 @@ class LearnerRank(Learner):
     def __init__(self, config: Config, device: torch.device, **learner: Any):
         self.lead = dist.get_rank() == 0
         super().__init__(config, device, **learner)
-        self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
+        self.parts = {**self.trained, **self.frozen}
 
     def place(self, name: str, make: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
         """Shard a model without weights and fill it; a copy is kept for names and exports."""

@@ -97,12 +97,12 @@ class LearnerProcess(Process):
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.learner, method)(*args)
 
-    def run_pass(self, method: str, batch: TrainBatch, replies: bool) -> list[np.ndarray] | None:
+    def run_pass(self, method: str, batch: TrainBatch, replies: bool, *arguments: str) -> list[np.ndarray] | None:
         """Return what a pass computes at the policy's tokens of the batch, [M] each.
 
         One rank of those that split the tokens ``replies``: all of them have the same result.
         """
-        results, mask = getattr(self.learner, method)(batch), batch.response_mask
+        results, mask = getattr(self.learner, method)(batch, *arguments), batch.response_mask
         results = results if isinstance(results, tuple) else (results,)
         return [value_N[mask].numpy() for value_N in results] if replies else None
 

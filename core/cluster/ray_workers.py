@@ -49,8 +49,8 @@ class RayWorkers(RayProcesses):
         part = self.config.actor_rollout_ref.actor
         return tuple(self._pass("old_log_prob", "compute_log_probs", batch, part))
 
-    def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
-        return self._pass("ref", "compute_ref_log_prob", batch, self.config.actor_rollout_ref.ref)[0]
+    def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
+        return self._pass("ref", "compute_ref_log_prob", batch, self.config.actor_rollout_ref.ref, role)[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
         return self._pass("values", "compute_values", batch, self.config.critic)[0]
@@ -150,14 +150,17 @@ class RayWorkers(RayProcesses):
             return rank_shares(lengths_B, groups)
         return list(torch.arange(len(lengths_B)).tensor_split(groups))
 
-    def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any) -> list[Tensor]:
+    def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any, *arguments: str) -> list[Tensor]:
         """Run a pass of ``part`` over all sequences and return its tensors, flat as a batch stores them."""
         self._free_gpus()
         together = part.together
         shares = self._shares(batch.lengths, together)
         batches = [batch.only(PASS_READS).rows(share) for share in shares]
         sent = [ray.put(each) for each in batches]
-        calls = {rank_name(rank): (method, sent[rank // together], rank % together == 0) for rank in range(self.ranks)}
+        calls = {
+            rank_name(rank): (method, sent[rank // together], rank % together == 0, *arguments)
+            for rank in range(self.ranks)
+        }
         replies = [reply for reply in self.watch.call(phase, "run_pass", calls) if reply is not None]
         # Copied: Ray's arrays are read-only, which tensors cannot be.
         results = [[torch.from_numpy(array.copy()) for array in reply] for reply in replies]

@@ -40,7 +40,8 @@ def models(config: Config) -> dict[str, str | None]:
     model, critic, reward = config.actor_rollout_ref.model, config.critic, config.reward_model
     critics = critic.model.path if critic.enable and critic.model.path != model.path else None
     rewards = reward.model.path if reward.loads_model else None
-    return dict(zip((*MODELS, REWARD), (model.path, model.tokenizer_path, critics, rewards), strict=True))
+    found = dict(zip((*MODELS, REWARD), (model.path, model.tokenizer_path, critics, rewards), strict=True))
+    return found | {frozen.key: frozen.model.path for frozen in config.frozen_models.values()}
 
 
 def named(config: Config) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,8 @@ result. Rules between keys are in ``rules_training.py``.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from core.config import registry
 from core.config.section import (
@@ -270,6 +271,15 @@ class RayKwargsConfig(Section):
     ray_init: Open = key(FrozenDict(num_cpus=None), "arguments of ray.init")
 
 
+class FrozenModel(NamedTuple):
+    """A language model that scores the policy's tokens beside the reference, and never trains."""
+
+    key: str  # of its path
+    model: ModelConfig
+    dtype: str
+    temperature: float
+
+
 class Config(Section):
     """The whole configuration; ``config.actor_rollout_ref.rollout.n`` is verl's key of that name.
 
@@ -290,6 +300,7 @@ class Config(Section):
     plays_episodes: ClassVar[bool] = False  # the recipe's trainer does, instead of an agent loop
     drops_groups: ClassVar[bool] = False  # a step leaves groups out, so that more prompts are drawn
     needs_engine: ClassVar[bool] = True  # something is answered, in a step or in a validation
+    frozen_models: ClassVar[Mapping[str, FrozenModel]] = {}  # role -> a model whose log-probs the recipe reads
 
     @property
     def learner_ranks(self) -> int:

@@ -30,6 +30,7 @@ STEPS = 6
 POINTS = {"rollout": 2, "update": 3, "sync": 4, "between": 5, "checkpoint_write": 4, "checkpoint_rename": 4}
 POINTS |= {"checkpoint_tracker": 4, "checkpoint_prune": 6}
 KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=low_var_kl")
+TAUGHT = ("distillation.reward_weight=1", "distillation.teacher.path=${actor_rollout_ref.model.path}")
 STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=sequence")
 ADAPTIVE = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")
 
@@ -107,7 +108,7 @@ def test_a_checkpoint_of_another_model_is_refused(grpo, files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
-    [("grpo", KL), ("ppo", ADAPTIVE), ("grpo", STALE)],
+    [("grpo", KL), ("ppo", ADAPTIVE), ("grpo", STALE), ("opd", TAUGHT)],
 )
 def test_every_named_moment(recipe, overrides, files, tmp_path):
     factory = command(files, recipe, STEPS, *overrides)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# On-policy distillation of SmolLM2-135M-Instruct on checkable instructions (recipes/real/README.md), for two CPU cores:
+# the student is the fine-tuned model, the teacher what 20 steps of GRPO made of it. The script makes what is missing of
+# both, trains 20 steps, and writes a report.
+#
+#   bash recipes/opd/run_smollm2_135m.sh [key=value ...]          DRY_RUN=1 only checks the configuration
+#
+# distillation.teacher.path names another teacher. The hyper-parameters are in config/preset/smollm2_135m.yaml;
+# recipes/real/train.sh does the work. The run goes to outputs/opd/.
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/../real/common.sh"
+train=(bash "$root/recipes/real/train.sh" opd "$@")
+if is_dry_run; then exec "${train[@]}"; fi
+DRY_RUN=1 "${train[@]}" > /dev/null # reports a wrong key now, not after minutes
+if [[ "$*" != *distillation.teacher.path=* && ! -f outputs/real/teacher/config.json ]]; then
+    name=smollm2_135m_teacher-seed1
+    bash "$root/recipes/grpo/run_smollm2_135m.sh" trainer.total_training_steps=20 trainer.val_before_train=false \
+        actor_rollout_ref.actor.optim.lr=3.0e-5 "trainer.experiment_name=$name" "trainer.default_local_dir=./outputs/grpo/$name"
+    "$python" -m core.export "outputs/grpo/$name" outputs/real/teacher
+fi
+"${train[@]}"
+"$python" -m results.report "$(ls -td outputs/opd/*/ | head -1)"
