@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.config.schema import Config, FrozenModel
-from core.config.section import CONSENT, DType, NonNegative, Positive, Section, execution, key
+from core.config.section import DType, NonNegative, Positive, Section, execution, key
 
 PAPER = "on-policy distillation"
 
@@ -14,7 +14,7 @@ class TeacherConfig(Section):
     path: str = key("~/models/teacher", "the teacher: hub id (org/name), folder (/, ./) or URL")
     dtype: DType | None = key(None, "number format of its passes", follows="actor_rollout_ref.actor.fsdp_config.dtype")
     temperature: Positive = key(1.0, "divides its logits")
-    trust_remote_code: bool = execution(False, "run Python code that comes with the teacher", code=CONSENT)
+    trust_remote_code: bool = execution(False, "run Python code that comes with the teacher")
 
 
 class DistillationConfig(Section):
