@@ -101,19 +101,30 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.only == "bm25":
         found = [[passage.id for passage in passages] for passages in retriever.retrieve(texts, MOST)]
         speeds = {str(n): rate(lambda part: retriever.retrieve(part, MOST), texts, n) for n in BATCHES}
+        encoding = {}
     else:
         vectors = query_vectors(retriever, options.work, texts)
         ids = retriever.search(vectors, MOST)[1]
         found = [[str(row) for row in rows] for rows in ids]  # the corpus numbers its ids
         speeds = {str(n): rate(lambda part: retriever.search(part, MOST), vectors, n) for n in BATCHES}
+        encoding = encoding_speeds(retriever, texts) if options.only == "hnsw" else {}
     after = memory()
     return {
         "recall": recalls(questions, found),
         "found": found,
         "per_second": speeds,
+        "encoded_per_second": encoding,
         "memory": {name: after[name] - before[name] for name in after},
         "load": os.getloadavg()[0],
     }
+
+
+def encoding_speeds(retriever: Any, texts: list[str]) -> dict[str, dict[str, float]]:
+    """Questions a second by batch size; ``passages`` a second, in batches of 64."""
+    encoder = retriever._encoder
+    passages = [retriever._corpus.row(row)["contents"] for row in range(0, len(retriever), 16)]
+    speeds = {str(n): rate(lambda part: encoder.encode(part, encoder.settings.query_prefix), texts, n) for n in BATCHES}
+    return speeds | {"passages": rate(lambda part: encoder.encode(part, encoder.settings.passage_prefix), passages, 64)}
 
 
 def query_vectors(retriever: Any, work: Path, texts: list[str]) -> np.ndarray:
@@ -248,23 +259,27 @@ def _speed(speed: dict[str, float]) -> str:
     return f"{speed['wall']:,.0f} ({speed['cpu']:,.0f})"
 
 
-def dense_lines(result: dict[str, Any]) -> tuple[str, str]:
-    """Settings and agreement of the dense back ends, where they were run."""
+def dense_lines(result: dict[str, Any]) -> tuple[str, str, str]:
+    """Settings, agreement and encoding speed of the dense back ends, where they were run."""
     built, agree = result["built"], result["agree"]
     if not {"flat", "hnsw", "ivf"} <= set(result["measured"]):
-        return "- **Dense**: not run.", "Flat, HNSW and IVF: not run."
-    lists = built["backends"]["ivf"]["lists"]
+        return ("- **Dense**: not run.", "Flat, HNSW and IVF: not run.", "Encoding: not run.")
+    encoding, lists = result["measured"]["hnsw"]["encoded_per_second"], built["backends"]["ivf"]["lists"]
+    rates = ", ".join(f"{_speed(encoding[str(n)])} at batch {n}" for n in BATCHES)
+    minutes = built["rows"] / encoding["passages"]["cpu"] / 60
     return (
         f"- **Encoder**: {result['encoder']}, {built['dim']} numbers a vector; passages in {built['dtype']},\n"
         f"  questions in float32. **HNSW**: 64 links, 128 candidates a query. **IVF**: {lists} lists, 32 a query.",
         f"Of the ten passages that flat finds, HNSW finds {agree['hnsw']:.4f} and IVF {agree['ivf']:.4f}.",
+        f"Encoding in float32: {_speed(encoding['passages'])} passages a second, {minutes:,.0f} minutes for all.\n"
+        f"Questions a second: {rates}.",
     )
 
 
 def report(result: dict[str, Any]) -> str:
     built, measured = result["built"], result["measured"]
     packages = ", ".join(f"{name} {number}" for name, number in result["packages"].items())
-    settings, agreement = dense_lines(result)
+    settings, agreement, encoding = dense_lines(result)
     return f"""# Retrieval on a real corpus
 
 Written by `python -m tests.benchmarks.retrieval` on {result["date"]}: {result["machine"]}; {packages}.
@@ -292,6 +307,8 @@ together, which is what one idle core would do. Memory: MiB that opening and sea
 mapped files (for the dense ones the encoder and its libraries are in it). Build: seconds, encoding left out.
 
 {speed_table(measured, built)}
+
+{encoding}
 
 {flat_section(result)}
 """
