@@ -67,6 +67,7 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.step
 	$(BIN)/python -m tests.benchmarks.head_memory
 	@echo "retrieval: DATA_DIR=... $(BIN)/python -m tests.benchmarks.retrieval (needs .[bench])"
+	@echo "beside TRL: $(BIN)/python -m tests.benchmarks.trl.compare --help"
 
 lint: setup
 	$(BIN)/ruff check .

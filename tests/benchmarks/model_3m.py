@@ -1,6 +1,8 @@
-"""The benchmark's model: 3.2 M parameters, which never ends an answer."""
+"""The benchmarks' model: 3.2 M parameters, which ends an answer with a set probability or never."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
@@ -9,8 +11,8 @@ EOS, VOCAB, PROMPTS, SAMPLES = 1, 512, 32, 8
 NEVER = -25.0  # a logit of EOS that no sampling reaches: every response is as long as it may be
 
 
-def model_3m() -> PreTrainedModel:
-    """Return the model, whose weights a seed decides."""
+def model_3m(mean_length: int | None = None) -> PreTrainedModel:
+    """The benchmark's model. It ends a response with probability 1/mean_length a token, or never."""
     torch.manual_seed(0)
     shape = dict(hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4)
     config = Qwen2Config(
@@ -24,7 +26,7 @@ def model_3m() -> PreTrainedModel:
         **shape,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    _set_eos(model, NEVER)
+    _set_eos(model, math.log((VOCAB - 1) / (mean_length - 1)) if mean_length else NEVER)
     return model
 
 

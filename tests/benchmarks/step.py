@@ -2,13 +2,13 @@
 
     python -m tests.benchmarks.step [--steps 5] [--threads 2] [--dtype fp32]
 
-The workload is 32 prompts x 8 answers of 64 tokens with a model of 3.2 M parameters, through the ordinary trainer.
-**Formula.** A forward pass over a token costs ``2 N + 4 L H s`` FLOPs: N the parameters of the matrix products (head
-included, embedding table not), L layers, H hidden size, s the mean number of positions it attends to. Generating costs
-one forward pass for each prompt (shared by its answers) and for each new token; the update three for each of these
-tokens (forward, and twice that backward), since it shares the prompts, too. Repeated prompts would count for nothing.
-Utilisation is that over the seconds of the phase, over the measured peak: the best of ten products of two 2048 x 2048
-matrices, same precision, same threads.
+The workload is that of ``tests/benchmarks/trl`` (32 prompts x 8 answers of 64 tokens, 3.2 M parameters), through the
+ordinary trainer. **Formula.** A forward pass over a token costs ``2 N + 4 L H s`` FLOPs: N the parameters of the
+matrix products (head included, embedding table not), L layers, H hidden size, s the mean number of positions it
+attends to. Generating costs one forward pass for each prompt (shared by its answers) and for each new token; the
+update three for each of these tokens (forward, and twice that backward), since it shares the prompts, too. Repeated
+prompts would count for nothing. Utilisation is that over the seconds of the phase, over the measured peak: the best of
+ten products of two 2048 x 2048 matrices, same precision, same threads.
 Writes ``results/benchmarks/step.{json,md}``.
 """
 
@@ -16,20 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from core.tracking.run_manifest import hardware
 from tests.benchmarks.model_3m import PROMPTS, SAMPLES, model_3m
-from tests.tiny import tiny_tokenizer
+from tests.benchmarks.trl.compare import prepare, run
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 64
@@ -63,36 +59,19 @@ def flops(
     return {"gen": once, "update_actor": 3 * once}
 
 
-def prepare(folder: Path) -> float:
-    """Write model and prompts, and return the prompts' mean number of tokens: one a character."""
-    model_3m().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    prompts = [f"what is {i} + {i * 7 % 31}? the answer is" for i in range(4096)]
-    truth = {"ability": "none", "reward_model": {"style": "rule", "ground_truth": "none"}}
-    rows = [
-        {"data_source": "benchmark", "prompt": text, **truth, "extra_info": {"split": "train", "index": i}}
-        for i, text in enumerate(prompts)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
-    return sum(map(len, prompts)) / len(prompts)
-
-
-def run(folder: Path, args: argparse.Namespace) -> dict:
-    """Train in a process of its own and return what it measured."""
-    options = {"model": folder / "model", "rows": folder / "prompts.parquet", "max-new": NEW_TOKENS}
-    options |= {"steps": args.steps, "threads": args.threads, "dtype": args.dtype}
-    command = [sys.executable, "-m", "tests.benchmarks.timed_run"]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def prompt_length(folder: Path) -> float:
+    """Return the prompts' mean number of tokens: one a character."""
+    prompts = (folder / "prompts.jsonl").read_text().splitlines()
+    return sum(len(json.loads(line)) for line in prompts) / len(prompts)
 
 
 def measure(args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        work = flops(prepare(folder))
-        found = run(folder, args)
+        prepare(folder)
+        options = {"steps": args.steps, "dtype": args.dtype, "max-new": NEW_TOKENS}
+        found = run("ours", sys.executable, folder, "fixed", args.threads, **options)
+        work = flops(prompt_length(folder))
     peak = matmul_peak(args.threads, {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype])
     phases = {name.removeprefix("timing_s/"): seconds for name, seconds in found["phases"].items()}
     return {

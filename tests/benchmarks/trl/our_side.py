@@ -1,4 +1,4 @@
-"""The trainer on the workload of ``tests/benchmarks/step``, in a process of its own; prints one JSON line."""
+"""Our trainer on the shared workload, through its ordinary entry points; prints one JSON line."""
 
 import argparse
 import json
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from core.config import compose
 from core.ray_trainer import RayPPOTrainer
-from tests.benchmarks.model_3m import PROMPTS, SAMPLES
 
 
 def reward(data_source, solution_str, ground_truth, extra_info=None):
@@ -29,30 +28,34 @@ class Clocked(RayPPOTrainer):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("max-new", 64), ("steps", 5), ("threads", 2)):
+    for name, default in (("prompts", 32), ("n", 8), ("max-new", 64), ("steps", 5), ("micro", 64), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--micro-tokens", type=int)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     args = parser.parse_args()
     folder = tempfile.mkdtemp()
+    micro = f"ppo_micro_batch_size_per_gpu={args.micro}"
+    if args.micro_tokens is not None:
+        micro = f"ppo_max_token_len_per_gpu={args.micro_tokens}"  # micro-batches by tokens instead of by answers
     config = compose(
         "grpo",
         [
             f"data.train_files={args.rows}",
             f"data.val_files={args.rows}",
-            f"data.train_batch_size={PROMPTS}",
+            f"data.train_batch_size={args.prompts}",
             f"data.max_response_length={args.max_new}",
             "data.max_prompt_length=1536",
             "data.val_max_samples=1",
             f"actor_rollout_ref.model.path={args.model}",
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",
             "actor_rollout_ref.model.use_remove_padding=True",
-            f"actor_rollout_ref.rollout.n={SAMPLES}",
+            f"actor_rollout_ref.rollout.n={args.n}",
             f"actor_rollout_ref.rollout.dtype={args.dtype}",
             "actor_rollout_ref.rollout.name=hf",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
+            f"actor_rollout_ref.actor.{micro}",
             f"actor_rollout_ref.actor.fsdp_config.dtype={args.dtype}",
             "actor_rollout_ref.actor.optim.lr=1e-5",
             f"custom_reward_function.path={Path(__file__).resolve()}",
