@@ -95,6 +95,7 @@ class RayPPOTrainer:
         self.workers: LocalWorkers | None = None
         self.sampler: TrajectorySampler | None = None
         self.rollout: GroupRollout | None = None
+        self.turns = checks.SampledTurns()
         self.trace: TraceRecorder | None = None  # where trainer.trace records steps
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
@@ -164,7 +165,7 @@ class RayPPOTrainer:
         """Set what samples from the engine, and what answers and scores groups with the hooks."""
         if self.reward.in_process and isinstance(engine, InProcessEngine):
             self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
-        self.sampler = self.make_sampler(engine)
+        self.sampler = self.make_sampler(self.turns.watch(engine))
         n, greedy = self.config.actor_rollout_ref.rollout.n, self.needs.baseline
         hooks = self.generate, self.shape_reward
         self.rollout = GroupRollout(*hooks, self.reward, self.clock, n, self.train_sampling, self.barrier, greedy)
@@ -222,6 +223,7 @@ class RayPPOTrainer:
         inputs, shape = advantages.inputs_of(batch, algorithm, penalties_N), batch.response_mask.shape
         advantages_N, returns_N = checks.of_tokens(self.estimator, inputs, shape, torch.Tensor)
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
+        checks.advantages_fit(batch, penalties_N, algorithm)
         if penalties_N is not None:
             batch = batch.adding(reward=batch.reward + sum_by_sequence(penalties_N, batch.lengths))
         return batch
@@ -264,6 +266,7 @@ class RayPPOTrainer:
         """Return the groups as a batch, after a check that it is what the engine sampled."""
         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
         checks.batch_is_sampled(groups_P, batch)
+        self.turns.check(groups_P)
         return batch if self.trace is None else self.trace.begin(batch, step)
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
@@ -318,6 +321,7 @@ class RayPPOTrainer:
         """Measure the step, validate where due, and hand it to the run, which records and saves it."""
         trainer, step = self.config.trainer, metrics.step
         metrics.add(data_metrics(groups_P, batch))
+        self.turns.forget(step - trainer.max_staleness)
         metrics.add(self.entropy_gap(batch, metrics))
         if self.trace is not None:
             metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))

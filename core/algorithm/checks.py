@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.algorithm.sequences import count_by_sequence, sum_by_sequence
 from core.errors import BrokenInvariant, InputError
 
 if TYPE_CHECKING:
-    from core.types import ScoredGroup, TrainBatch
+    from core.config.training_keys import AlgorithmConfig
+    from core.types import ScoredGroup, TrainBatch, Trajectory
 
 SUM_TO_ONE = ("token-mean", "seq-mean-token-mean")
 ENTROPY_ROOM = 0.02  # nats a token by which entropy and -log p may differ without a fault
@@ -48,6 +50,57 @@ def of_tokens(function: Callable[[Any], Any], inputs: Any, shape: torch.Size, se
     return found
 
 
+# -- what was sampled --------------------------------------------------------------------------------
+
+
+class SampledTurns:
+    """The turns that the engine returned, by episode, until a step has trained on them."""
+
+    def __init__(self) -> None:
+        self.turns: dict[int, list[Trajectory]] = {}
+
+    def watch(self, engine: Any) -> WatchedEngine:
+        """Return the engine as episodes use it: each turn that it returns is kept."""
+        return WatchedEngine(engine, self)
+
+    def add(self, request: Any, turn: Trajectory) -> None:
+        episode = request.seed if request.episode is None else request.episode
+        if request.seed == episode:  # the first turn, perhaps of an episode that was begun before and given up
+            self.turns[episode] = []
+        self.turns.setdefault(episode, []).append(turn)
+
+    def forget(self, oldest: int) -> None:
+        """Forget what no later step may train on: samples of policies older than ``oldest``."""
+        self.turns = {seed: turns for seed, turns in self.turns.items() if turns[-1].policy_version >= oldest}
+
+    def check(self, groups: Sequence[ScoredGroup]) -> None:
+        """Check that the tokens that train, and their log-probs, are those of the trajectory's turns, in order.
+
+        Turns that came from elsewhere (a checkpoint, a hook's own engine) are not known here.
+        """
+        for one in (trajectory for group in groups for trajectory in group.trajectories):
+            turns = self.turns.get(one.seed, ())
+            for name in ("response_ids", "logprobs") if turns else ():
+                sampled = np.concatenate([getattr(turn, name) for turn in turns])
+                same = np.array_equal(getattr(one, name)[one.response_mask], sampled)
+                found = f"{name} of the trajectory of seed {one.seed} are not what the engine returned"
+                remedy = "an agent loop or a hook changed tokens, mask or log-probs after they were sampled"
+                require(same, "batch", found, remedy)
+
+
+class WatchedEngine:
+    """An engine whose turns are kept, to be compared with what trains."""
+
+    def __init__(self, engine: Any, sampled: SampledTurns):
+        self.engine, self.sampled = engine, sampled
+
+    async def sample(self, request: Any) -> Trajectory:
+        """Return the engine's trajectory."""
+        turn = await self.engine.sample(request)
+        self.sampled.add(request, turn)
+        return turn
+
+
 def batch_is_sampled(groups: Sequence[ScoredGroup], batch: TrainBatch) -> None:
     """Check that each sequence has the tokens, the mask and the engine's log-probs of its trajectory."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -75,6 +128,43 @@ def weights_sum_to_one(step: TrainBatch, mode: str) -> None:
         require(abs(total - 1) < 1e-3, "update", f"with loss_agg_mode={mode} the weights sum to {total:.4g}", remedy)
 
 
+# -- advantages --------------------------------------------------------------------------------------
+
+
+def advantages_fit(batch: TrainBatch, token_rewards_N: Tensor | None, config: AlgorithmConfig) -> None:
+    """Check what groups allow, of grpo and rloo: advantages of a group add up to 0, and each has the sign of its
+    reward's distance from the mean; divided by the standard deviation of n rewards, none is above (n - 1) / sqrt(n).
+
+    ``token_rewards_N`` is what tokens add to the rewards of their sequences. Groups in which an answer has no token or
+    no score are left out: the others' statistics are without it.
+    """
+    if config.adv_estimator not in ("grpo", "rloo") or not len(batch):
+        return
+    tokens_B = count_by_sequence(batch.response_mask, batch.lengths)
+    reward_B = batch.reward.double()
+    if token_rewards_N is not None:
+        reward_B = reward_B + sum_by_sequence(token_rewards_N, batch.lengths)
+    kept_N = batch.require("advantages").double().masked_fill(~batch.response_mask, 0)
+    mine_B = sum_by_sequence(kept_N, batch.lengths) / tokens_B.clamp(min=1)
+    _, group_B = batch.group.unique(return_inverse=True)
+    size_G = group_B.bincount()
+    whole_G = (size_G == group_B[batch.in_group_stats & (tokens_B > 0)].bincount(minlength=len(size_G))) & (size_G > 1)
+    whole_B = whole_G[group_B]
+    distance_B = reward_B - (group_B.bincount(weights=reward_B) / size_G)[group_B]
+    scale = 1e-3 * (1e-6 + float(mine_B[whole_B].abs().max())) if bool(whole_B.any()) else 0.0
+    remedy = "an answer must be compared with those to the same prompt: look at the estimator"
+    total = float(group_B.bincount(weights=mine_B)[whole_G].abs().max()) if bool(whole_B.any()) else 0.0
+    found = f"advantages of a group add up to {total:.3g} instead of 0"
+    require(total <= scale * int(size_G.max()), "adv", found, remedy)
+    wrong = whole_B & (mine_B * distance_B < -scale * (1e-6 + distance_B.abs().max()))
+    found = "an advantage has the other sign than its reward's distance from the group's mean"
+    require(not bool(wrong.any()), "adv", found, remedy)
+    if config.adv_estimator == "grpo" and config.norm_adv_by_std_in_grpo:
+        most_B = ((size_G - 1) / size_G.sqrt())[group_B]
+        beyond = whole_B & (mine_B.abs() > 1.01 * most_B + 1e-3)
+        require(not bool(beyond.any()), "adv", "an advantage is larger than any that its group's size allows", remedy)
+
+
 def finite(batch: TrainBatch, phase: str, *names: str) -> None:
     """Check that fields which a phase has set hold neither an infinity nor NaN."""
     for name in names:
@@ -82,6 +172,9 @@ def finite(batch: TrainBatch, phase: str, *names: str) -> None:
             count = int((~batch.require(name).isfinite()).sum())
             found = f"{count} numbers of {name} are not finite"
             require(not count, phase, found, "look at the weights and at the scores")
+
+
+# -- entropy -----------------------------------------------------------------------------------------
 
 
 def entropy_gap_z(metrics: Mapping[str, float], tokens: int) -> float | None:
