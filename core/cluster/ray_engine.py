@@ -68,11 +68,23 @@ class RayEngine:
         try:
             return await entry.future
         finally:
-            if self._awaited.pop(key, None) and entry.future.cancelled() and entry.engine in self.watch.actors:
-                self._aborts.append(self.watch.actors[entry.engine].abort.remote(key))
+            if self._awaited.pop(key, None) and entry.future.cancelled():
+                self._abort(key, entry)
+
+    def _abort(self, key: int, entry: _Awaited) -> None:
+        if entry.engine in self.watch.actors and not self._closed:
+            self._aborts.append(self.watch.actors[entry.engine].abort.remote(key))
+
+    def _forget_closed_loops(self) -> None:
+        """Abort what is awaited on an event loop that was closed: its futures cannot be settled any more."""
+        for key, entry in list(self._awaited.items()):
+            if entry.future.get_loop().is_closed():
+                self._abort(key, self._awaited.pop(key))
+        self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
 
     def _send(self) -> None:
         """Send new requests: beside the same prompt, else to the episode's engine, else where least is in flight."""
+        self._forget_closed_loops()
         self._sends_on, self._progress = None, time.monotonic()
         place: dict[tuple[Any, ...], str] = {}
         load: Counter[str] = Counter()
@@ -90,7 +102,7 @@ class RayEngine:
             load[entry.engine] += 1
         for engine, requests in parts.items():
             self._begin(self._relay(engine, requests))
-        if self._watching is None or self._watching.done():
+        if self._watching not in self._tasks:
             self._watching = self._begin(self._watch_over())
 
     def _begin(self, work: Any) -> asyncio.Task:
@@ -169,6 +181,7 @@ class RayEngine:
         return self._call("probe", "probe", token_ids)
 
     def _refuse_in_flight(self, what: str) -> None:
+        self._forget_closed_loops()
         if self._awaited:
             raise RuntimeError(f"{what} with {len(self._awaited)} requests in flight: await or cancel them")
         aborts, self._aborts = self._aborts, []  # calls of an actor with coroutines may overtake one another
@@ -179,6 +192,7 @@ class RayEngine:
         if self._closed:
             return
         self._closed = True
+        self._forget_closed_loops()
         for entry in self._awaited.values():
             entry.future.cancel()
         calls = [self.watch.actors[name].call.remote("close") for name in self.engines]
