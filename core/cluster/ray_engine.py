@@ -102,7 +102,7 @@ class RayEngine:
             load[entry.engine] += 1
         for engine, requests in parts.items():
             self._begin(self._relay(engine, requests))
-        if self._watching not in self._tasks:
+        if self._watching not in self._tasks or self._watching.done():
             self._watching = self._begin(self._watch_over())
 
     def _begin(self, work: Any) -> asyncio.Task:
