@@ -130,6 +130,17 @@ def test_the_lab_starts_from_the_committed_weights(tmp_path, monkeypatch):
         build(tmp_path / "again")
 
 
+@pytest.mark.slow
+def test_the_committed_weights_are_what_their_command_makes(tmp_path):
+    base_model.learn(BaseRecipe(), tmp_path / "remade")
+    remade, committed = (
+        json.loads((folder / "warm_start.json").read_text()) for folder in (tmp_path / "remade", base_model.COMMITTED)
+    )
+    assert remade["recipe"] == committed["recipe"] and remade["parameters"] == committed["parameters"]
+    assert remade["losses"][:20] == pytest.approx(committed["losses"][:20], abs=1e-3)  # another CPU rounds otherwise
+    assert remade["losses"][-20:] == pytest.approx(committed["losses"][-20:], abs=0.2)
+
+
 def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
