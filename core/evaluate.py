@@ -14,14 +14,15 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core import answers as files
+import numpy as np
+
 from core.command_line import is_dry_run
 from core.config import Config, composition, convert, examine, recipes
 from core.config.paths import is_local
@@ -30,14 +31,14 @@ from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, prin
 from core.files import file_sha256, is_url, write_atomic, written_here
 from core.tracking import run_manifest
 from core.tracking.loggers import progress
-from core.tracking.tracker import json_line
-from core.types import Prompt, ScoredGroup
+from core.tracking.tracker import intact_rows, json_line
+from core.tracking.validation import ValRecord, failed_share
+from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
     from core.checkpoint.store import Checkpoint
     from core.ray_trainer import RayPPOTrainer
     from core.rewards.layer import RewardLayer
-    from core.tracking.validation import ValRecord
 
 MODEL, PATH = "actor_rollout_ref.model.", "actor_rollout_ref.model.path"
 # Keys that decide an answer beside model, data and prompts, which are compared by content. Recipes' own keys count too.
@@ -50,6 +51,100 @@ DECIDING = (
 # Sections of which nothing is loaded while answers are generated, and those of which something is while they are scored
 UNREAD = ("custom_reward_function.", "reward_model.", "algorithm.", "actor_rollout_ref.actor.", "critic.")
 REWARDS = ("reward_model.", "custom_reward_function.")
+FORMAT = 1
+OF_PROMPT = ("uid", "ordinal", "data_source", "ground_truth", "extra_info", "style", "opened_tag")
+OF_EPISODE = ("turns", "tool_calls", "user_scores", "tool_rewards")
+Key = tuple[int, int]  # ordinal of the question, number of the sample
+
+
+# -- files of answers: a JSON line an answer, and beside it a manifest of what they are answers to and whose ----------
+
+
+def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text: str) -> dict[str, Any]:
+    """Return what a line holds. ``mask_runs`` are lengths of stretches of ids: the policy's, not its, its, ..."""
+    runs = [(wrote, len(list(same))) for wrote, same in groupby(trajectory.response_mask.tolist())]
+    return {
+        **{name: getattr(prompt, name) for name in OF_PROMPT},
+        "sample": sample,
+        "prompt": prompt_text,
+        "response": trajectory.response_text,
+        "stop": trajectory.stop.value,
+        "response_ids": trajectory.response_ids.tolist(),
+        "mask_runs": [*([0] if runs and not runs[0][0] else []), *(length for _, length in runs)],
+        "segments": [{"role": one.role, "text": one.text} for one in trajectory.segments],
+        **{name: getattr(trajectory, name) for name in OF_EPISODE},
+    }
+
+
+def prompt_of(answer: Mapping[str, Any]) -> Prompt:
+    """Return the question of a line: what a scorer reads of it, without its ids."""
+    return Prompt(token_ids=(), messages=(), **{name: answer.get(name) for name in OF_PROMPT})
+
+
+def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
+    """Return the answer of a line: all but its log-probs and the ids of its prompt."""
+    wrote = np.arange(len(answer["mask_runs"])) % 2 == 0
+    return Trajectory(
+        prompt_ids=np.zeros(0),
+        response_ids=np.array(answer["response_ids"], np.int32),
+        response_mask=np.repeat(wrote, answer["mask_runs"]),
+        logprobs=np.zeros(len(answer["response_ids"])),
+        segments=tuple(Segment(one["role"], one["text"]) for one in answer["segments"]),
+        stop=Stop(answer["stop"]),
+        policy_version=0,
+        seed=0,
+        **{name: answer[name] for name in OF_EPISODE if name in answer},
+    )
+
+
+def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
+    """Return the answers of a file, without lines that are damaged: of a process that was killed in writing, say."""
+    return {(row["ordinal"], row["sample"]): row for row in intact_rows(path)[0]}
+
+
+def manifest_path(path: Path) -> Path:
+    """Return the file that tells what a file of answers, scores or demonstrations holds."""
+    return path.with_suffix(".manifest.json")
+
+
+def read_manifest(path: Path, kind: str) -> dict[str, Any]:
+    """Return the manifest beside a file. Raises InputError where there is none, or it is of another kind of file."""
+    beside = manifest_path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
+    try:
+        manifest = json.loads(beside.read_text(encoding="utf-8"))
+        if (manifest["kind"], manifest["format"]) == (kind, FORMAT):
+            return manifest
+        raise ValueError(f"it is of a file of {manifest['kind']}, format {manifest['format']}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        rule = f"no {beside.name} beside it that tells of {kind} in format {FORMAT} ({error})"
+        raise InputError(f"{path}: {rule}; restore it from a copy") from error
+
+
+def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest beside a file."""
+    write_atomic(manifest_path(path), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+
+
+def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the manifest and the answers of a file that lacks none.
+
+    Raises InputError: an incomplete file has more of the short answers, which end first.
+    """
+    manifest = read_manifest(path, "answers")
+    lines, expected = read_lines(path), manifest["questions"] * manifest["samples"]
+    if len(lines) != expected:
+        raise InputError(f"{path}: holds {len(lines)} of {expected} answers; repeat its generate command")
+    return manifest, list(lines.values())
+
+
+def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
+    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
+    for source in dict.fromkeys(record.data_source for record in records):
+        if failed_share(one for one in records if one.data_source == source) == 1:
+            rule = f"the scorer failed on every answer of data_source={source!r}, so that there is no accuracy"
+            raise InputError(f"{path}: {rule}; correct it and score the answers again. {first}")
 
 
 # -- generate -------------------------------------------------------------------------------------------
@@ -63,11 +158,6 @@ class GenerateCall:
     config: Config
     out: Path
     checkpoint: Checkpoint | None = None
-
-    @property
-    def path(self) -> str:
-        """The model: a folder or hub id."""
-        return self.config.actor_rollout_ref.model.path
 
 
 def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None, run: str | None) -> GenerateCall:
@@ -120,18 +210,18 @@ def generate(call: GenerateCall) -> bool:
         manifest = _manifest(call, prompts)
         lines = {}
         if out.exists():
-            there = files.read_manifest(out, "answers")
+            there = read_manifest(out, "answers")
             old, new = there["settings"], manifest["settings"]
             changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in new if old.get(key) != new[key]]
             if changed:
                 raise InputError(f"{out}: was begun with other settings: {'; '.join(changed)}; give another --out")
             manifest["sessions"] = [*there["sessions"], *manifest["sessions"]]
-            lines = files.read_lines(out)
+            lines = read_lines(out)
         order = {(prompt.ordinal, sample): prompt for prompt in prompts for sample in range(manifest["samples"])}
         missing = [(prompt, key[1]) for key, prompt in order.items() if key not in lines]
         if missing:
             out.parent.mkdir(parents=True, exist_ok=True)
-            files.write_manifest(out, manifest)
+            write_manifest(out, manifest)
             write_atomic(out, "".join(map(json_line, lines.values())))  # without damaged lines
             trainer = recipes.trainer_of(call.recipe) or recipes.TRAINER
             run = owned.enter_context(answering(config, trainer, tokenizer, loop, prompts))
@@ -147,7 +237,7 @@ async def _answer(run: RayPPOTrainer, missing: Sequence[tuple[Prompt, int]], out
     async def one(prompt: Prompt, sample: int) -> None:
         trajectory = await run.generate(prompt, sample, run.val_sampling)
         text = run.tokenizer.decode(trajectory.prompt_ids.tolist())
-        lines[prompt.ordinal, sample] = files.answer_line(prompt, sample, trajectory, text)
+        lines[prompt.ordinal, sample] = answer_line(prompt, sample, trajectory, text)
         file.write(json_line(lines[prompt.ordinal, sample]).encode())
         file.flush()
         answered()
@@ -196,19 +286,20 @@ def _manifest(call: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
     if not prompts:
         raise InputError("data.val_files=[]: there are no questions; give parquet files")
+    path = call.config.actor_rollout_ref.model.path
     try:
-        here = is_local(call.path) or is_url(call.path)  # else a hub's id, which is known by its name
-        weights = f"sha256:{base_of(call.path)}" if here else call.path
+        # A hub's id is known by its name
+        weights = f"sha256:{base_of(path)}" if is_local(path) or is_url(path) else path
     except FileNotFoundError as error:
-        raise InputError(f"--model={call.path}: {error}; give a folder that core.export wrote") from error
+        raise InputError(f"--model={path}: {error}; give a folder that core.export wrote") from error
     data = run_manifest.data_hashes(call.config.data.val_files)
     at = call.checkpoint and {"run": str(call.checkpoint.folder.parent), "step": call.checkpoint.step}
     hashes = {"model": weights, "data": [one["sha256"] for one in data], "prompts": digest_of(prompts)}
     return {
         "kind": "answers",
-        "format": files.FORMAT,
+        "format": FORMAT,
         "recipe": call.recipe,
-        "model": {"path": call.path, **(at or {})},
+        "model": {"path": path, **(at or {})},
         "questions": len(prompts),
         "samples": call.config.actor_rollout_ref.rollout.val_kwargs.n,
         "data": data,
@@ -246,33 +337,41 @@ def score(source: Path, overrides: Sequence[str] = (), name: str | None = None) 
     the call that generated, under ``overrides``. Raises InputError.
     """
     from core.rewards.layer import RewardError, RewardLayer
-    from core.tracking.validation import ValRecord
 
-    manifest, answers = files.complete_answers(source)
-    config = _reward_config(source, manifest, overrides)
+    manifest, answers = complete_answers(source)
+    composed = examine(manifest["recipe"], overrides, manifest["config"])
+    config = composed.config
+    fix = "decides answers, not their scores; leave it out, or generate with it"
+    problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
+    if config.reward_model.enable:
+        problems.append("reward_model.enable=True: no model is loaded here; set it to False, or validate in a run")
+    if problems:
+        raise InputError(problems)
+    unread = tuple(key for key in convert.flat(config) if not key.startswith(REWARDS))
+    composition.refuse_code(str(manifest_path(source)), config, manifest["recipe"], overrides, unread)
     layer = RewardLayer(config)
     try:
-        layer.check([files.prompt_of(line) for line in answers])
+        layer.check([prompt_of(line) for line in answers])
         groups = asyncio.run(_scored(layer, answers))
     except RewardError as error:  # on_error=raise
         raise InputError(f"{source}: {error}") from error
     finally:
         layer.close()
     records = [ValRecord.of(group) for group in groups]
-    files.refuse_unscored(source, records, layer.failures.first)
+    refuse_unscored(source, records, layer.failures.first)
     names = sorted({layer.scorers.scorer(line["data_source"]).name for line in answers})
     if function := config.custom_reward_function.path:
         names = [Path(function).stem]
     label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names))
     path = source.with_name(f"{source.stem}.scores-{label}.jsonl")
     told = {
-        **{"kind": "scores", "format": files.FORMAT, "scorer": label, "scorers": names, "answers": source.name},
+        **{"kind": "scores", "format": FORMAT, "scorer": label, "scorers": names, "answers": source.name},
         **{key: manifest[key] for key in ("recipe", "model", "questions", "samples", "data", "settings")},
         "rewards": {key: value for key, value in convert.as_json(config).items() if key.startswith(REWARDS)},
         "answers_sha256": file_sha256(source),
         "session": run_manifest.session(),
     }
-    files.write_manifest(path, told)
+    write_manifest(path, told)
     write_atomic(path, "".join(json_line(record.to_json()) for record in records))
     return path, records
 
@@ -281,7 +380,7 @@ async def _scored(layer: RewardLayer, answers: Sequence[dict[str, Any]]) -> list
     questions = [list(lines) for _, lines in groupby(answers, lambda line: line["ordinal"])]
 
     async def group(lines: Sequence[dict[str, Any]]) -> ScoredGroup:
-        prompt, trajectories = files.prompt_of(lines[0]), tuple(map(files.trajectory_of, lines))
+        prompt, trajectories = prompt_of(lines[0]), tuple(map(trajectory_of, lines))
         scores = await asyncio.gather(*(layer.score(prompt, one) for one in trajectories))
         scored()
         return ScoredGroup(prompt, trajectories, tuple(scores))
@@ -290,29 +389,16 @@ async def _scored(layer: RewardLayer, answers: Sequence[dict[str, Any]]) -> list
         return await asyncio.gather(*map(group, questions))
 
 
-def _reward_config(source: Path, manifest: dict[str, Any], overrides: Sequence[str]) -> Config:
-    composed = examine(manifest["recipe"], overrides, manifest["config"])
-    fix = "decides answers, not their scores; leave it out, or generate with it"
-    problems = [*composed.problems, *(f"{key}: {fix}" for key in composed.given if not key.startswith(REWARDS))]
-    if composed.config.reward_model.enable:
-        problems.append("reward_model.enable=True: no model is loaded here; set it to False, or validate in a run")
-    if problems:
-        raise InputError(problems)
-    unread = tuple(key for key in convert.flat(composed.config) if not key.startswith(REWARDS))
-    where = str(files.manifest_path(source))
-    composition.refuse_code(where, composed.config, manifest["recipe"], overrides, unread)
-    return composed.config
-
-
 # -- the command line -----------------------------------------------------------------------------------
 
 
 def generate_command(args: argparse.Namespace) -> None:
     call = request(args.recipe, args.overrides, args.out, args.model, args.run)
-    chosen, questions = call.config.actor_rollout_ref.rollout.val_kwargs, ", ".join(call.config.data.val_files)
+    chosen, model = call.config.actor_rollout_ref.rollout.val_kwargs, call.config.actor_rollout_ref.model.path
+    questions = ", ".join(call.config.data.val_files)
     how = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
     would = "dry run: it would write " if is_dry_run() else ""
-    print(f"{would}{chosen.n} answers a question of {questions} by {call.path}, {how}, into {call.out}", flush=True)
+    print(f"{would}{chosen.n} answers a question of {questions} by {model}, {how}, into {call.out}", flush=True)
     if not is_dry_run():
         worked = generate(call)
         print(f"{args.out}: all answers are there" + ("" if worked else " already; nothing was left to do"))
@@ -322,8 +408,6 @@ def score_command(args: argparse.Namespace) -> None:
     if is_dry_run():
         print(f"dry run: would score {args.answers}")
         return
-    from core.tracking.validation import failed_share
-
     path, records = score(args.answers, args.overrides, args.name)
     lost = f"; the scorer failed on {share:.1%} of the answers" if (share := failed_share(records)) else ""
     print(f"{path}: scores of {len(records)} questions{lost}")

@@ -20,14 +20,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from core.answers import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
 from core.command_line import is_dry_run
 from core.config import examine
 from core.data.draw_order import permutation
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.evaluate import digest_of
-from core.files import replacing, write_atomic, written_here
+from core.evaluate import FORMAT, complete_answers, digest_of, read_manifest, trajectory_of, write_manifest
+from core.files import replacing, written_here
 from core.tracking import run_manifest
 from core.tracking.validation import ValRecord
 from core.types import Prompt, Stop
@@ -113,7 +112,7 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, told: Mapping[str, Any]
         pq.write_table(pa.Table.from_pylist(list(rows)), partial)
     head = {"kind": "demonstrations", "format": FORMAT, **told, "sha256": sha256_of(path)}
     head["session"] = run_manifest.session()
-    write_atomic(manifest_path(path), json.dumps(head, indent=1, ensure_ascii=False) + "\n")
+    write_manifest(path, head)
 
 
 def keep(args: argparse.Namespace) -> str:

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.answers import read_manifest, refuse_unscored
 from core.command_line import is_dry_run
 from core.data.parquet import sha256_of
 from core.errors import InputError, printable
+from core.evaluate import read_manifest, refuse_unscored, score
 from core.files import write_atomic
 from core.tracking.tracker import read_jsonl
 from core.tracking.validation import (
@@ -186,8 +186,6 @@ def lenient(strict: Summary) -> Summary | None:
     settings = _lenient_settings(strict)
     if not settings:
         return None
-    from core.evaluate import score  # it loads torch
-
     answers = strict.path.with_name(strict.manifest["answers"])
     label = f"{strict.manifest['scorer']}-lenient"
     path = strict.path.with_name(f"{answers.stem}.scores-{label}.jsonl")

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from core import evaluate
-from core.answers import answer_line, prompt_of, read_lines, trajectory_of
 from core.config import compose, convert, examine, recipes
 from core.errors import InputError
+from core.evaluate import answer_line, prompt_of, read_lines, trajectory_of
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import facts
 from core.types import Prompt, Segment, Stop, Trajectory
@@ -152,7 +152,9 @@ def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(files, tmp_path, c
     newest = evaluate.request("grpo", [], tmp_path / "a.jsonl", None, str(folder))
     assert newest.checkpoint.step == 2 and newest.config.data.max_response_length == 6  # the run's, not the recipe's
     changed = evaluate.request("grpo", ["data.max_response_length=7"], newest.out, None, f"{folder}/global_step_1")
-    assert changed.config.data.max_response_length == 7 and changed.path.endswith("global_step_1/actor")
+    assert changed.config.data.max_response_length == 7 and changed.config.actor_rollout_ref.model.path.endswith(
+        "global_step_1/actor"
+    )
 
     def learner(*args, **kwargs):
         raise AssertionError("an evaluation made a learner")
