@@ -31,7 +31,7 @@ TOP_LEVEL = {
 # The layers of core, the top one first. A package or file imports from the layers below it and, as long as no circle
 # arises, from its own layer. A name is that of a package or of a file at the top of core.
 LAYERS = (
-    ("command_line", "ray_trainer", "plan", "export", "evaluate", "answers"),
+    ("command_line", "ray_trainer", "plan", "export", "evaluate"),
     ("run",),
     ("cluster", "rollout", "trace"),
     ("engines", "rewards"),
