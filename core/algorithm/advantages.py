@@ -196,12 +196,9 @@ def inputs_of(batch: TrainBatch, config: AlgorithmConfig, token_rewards_N: Tenso
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     r"""Estimate generalised advantages (arXiv:1506.02438, eq. 16), whitened over the batch's tokens.
 
-    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, where "t+1" is the next
-    token that the policy wrote: a stretch of tool output is stepped over without decay. Returns are
-    ``A + V`` before whitening.
-
-    Raises:
-        ValueError: no values, or fewer than two tokens to whiten.
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, where "t+1" is the next token
+    that the policy wrote: a stretch of tool output is stepped over without decay. Returns are ``A + V`` before
+    whitening. Raises ValueError: no values, or fewer than two tokens to whiten.
     """
     values, ends = inputs.actions(inputs.need("values", "gae")), inputs.actions_B.cumsum(0)
     following = values.roll(-1)
@@ -257,9 +254,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Reward only the best answer of a group, by its lead (arXiv:2503.19595): ``A = R_best - R_second``.
 
     Divided by ``std_group + epsilon`` as in grpo unless ``norm_adv_by_std_in_grpo=False``; a tie gives 0.
-
-    Raises:
-        ValueError: a group of one answer, which has no second best.
+    Raises ValueError: a group of one answer, which has no second best.
     """
     stats = group_stats(inputs)
     size_P = stats.group_B.bincount()
@@ -280,8 +275,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract the greedy answer's reward from the undiscounted reward to go (arXiv:2310.10505).
 
-    Raises:
-        ValueError: no baseline.
+    Raises ValueError: no baseline.
     """
     returns = inputs.at_actions(discounted_sums(inputs.action_rewards(), inputs.actions_B, 1.0))
     return returns - inputs.spread(inputs.need("baseline", "remax")), returns
@@ -291,9 +285,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Whiten the discounted reward to go over the batch's tokens (arXiv:2501.03262).
 
     ``G_t = r_t + gamma G_{t+1}``, where "t+1" is the next token that the policy wrote.
-
-    Raises:
-        ValueError: fewer than two tokens to whiten.
+    Raises ValueError: fewer than two tokens to whiten.
     """
     returns = discounted_sums(inputs.action_rewards(), inputs.actions_B, inputs.gamma)
     return inputs.at_actions(_whitened(returns)), inputs.at_actions(returns)
@@ -302,8 +294,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract the group's mean, then whiten over the batch's tokens (arXiv:2501.03262).
 
-    Raises:
-        ValueError: fewer than two tokens to whiten.
+    Raises ValueError: fewer than two tokens to whiten.
     """
     advantages = inputs.at_actions(_whitened(inputs.actions(inputs.spread(group_stats(inputs).centred_B))))
     return advantages, advantages

@@ -92,8 +92,7 @@ def clip_bounds(config: ActorConfig) -> tuple[float, float]:
 def policy_loss(name: str) -> PolicyLoss:
     """Return the policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
 
-    Raises:
-        InputError: neither a name of the table nor a path that leads to a function.
+    Raises InputError: neither a name of the table nor a path that leads to a function.
     """
     return load_object(registry.policy_loss(name).function, "actor_rollout_ref.actor.policy_loss.loss_mode")
 
@@ -104,11 +103,8 @@ def policy_loss(name: str) -> PolicyLoss:
 def vanilla(x: LossInputs) -> tuple[Tensor, Stats]:
     """Return PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
 
-    ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where A < 0 at most ``-A c``. With high > low it is
-    DAPO's clip-higher (arXiv:2503.14476, eq. 10).
-
-    Raises:
-        ValueError: ``clip_ratio_c`` is not above 1.
+    ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where A < 0 at most ``-A c``. With high > low it is DAPO's
+    clip-higher (arXiv:2503.14476, eq. 10). Raises ValueError: ``clip_ratio_c`` is not above 1.
     """
     c = x.config.clip_ratio_c
     if c <= 1:
@@ -289,8 +285,7 @@ def loss_weights(loss_mask_N: Tensor, lengths_B: Tensor, mode: str, *, scale_fac
         loss_mask_N  [N]  bool or 0/1
         result       [N]  float32; float64 for a float64 mask
 
-    Raises:
-        ValueError: an unknown mode.
+    Raises ValueError: an unknown mode.
     """
     mask, ones = loss_mask_N.bool(), torch.ones(len(lengths_B), dtype=torch.float64, device=lengths_B.device)
     tokens_B = sum_by_sequence(mask.double(), lengths_B)

@@ -113,9 +113,8 @@ def without_unsampled_sequences(batch: TrainBatch) -> TrainBatch:
 def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
     """Set ``rollout_is_weights`` and take rejected tokens out of ``loss_mask``; return ``rollout_corr/...`` too.
 
-    The weights belong to the whole batch: a driver computes them once, before sequences are split over ranks.
-    Tokens that train and that no policy sampled (``batch.sampled_mask``) have weight 1, and stay where their sequence
-    does.
+    The weights belong to the whole batch: a driver computes them once, before sequences are split over ranks. Tokens
+    that train and that no policy sampled (``batch.sampled_mask``) have weight 1, and stay where their sequence does.
     """
     remedies = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
     mask, lengths, metrics = sampled(batch), batch.lengths, {}

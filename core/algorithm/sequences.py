@@ -69,8 +69,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Return the variance of the kept entries, [] of [...], with Bessel's correction if ``unbiased``.
 
-    Raises:
-        ValueError: no entry is kept, or one entry and ``unbiased``.
+    Raises ValueError: no entry is kept, or one entry and ``unbiased``.
     """
     count = int(mask.sum())
     if count < 1 + unbiased:

@@ -4,9 +4,8 @@ Every engine decides the end here, token by token, so that a trajectory's ``stop
 the end of sequence, a stop id, a stop string, or its limit, in this order. The in-process engine draws here too, seeded
 by a counter and indifferent to what else is in the batch.
 
-A row's randomness is a hash of (its seed, the position in its response): no generator has a state, so
-a sample depends neither on its neighbours nor on the order in which rows are computed.
-Axes: ``N`` rows, ``V`` vocabulary.
+A row's randomness is a hash of (its seed, the position in its response): no generator has a state, so a sample depends
+neither on its neighbours nor on the order in which rows are computed. Axes: ``N`` rows, ``V`` vocabulary.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ DELAY_S, PAUSE_S = 2.0, 10.0  # what is over sooner needs no bar; between two li
 class Loggers:
     """The loggers of a run. An exception of one is printed, and costs what it was called with.
 
-    Raises:
-        ImportError: the package of a logger is not installed.
-        InputError: a logger could not begin, or its class is not where ``trainer.logger`` says.
+    Raises ImportError: the package of a logger is not installed; InputError: a logger could not begin, or its class is
+    not where ``trainer.logger`` says.
     """
 
     def __init__(self, run: Tracker) -> None:
