@@ -53,12 +53,10 @@ def test_an_artefact_that_names_code_is_refused():
         assert line.startswith("ARTEFACT: its settings name code that would run here: ") and key in line
         append = line.rpartition("If you trust that code, append ")[2]
         composition.refuse_code("ARTEFACT", config, "grpo", shlex.split(append))  # as the message says
-
-
-def test_the_command_line_names_the_value_and_not_the_key_alone():
-    config = examine("grpo", (), {"custom_reward_function.path": "evil.py"}).config
-    with pytest.raises(InputError):
-        composition.refuse_code("ARTEFACT", config, "grpo", ["custom_reward_function.path=mine.py"])
+    with pytest.raises(InputError):  # the value has to be named, and not the key alone
+        composition.refuse_code("ARTEFACT", config, "grpo", [f"{key}=mine"])
+    plain = {"actor_rollout_ref.model.path": "/models/x", "trainer.logger": ["console", "wandb"]}
+    composition.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
 
 
 def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
@@ -72,16 +70,6 @@ def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
     name = {"trainer.experiment_name": told["data.prompt_key"]}  # part of a path: refused as given, not as resolved
     (problem,) = examine("grpo", (), name).problems
     assert problem.startswith("trainer.experiment_name=a\\${oc.env:SECRET}: must be a name")
-
-
-def test_what_is_no_code_passes():
-    plain = {
-        f"{MODEL}.path": "/models/x",
-        f"{MODEL}.custom_chat_template": "{{ messages }}",
-        "reward_model.reward_kwargs": {"gsm8k": {"method": "flexible"}},
-        "trainer.logger": ["console", "wandb"],
-    }
-    composition.refuse_code("ARTEFACT", examine("grpo", (), plain).config, "grpo")
 
 
 def test_a_recipes_name_is_no_path():

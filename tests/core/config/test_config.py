@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import re
 import subprocess
@@ -19,55 +18,29 @@ from core.config.code_by_path import load_object
 from core.config.defaults import resolve
 from core.config.section import BOOKKEEPING, EXECUTION, FILES, IDENTITY, thaw
 from core.errors import InputError
-from core.tracking.health import CHECKS
 from results.reporting.run_reader import read_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "core/config/README.md"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text())
-# keys that verl v0.6.1 and its DAPO recipe lack
-ADDED = {
-    *("reward_model.on_error", "reward_model.weight", "trainer.resume_with_changes"),
-    *(key for key in convert.all_keys(Config) if key.startswith(("reward_model.judge.", "trainer.trace."))),
-    *(f"reward_model.{name}" for name in ("num_workers", "timeout_s")),
-    *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
-    *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
-    *("trainer.backend", "trainer.cpu_threads", "trainer.seed"),
-    *("trainer.max_staleness", "trainer.health.reward_window", "trainer.reference"),
-    *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound",)),
-    *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
-    *(f"{ACTOR}.freeze_vision_tower", f"{ACTOR}.state_masking"),
-    *(f"{part}.tensor_model_parallel_size" for part in (ACTOR, "actor_rollout_ref.ref", "critic")),
-    *(f"{ROLLOUT}.{name}" for name in ("agent_loop", "update_weights_bucket_megabytes", "nnodes", "n_gpus_per_node")),
-    *(f"{ROLLOUT}.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "deterministic_tools")),
-    *("data.max_start_length", "data.max_obs_length"),
-}
-
-
-# --- the schema ---
 
 
 def test_every_key_and_default_is_verls_or_listed_with_a_reason():
     rows = re.findall(r"^\| `([\w.]+)` \| `(.+?)` \| `(.+?)` \| .+ \|$", README.read_text(), re.MULTILINE)
     changed = {key: tuple(value if "$" in value else yaml.safe_load(value) for value in both) for key, *both in rows}
     mine = convert.flat(Config())
-    assert set(mine) - set(VERL) == ADDED
     for key in set(VERL) & set(mine):
         value, here = VERL[key], thaw(mine[key])
         assert (changed[key] == (value, here) and value != here) if key in changed else here == value, key
     assert set(changed) <= set(VERL)
 
 
-def test_the_schema_knows_the_names_that_the_implementations_know():
+def test_the_tables_of_implementations_name_functions_and_keys_that_exist():
     sections = {"algorithm": registry.ESTIMATORS, ACTOR: registry.POLICY_LOSSES, ROLLOUT: registry.ENGINES}
     for section, table in sections.items():
         assert all(convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads), section
-    for table in (*sections.values(), registry.LOGGERS):
         assert all(callable(load_object(entry.function)) for entry in table.values() if entry.function)
-    clipping = {name for name, entry in registry.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
-    assert clipping == set(registry.POLICY_LOSSES) - {"sapo", "gpg", "reinforce", "kl_cov"}
-    assert [name for name, entry in registry.ESTIMATORS.items() if entry.critic] == ["gae"]
 
 
 def test_roles_of_keys():
@@ -112,16 +85,18 @@ def test_a_recipe_may_have_keys_of_its_own():
     assert done.stdout.strip() == b"5", done.stderr
 
 
-# --- composing ---
-
-
 def test_layers_win_in_order():
-    assert compose("ppo").actor_rollout_ref.rollout.n == 1
-    assert compose("grpo").actor_rollout_ref.rollout.n == 5
-    assert compose("grpo", ["preset=paper"]).actor_rollout_ref.rollout.n == 64
-    assert compose("grpo", [f"{ROLLOUT}.n=7", "preset=paper"]).actor_rollout_ref.rollout.n == 7
-    assert compose("grpo", ["trainer.seed=2", "--", "trainer.seed=3"]).trainer.seed == 3
-    assert compose("grpo", ["preset=script", "preset=paper"]).actor_rollout_ref.rollout.n == 64
+    for typed, n in (
+        ([], 5),
+        (["preset=paper"], 64),
+        ([f"{ROLLOUT}.n=7", "preset=paper"], 7),
+        (["preset=script", "preset=paper"], 64),
+        (["preset=script", f"{ROLLOUT}.n=4", "--", "preset=paper"], 64),  # what stands before -- is a script's
+        (["preset=script", f"{ROLLOUT}.n=4", "--", "preset=paper", f"{ROLLOUT}.n=8"], 8),
+        ([f"{ROLLOUT}.n=4", "--", f"{ROLLOUT}.n=8"], 8),
+    ):
+        assert compose("grpo", typed).actor_rollout_ref.rollout.n == n, typed
+    assert compose("grpo", ["trainer.nnodes=2", "--", "preset=paper"]).trainer.nnodes == 2
 
 
 def test_the_last_of_two_values_counts_and_both_are_told():
@@ -129,14 +104,6 @@ def test_the_last_of_two_values_counts_and_both_are_told():
     (line,) = found.warnings
     assert found.config.trainer.seed == 3 and line.startswith("trainer.seed=3: is given twice, before as 2; ")
     assert examine("grpo", ["trainer.seed=2", "--", "trainer.seed=3"]).warnings == ()  # over a script's
-
-
-def test_a_typed_preset_wins_over_what_it_names_and_leaves_a_scripts_other_keys():
-    script = ["preset=script", f"{ROLLOUT}.n=4", "trainer.nnodes=2"]
-    config = compose("grpo", [*script, "--", "preset=paper", "trainer.seed=2"])
-    assert (config.actor_rollout_ref.rollout.n, config.trainer.nnodes) == (64, 2)
-    typed = compose("grpo", [*script, "--", "preset=paper", f"{ROLLOUT}.n=8"])
-    assert typed.actor_rollout_ref.rollout.n == 8
 
 
 def test_plus_signs_and_sections():
@@ -203,9 +170,6 @@ def test_a_users_file_takes_the_recipes_place_and_typed_keys_win(tmp_path):
     assert line.startswith("--config-name=nowhere/at/all/x.yaml: cannot be read") and "\n" not in line
 
 
-# --- resolving ---
-
-
 def test_nulls_follow_other_keys(monkeypatch):
     config = compose("ppo", ["actor_rollout_ref.model.path=org/My-Model", "trainer.seed=3", f"{ACTOR}.clip_ratio=0.1"])
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
@@ -218,6 +182,8 @@ def test_nulls_follow_other_keys(monkeypatch):
     assert compose("grpo").critic.enable is False and resolve(config, "ppo") == config
     one = compose("ppo", [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.28"]).actor_rollout_ref.actor
     assert (one.clip_ratio_low, one.clip_ratio_high) == (0.1, 0.28)
+    for typed, backend in (("trainer.nnodes=2", "ray"), ("trainer.n_gpus_per_node=1", "local")):
+        assert examine("ppo", [typed]).config.trainer.backend == backend
     monkeypatch.setattr("core.config.defaults.find_spec", lambda name: name == "vllm")
     for gpu, engine in ((True, "vllm"), (False, "hf")):
         monkeypatch.setattr("core.config.defaults.has_accelerator", lambda gpu=gpu: gpu)
@@ -242,14 +208,9 @@ def test_passes_are_packed_by_tokens_unless_a_micro_batch_is_given(overrides, ac
         assert (part.use_dynamic_bsz, part.ppo_micro_batch_size_per_gpu) == expected
 
 
-# --- recorded ---
-
-
 def test_what_is_recorded_is_the_same_when_it_is_completed():
     config = compose("grpo", ["preset=script", "data.seed=0"])
-    text = to_yaml(config)
-    tree = yaml.safe_load(text)
-    assert "!!" not in text and recorded.completed(tree, Config) == convert.as_json(config)
+    tree = yaml.safe_load(to_yaml(config))
     del tree["trainer"]["trace"]  # newer than the run
     tree["data"]["custom_cls"] = {"path": None}  # gone since
     assert recorded.completed(tree, Config) == convert.as_json(config)
@@ -257,49 +218,14 @@ def test_what_is_recorded_is_the_same_when_it_is_completed():
     assert recorded.completed(tree, Config)["retriever.topk"] == 4
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "grpo", "dapo", "search_r1"])
-def test_published_configurations_are_read(recipe):
-    """They may lack keys that are newer than the run."""
-    for path in sorted(ROOT.glob(f"results/{recipe}/lab-seed*/config.yaml"))[:1]:
-        tree = yaml.safe_load(path.read_text())
-        schema = recipes.schema_of(recipe)
-        for key, value in recorded.completed(tree, schema, recipe).items():
-            node = functools.reduce(
-                lambda at, name: at.get(name) if isinstance(at, dict) else None, key.split("."), tree
-            )
-            assert node in (value, None), key
-
-
-def at(tree, key):
-    return functools.reduce(lambda node, name: node.get(name) if isinstance(node, dict) else None, key.split("."), tree)
-
-
-def test_diff():
-    one, other = compose("grpo"), compose("grpo", ["trainer.experiment_name=b", f"{ACTOR}.clip_ratio_high=0.28"])
-    assert diff(one, one) == {}
-    assert diff(one, other) == {
-        f"{ACTOR}.clip_ratio_high": (0.2, 0.28),
-        "trainer.experiment_name": ("deepseek-llm-7b-chat-seed1", "b"),
-        "trainer.default_local_dir": ("outputs/grpo/deepseek-llm-7b-chat-seed1", "outputs/grpo/b"),
-    }
-
-
-def test_composing_and_help_are_fast_and_import_nothing_heavy():
+def test_composing_and_help_import_nothing_heavy():
     code = (
-        "import sys, time; start = time.process_time()\n"
-        "from core.command_line import help_text\nfrom core.config import compose\n"
+        "import sys\nfrom core.command_line import help_text\nfrom core.config import compose\n"
         "compose('grpo', ['data.seed=1']); help_text('grpo', [], ['clip'])\n"
-        "print(time.process_time() - start, [m for m in ('torch','ray','vllm','transformers') if m in sys.modules])"
+        "print([m for m in ('torch','ray','vllm','transformers') if m in sys.modules])"
     )
-    best = 99.0
-    for _ in range(3):  # the best of three: a busy machine is not a slow composition
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        seconds, _, heavy = done.stdout.strip().partition(" ")
-        assert heavy == "[]"
-        best = min(best, float(seconds))
-        if best < 1.5:
-            break
-    assert best < 1.5
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("key", ["trainer.experiment_name", "trainer.project_name"])
