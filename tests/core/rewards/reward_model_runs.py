@@ -90,6 +90,3 @@ def run_config(folder, *overrides, steps=2):
 
 def metrics(folder):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-REFUSES_X = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE

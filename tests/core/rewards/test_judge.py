@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from core.config.schema import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
@@ -18,7 +18,8 @@ from core.rewards import judge as judge_module
 from core.rewards.grading import Answer
 from core.rewards.judge import TEMPLATE, Judge, JudgeLost, NoNumber, fill, shown_texts
 from core.rewards.layer import RewardLayer
-from core.types import Prompt, Segment, Stop, Trajectory
+from core.types import Prompt
+from tests.core.rewards.test_rewards import trajectory
 from tests.judge_server import MODEL, serve
 
 CHAT = ({"role": "user", "content": "2+2?"},)
@@ -69,26 +70,22 @@ def right_if_four(number, body):
 
 @pytest.mark.parametrize(
     ("reply", "value"),
-    [("so it is right\n[[1]]", 1.0), ("[[ 0.5 ]]", 0.5), ("[[1]], as I said: [[1.0]]", 1.0), ("[[0]]", 0.0)],
-)
-def test_a_number_in_brackets_is_read(make, reply, value):
-    assert make().read({"text": reply, "finish": "stop"}) == value
-
-
-@pytest.mark.parametrize(
-    ("reply", "why"),
     [
-        ("1", "0 numbers"),
-        ("it says [[1]]; mine is [[0]]", "2 numbers"),
-        ("[[7]]", "is not between"),
-        ("[[" + "9" * 400 + "]]", "is not between"),
+        ("so it is right\n[[1]]", 1.0),
+        ("[[ 0.5 ]]", 0.5),
+        ("[[1]], as I said: [[1.0]]", 1.0),
+        ("[[0]]", 0.0),
+        ("1", None),
+        ("it says [[1]]; mine is [[0]]", None),
+        ("[[7]]", None),
+        ("[[" + "9" * 400 + "]]", None),
     ],
 )
-def test_anything_doubtful_is_no_number(make, reply, why):
-    with pytest.raises(NoNumber, match=why):
-        make().read({"text": reply, "finish": "stop"})
-    with pytest.raises(NoNumber, match="cut off at reward_model.judge.max_tokens"):
-        make().read({"text": "[[1]]", "finish": "length"})
+def test_a_number_in_brackets_is_read_and_anything_doubtful_is_none(make, reply, value):
+    with nullcontext() if value is not None else pytest.raises(NoNumber):
+        assert make().read({"text": reply, "finish": "stop"}) == value
+    with pytest.raises(NoNumber):
+        make().read({"text": reply, "finish": "length"})
 
 
 def test_no_answer_can_close_its_own_tags_or_is_expanded_again():
@@ -152,18 +149,12 @@ def test_what_may_pass_is_tried_again_and_counted(make):
     assert not any(value for name, value in spent.items() if "failures" in name)
 
 
-@pytest.mark.parametrize(
-    ("reply", "kind", "passes"),
-    [
-        ({"status": 400}, "refused", False),
-        ("I would rather not say", "nonsense", False),
-        ({"text": "[[1]]", "finish": "length"}, "nonsense", False),
-        ({"status": 429}, "busy", True),
-        ({"status": 502}, "status", True),
-        ({"raw": '{"choices": []}'}, "status", True),
-        (30.0, "timeout", True),
-    ],
-)
+FAILURES = [("nonsense", "I would rather not say", False), ("cut off", {"text": "[[1]]", "finish": "length"}, False)]
+FAILURES += [("refused", {"status": 400}, False), ("busy", {"status": 429}, True), ("broken", {"status": 502}, True)]
+FAILURES += [("empty", {"raw": '{"choices": []}'}, True), ("timeout", 30.0, True)]
+
+
+@pytest.mark.parametrize(("kind", "reply", "passes"), FAILURES)
 def test_a_failure_is_counted_by_kind_and_is_never_a_number(make, reply, kind, passes, monkeypatch):
     monkeypatch.setattr(judge_module, "GIVE_UP_S", 0.2)
     with serve(lambda *_: reply) as server:
@@ -220,17 +211,10 @@ def test_the_server_must_have_the_model_and_let_us_in(make):
     make().check()  # a repetition may begin without a server
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"rate {answer} {response}", "it has answer, response"),
-        (b"rate it", "it has ;"),
-        (b"\xff", "cannot be read"),
-    ],
-)
-def test_a_template_that_cannot_be_used_is_named(make, tmp_path, content, says):
+@pytest.mark.parametrize("content", [b"rate {answer} {response}", b"rate it", b"\xff"])
+def test_a_template_that_cannot_be_used_is_named(make, tmp_path, content):
     (tmp_path / "f").write_bytes(content)
-    with pytest.raises(InputError, match=f"reward_model.judge.template=.*{says}"):
+    with pytest.raises(InputError, match="reward_model.judge.template="):
         make(template=str(tmp_path / "f"))
 
 
@@ -257,9 +241,7 @@ def make_layer(tmp_path, monkeypatch):
 
 def score(layer, style, text):
     prompt = Prompt(0, "row", (7, 8), CHAT, "4", "openai/gsm8k", {}, style)
-    ids = np.arange(3)
-    segments = (Segment("policy", text), Segment("tool", "SECRET"))
-    return asyncio.run(layer.score(prompt, Trajectory((7, 8), ids, ids >= 0, ids * 0.0, segments, Stop.EOS, 0, 0)))
+    return asyncio.run(layer.score(prompt, trajectory(text, ("tool", "SECRET"))))
 
 
 def test_the_judge_scores_rows_of_style_model_and_weighs_in_elsewhere(make_layer):

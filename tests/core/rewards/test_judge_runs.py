@@ -12,7 +12,6 @@ import pytest
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import judge as judge_module
-from core.rewards.judge import JudgeLost
 from tests.core.rewards.test_judge import NOBODY, shown
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.judge_server import MODEL, serve
@@ -91,17 +90,6 @@ def test_failures_are_masked_counted_and_told_at_a_bound(folder, caplog):
     line = lines(folder, "bad")[-1]
     assert line["reward/crash_rate"] == line["reward/masked_share"] > 0.1
     assert line["perf/judge_failures"] > 0
-
-
-@pytest.mark.slow
-def test_a_server_that_dies_ends_the_run_soon(folder, monkeypatch):
-    monkeypatch.setattr("core.rewards.judge.MAX_FAILURES", 4)
-    monkeypatch.setattr("core.rewards.judge.GIVE_UP_S", 0.2)
-    with (
-        serve(lambda n, body: generous(n, body) if n < 2 else {"status": 503}) as server,
-        pytest.raises(JudgeLost, match="4 answers in a row"),
-    ):
-        scripted()(config(folder, "lost", server.url), answer).init_workers().fit()
 
 
 def test_a_step_without_any_score_trains_nothing_and_passes(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from core.ray_trainer import RayPPOTrainer
 from core.rewards.grading import Answer, Failure, model_score
 from core.rewards.layer import RewardError, RewardLayer
 from core.rewards.reward_model import RewardModel
-from core.types import Prompt, Segment, Stop, Trajectory
+from core.types import Prompt
 from reward_scores.score import ScoreStatus
 from tests.core.ray_cluster import write_model
 from tests.core.rewards.reward_model_runs import (
@@ -29,6 +30,9 @@ from tests.core.rewards.reward_model_runs import (
     settings,
     write_classifier,
 )
+from tests.core.rewards.test_rewards import trajectory
+
+CHAT = ({"role": "user", "content": "?"},)
 
 
 def direct(folder, kind, ids):
@@ -82,34 +86,20 @@ def test_an_answer_beyond_max_length_is_cut_at_its_end_and_says_so(tmp_path):
     )
 
 
-def test_passes_stay_within_their_bounds(tmp_path):
-    model = RewardModel(settings(write_classifier(tmp_path), input_tokenizer=None, forward_max_token_len_per_gpu=100))
-    lengths = [len(answer.token_ids) for answer in answers(40)]
-    passes = list(model._passes(lengths))
-    assert sorted(sum(passes, [])) == list(range(40)) and len(passes) < 40
-    assert all(max(lengths[at] for at in rows) * len(rows) <= 100 for rows in passes)
-
-
 def test_a_chat_that_the_template_refuses_costs_its_own_score_only(tmp_path):
     refuses = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
     model = RewardModel(settings(write_classifier(tmp_path, template=refuses)))
-    chat = ({"role": "user", "content": "?"},)
-    good, bad, again = model.score([Answer(chat, text, ()) for text in ("a", "x", "a")])
+    good, bad, again = model.score([Answer(CHAT, text, ()) for text in ("a", "x", "a")])
     assert "no x" in bad.detail
     assert good.value == pytest.approx(again.value)
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda folder: write_model(folder), "LlamaForCausalLM|Qwen2ForCausalLM with"),
-        (lambda folder: write_classifier(folder, num_labels=2), "with 2 labels; a reward model is"),
-        (lambda folder: write_classifier(folder, template=None), "no chat template.*input_tokenizer=null"),
-        (lambda folder: folder / "nothing", "nothing: no config.json"),
-    ],
-)
-def test_a_folder_that_holds_no_reward_model_is_refused(tmp_path, make, says):
-    with pytest.raises(InputError, match=f"reward_model.model.path.*({says})"):
+NO_MODELS = [write_model, partial(write_classifier, num_labels=2), lambda folder: folder / "nothing"]
+
+
+@pytest.mark.parametrize("make", NO_MODELS)
+def test_a_folder_that_holds_no_reward_model_is_refused(tmp_path, make):
+    with pytest.raises(InputError, match="reward_model.model.path"):
         RewardModel(settings(make(tmp_path)))
 
 
@@ -138,14 +128,8 @@ def layer(judge=None, **reward_model):
     return made
 
 
-def prompt(style, ground_truth="72"):
-    return Prompt(0, "row", (7, 8), ({"role": "user", "content": "?"},), ground_truth, "openai/gsm8k", {}, style)
-
-
-def trajectory(*segments):
-    ids = np.arange(3)
-    parts = tuple(Segment("policy", s) if isinstance(s, str) else Segment(*s) for s in segments)
-    return Trajectory((7, 8), ids, ids >= 0, ids * 0.0, parts, Stop.EOS, 0, 0)
+def prompt(style):
+    return Prompt(0, "row", (7, 8), CHAT, "72", "openai/gsm8k", {}, style)
 
 
 def grade(made, *pairs):
@@ -179,7 +163,7 @@ def test_the_model_sees_the_policys_words_and_all_tokens():
     made = layer(lambda found: seen.extend(found) or [model_score(0.0)])
     steps = trajectory("let me look", ("tool", "SECRET"), " 72")
     assert asyncio.run(made.score(prompt("model"), steps)).value == 0.0
-    assert seen == [Answer(({"role": "user", "content": "?"},), "let me look 72", (7, 8, 0, 1, 2), "72")]
+    assert seen == [Answer(CHAT, "let me look 72", (7, 8, 0, 1, 2), "72")]
 
 
 @pytest.mark.parametrize("judge", [Lengths(), lambda found: [model_score(math.inf)] * len(found)], ids=["error", "inf"])

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
-import subprocess
-import sys
-import textwrap
 import time
 from decimal import Decimal
 from types import SimpleNamespace
@@ -61,7 +57,7 @@ def row(data_source="tests/a", ground_truth="7", number=0, **extra_info):
 def trajectory(*segments, stop=Stop.EOS, turns=1, tool_calls=0, tokens=3, **more):
     segments = tuple(Segment("policy", s) if isinstance(s, str) else Segment(*s) for s in segments)
     ids = np.arange(tokens)
-    return Trajectory(ids, ids, ids >= 0, ids * 0.0, segments, stop, 0, 0, turns, tool_calls, **more)
+    return Trajectory((7, 8), ids, ids >= 0, ids * 0.0, segments, stop, 0, 0, turns, tool_calls, **more)
 
 
 def grade(layer, asked, *trajectories):
@@ -106,21 +102,6 @@ def test_a_tag_that_the_prompt_opened_counts_for_the_format(make_layer):
     assert grade(make_layer(), begun, trajectory("Paris</answer>")).acc == 1.0
 
 
-def test_scoring_imports_nothing_heavy():
-    code = """
-        import sys
-        import core.rewards, reward_scores
-        heavy = {"torch", "ray", "vllm", "transformers", "datasets"}
-        for scorer in sorted(set(reward_scores.SCORERS.values()), key=lambda scorer: len(scorer.libraries())):
-            for response, ground_truth, acc in scorer.examples:
-                assert scorer(response, ground_truth).acc == acc
-            found = (heavy if scorer.libraries() else {*heavy, "sympy"}) & set(sys.modules)
-            assert not found, (scorer.name, found)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 # --- what a user's function gets ---
 
 
@@ -146,37 +127,6 @@ def test_a_custom_function_sees_the_rollout_and_cannot_touch_the_row(make_layer)
     assert extra_info == {"nested": {"list": []}} and gold == {"target": []}
 
 
-@pytest.mark.parametrize(
-    "segments, turns, calls, seen",
-    [
-        (("one answer",), 1, 0, 2),  # verl counts the prompt and the answer
-        (("a", ("tool", "b"), "c"), 2, 1, 4),
-        (("a", ("tool", "b"), ("tool", "b2"), "c", ("tool", "d"), "e"), 3, 3, 6),  # two calls of a turn, one answer
-        (("a", ("tool", "b")), 1, 1, 3),
-    ],
-)
-def test_a_function_written_for_verl_finds_its_facts(make_layer, segments, turns, calls, seen):
-    names = "('num_turns', 'num_tool_calls', 'turn_scores', 'tool_rewards', 'rollout_reward_scores')"
-    layer = make_layer(f"return {{'score': 1.0, 'seen': repr([extra_info[name] for name in {names}])}}")
-    asked = prompt("anything", {}, {"num_turns": 99})  # as in verl, what happened wins over what the row holds
-    given = {"user_scores": (-0.5, 1.0), "tool_rewards": (0.25,)} if calls == 1 else {}
-    steps = trajectory(*segments, turns=turns, tool_calls=calls, **given)
-    users = [[-0.5, 1.0], [0.25], {"user_turn_rewards": [-0.5, 1.0]}] if given else [[], [], {}]
-    assert grade(layer, asked, steps).notes["seen"] == repr([seen, calls, *users])
-
-
-def test_a_function_may_be_asynchronous_leave_arguments_out_and_lie_anywhere(make_layer, write, monkeypatch, tmp_path):
-    body = "import asyncio\nasync def mine(solution_str):\n    await asyncio.sleep(0)\n    return 3"
-    layer = make_layer(body, name="mine")
-    assert grade(layer, prompt(), trajectory("x")).value == 3
-    path = write("def compute_score(solution_str, **rest): return 4", "pkgx/modx.py")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for where in ("pkgx.modx", "pkg://pkgx.modx", path, f"file://{path}"):
-        assert grade(make_layer(where), prompt(), trajectory("x")).value == 4
-    other = make_layer(write("def compute_score(solution_str): return 5", "other/modx.py"))  # no collision of names
-    assert grade(other, prompt(), trajectory("x")).value == 5
-
-
 def test_a_function_of_lists_gets_and_returns_lists_of_one_answer(make_layer):
     body = """
         def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
@@ -189,20 +139,45 @@ def test_a_function_of_lists_gets_and_returns_lists_of_one_answer(make_layer):
     assert none.status is ScoreStatus.CRASH and "one result an answer" in layer.failures.first
 
 
-BAD_CUSTOM = [
-    ("missing.py", {}, "no file .*missing.py"),
-    ("no_such_module_x", {}, "no module 'no_such_module_x'"),
-    ("def compute_scor(): pass", {}, "has no 'compute_score'"),
-    ("import nothing_of_that_name # def ", {}, "importing it failed(?s:.*)nothing_of_that_name"),
-    ("def compute_score(text): return 1", {}, "called by name with .data_source"),
-    ("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1", {"k": 1}, "'k'"),
-    ("def compute_score(**k): return 1", {"ground_truth": 1}, "ground_truth"),
-]
+def test_a_function_written_for_verl_finds_its_facts(make_layer):
+    """As in verl, turns count the prompt and each answer of the tools, and what happened wins over the row."""
+    names = "('num_turns', 'num_tool_calls', 'turn_scores', 'tool_rewards', 'rollout_reward_scores')"
+    layer = make_layer(f"return {{'score': 1.0, 'seen': repr([extra_info[name] for name in {names}])}}")
+    asked = prompt("anything", {}, {"num_turns": 99})
+    two_calls = ("a", ("tool", "b"), ("tool", "b2"), "c", ("tool", "d"), "e")
+    rewards = {"user_scores": (-0.5, 1.0), "tool_rewards": (0.25,)}
+    for segments, turns, calls, given, seen in (
+        (("one answer",), 1, 0, {}, [2, 0, [], [], {}]),
+        (two_calls, 3, 3, {}, [6, 3, [], [], {}]),
+        (("a", ("tool", "b")), 1, 1, rewards, [3, 1, [-0.5, 1.0], [0.25], {"user_turn_rewards": [-0.5, 1.0]}]),
+    ):
+        steps = trajectory(*segments, turns=turns, tool_calls=calls, **given)
+        assert grade(layer, asked, steps).notes["seen"] == repr(seen)
 
 
-@pytest.mark.parametrize(("body", "kwargs", "message"), BAD_CUSTOM)
+def test_a_function_may_be_asynchronous_leave_arguments_out_and_lie_anywhere(make_layer, write, monkeypatch, tmp_path):
+    body = "import asyncio\nasync def mine(solution_str):\n    await asyncio.sleep(0)\n    return 3"
+    assert grade(make_layer(body, name="mine"), prompt(), trajectory("x")).value == 3
+    path = write("def compute_score(solution_str, **rest): return 4", "pkgx/modx.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    other = write("def compute_score(solution_str): return 5", "other/modx.py")  # no collision of names
+    for where, value in (("pkgx.modx", 4), ("pkg://pkgx.modx", 4), (path, 4), (f"file://{path}", 4), (other, 5)):
+        assert grade(make_layer(where), prompt(), trajectory("x")).value == value
+
+
+@pytest.mark.parametrize(
+    ("body", "kwargs", "message"),
+    [
+        ("missing.py", {}, "no file .*missing.py"),
+        ("no_such_module_x", {}, "no module 'no_such_module_x'"),
+        ("def compute_scor(): pass", {}, "has no 'compute_score'"),
+        ("import nothing_of_that_name # def ", {}, "nothing_of_that_name"),
+        ("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1", {"k": 1}, "'k'"),
+        ("def compute_score(**k): return 1", {"ground_truth": 1}, "ground_truth"),
+    ],
+)
 def test_a_custom_function_that_cannot_work_is_a_configuration_problem(make_layer, body, kwargs, message):
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=f"(?s){message}") as caught:
         make_layer(body, kwargs=kwargs)
     assert len(caught.value.problems) == 1
 
@@ -210,32 +185,20 @@ def test_a_custom_function_that_cannot_work_is_a_configuration_problem(make_laye
 # --- what a function returns ---
 
 
-@pytest.mark.parametrize(
-    ("result", "says"),
-    [
-        (None, "None .is a return missing"),
-        ("1.0", "a str .'1.0'"),
-        ({"reward": 1.0}, "without 'score' .it has 'reward'"),
-        (float("nan"), "nan"),
-        ({"score": 1.0, "acc": float("nan")}, "nan. as its 'acc'"),
-        ({"score": 1.0, "acc": "yes"}, "a str .'yes'. as its 'acc'"),
-        (Score(1.0, {"acc": float("nan")}), "nan. as its 'acc'"),
-        pytest.param(10**400, "a int .1000000", id="big"),
-        (np.array([1.0, 2.0]), "a ndarray"),
-    ],
-)
-def test_what_is_no_finite_score_gets_a_message_that_says_what_to_return(result, says):
-    with pytest.raises(ScoreError, match=f"(?s){says}.*return a number, or a dict with the number under 'score'"):
-        as_score(result)
+NO_SCORES = [None, "1.0", {"reward": 1.0}, float("nan"), {"score": 1, "acc": float("nan")}, {"score": 1, "acc": "yes"}]
+NO_SCORES += [Score(1.0, {"acc": float("nan")}), 10**400, np.array([1.0, 2.0])]
 
 
-def test_numbers_of_any_kind_are_scores():
-    for one in (True, 1, 1.0, np.float32(1), np.array(1.0), np.array([1.0]), Decimal(1), np.bool_(True)):
+def test_numbers_of_any_kind_are_scores_and_all_else_is_none():
+    for one in (True, 1, 1.0, np.float32(1), np.array([1.0]), Decimal(1), np.bool_(True)):
         assert as_score(one).value == as_score({"score": one}).value == 1.0
     minus = as_score({"score": np.int64(-1), "acc": np.bool_(False), "note": None, "pred": None})
     assert (minus.value, minus.acc, minus.status, minus.pred) == (-1.0, 0.0, ScoreStatus.WRONG, None)
     given = Score(0.5, status=ScoreStatus.PARSE_ERROR)
     assert as_score(given) == given
+    for result in NO_SCORES:
+        with pytest.raises(ScoreError):
+            as_score(result)
 
 
 def test_parts_that_are_no_numbers_are_kept_as_texts_beside_the_answers(make_layer):
@@ -338,46 +301,6 @@ def test_each_data_source_has_to_be_graded(make_layer):
     refused(layer, prompt("tests/a"), row("tests/b"))  # validation prompts beside training examples
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "return float(solution_str)",
-        "import re; return float(re.search(r'#### (.+)', solution_str).group(1) == ground_truth)",
-        "import json; return float(json.loads(solution_str)['answer'] == ground_truth)",
-        "return solution_str.split('<answer>')[1] == ground_truth",
-        "import re; return bool(re.search(r'boxed{(.+?)}', solution_str).group(1))",
-        "return extra_info['num_turns'] + len(extra_info['rollout']['segments'])",
-    ],
-)
-def test_a_function_that_grades_some_answer_starts(make_layer, body):
-    make_layer(body).check([row()])
-
-
-@pytest.mark.parametrize("gold", [{"target": ["7"], "numbers": [1]}, 7, {"a": {"b": "7"}}])
-def test_the_ground_truth_is_tried_as_an_answer_whatever_its_form(make_layer, gold):
-    make_layer("return {'7': 1.0}[solution_str]").check([row(ground_truth=gold)])
-
-
-def test_examples_of_the_module_are_tried_in_place_of_guesses(make_layer):
-    body = HEAD + "    return {'only this': 1.0}[solution_str] + 0 * extra_info['index']\n"
-    assert "EXAMPLES" in refused(make_layer(body, file="a.py"))[0]
-    make_layer(f"EXAMPLES = (('only this', '7', 1.0),)\n{body}", file="b.py").check([row()])
-
-
-def test_known_answers_are_graded_in_the_real_grader(make_layer):
-    layer = make_layer(
-        f"""
-        import os
-        EXAMPLES = (("here", None, 1.0), ("there", None, 0.0))
-        def compute_score(solution_str, **kwargs):
-            return float((os.getpid() == {os.getpid()}) == (solution_str == "here"))
-        """,
-        reward_manager="prime",
-    )
-    here, there = refused(layer)
-    assert "'here'" in here and "acc=0.0, not 1.0" in here and "'there'" in there
-
-
 def test_what_a_grader_cannot_load_is_found_at_start(make_layer):
     layer = make_layer("import torch\ndef compute_score(**k): return 1", reward_manager="prime", memory_limit_mb=300)
     (problem,) = refused(layer)
@@ -391,47 +314,53 @@ def test_rows_that_cannot_be_sent_are_found_at_start(make_layer):
     make_layer(reward_manager="naive").check(rows)
 
 
-def test_a_start_says_which_isolation_holds(make_layer, monkeypatch, capsys):
+FUNCTIONS = {  # some answer that is tried at start has a score of it
+    "a number": ("return float(solution_str)", "7"),
+    "a mark": ("import re; return re.search(r'#### (.+)', solution_str).group(1) == ground_truth", "7"),
+    "json": ("import json; return json.loads(solution_str)['answer'] == ground_truth", "7"),
+    "tags": ("return solution_str.split('<answer>')[1] == ground_truth", "7"),
+    "a box": ("import re; return bool(re.search(r'boxed{(.+?)}', solution_str).group(1))", "7"),
+    "the rollout": ("return extra_info['num_turns'] + len(extra_info['rollout']['segments'])", "7"),
+    "a list": ("return {'7': 1.0}[solution_str]", {"target": ["7"], "numbers": [1]}),
+    "an int": ("return {'7': 1.0}[solution_str]", 7),
+}
+
+
+@pytest.mark.parametrize(("body", "gold"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_function_that_grades_some_answer_starts(make_layer, body, gold):
+    make_layer(body).check([row(ground_truth=gold)])
+
+
+def test_examples_of_the_module_are_tried_in_place_of_guesses(make_layer):
+    body = HEAD + "    return {'only this': 1.0}[solution_str] + 0 * extra_info['index']\n"
+    assert "EXAMPLES" in refused(make_layer(body, file="a.py"))[0]
+    make_layer(f"EXAMPLES = (('only this', '7', 1.0),)\n{body}", file="b.py").check([row()])
+
+
+def test_a_start_says_where_programs_are_not_isolated(make_layer, monkeypatch, capsys):
     from reward_scores import sandbox, unit_tests
 
-    programs = prompt("apps", {"inputs": ["1"], "outputs": ["1"]})
-    make_layer().check([programs])
-    assert "namespaces with seccomp\n" in capsys.readouterr().out
     for module in (sandbox, unit_tests):
         monkeypatch.setattr(module, "isolation", lambda: sandbox.Isolation("none", False))
-    make_layer(reward_kwargs={"prime_code": {"sandbox": {"allow_unisolated": True}}}).check([programs])
-    assert "isolation: none; programs run with this user's rights" in capsys.readouterr().out
+    layer = make_layer(reward_kwargs={"prime_code": {"sandbox": {"allow_unisolated": True}}})
+    layer.check([prompt("apps", {"inputs": ["1"], "outputs": ["1"]})])
+    assert "isolation: none" in capsys.readouterr().out
 
 
 def test_a_special_token_that_a_scorer_looks_for_is_told(make_layer, caplog):
     """Text for scorers has no special tokens: an answer's mark that is one would be scored as missing."""
-
-    def told(layer, asked, *special):
+    hops = make_layer(), row("lab/hops", "d")
+    marked = make_layer("return float('<ans>' + ground_truth in solution_str)"), row()
+    for (layer, asked), special, told in ((hops, "#", True), (hops, "####", False), (marked, "<ans>", True)):
         caplog.clear()
         tokenizer = tiny_tokenizer()
-        tokenizer.add_tokens([AddedToken(token, special=True) for token in special])
+        tokenizer.add_tokens([AddedToken(special, special=True)])
         layer.check([asked], tokenizer)
-        return [record.getMessage() for record in caplog.records if "special" in record.getMessage()]
-
-    hops, gsm8k = row("lab/hops", "d"), row("openai/gsm8k", "72")
-    (line,) = told(make_layer(), hops, "#")
-    assert line.startswith("hops looks for '#',") and "special to false" in line
-    assert "gsm8k looks for '####'," in told(make_layer(), gsm8k, "####")[0]
-    assert not told(make_layer(), hops) and not told(make_layer(), hops, "####", "<x>")  # no example has these
-    assert not told(make_layer(), gsm8k, "clips")  # is taken out of an example, which is graded as before
-    marked = make_layer("return float('<ans>' + ground_truth in solution_str)")
-    assert "looks for '<ans>'," in told(marked, row(), "<ans>", "<other>")[0]
-    assert not told(marked, row(), "<other>")
+        assert (f"looks for '{special}'," in caplog.text) is told
 
 
-@pytest.mark.parametrize(
-    ("hooks", "told"),
-    [
-        ((lambda score, _: 0.5, lambda _: True), "returned float 0.5"),
-        ((lambda score, _: score, lambda _: None), "returned NoneType None"),
-    ],
-)
-def test_a_hook_that_returns_the_wrong_type_is_told_before_a_model_loads(hooks, told):
+@pytest.mark.parametrize("hooks", [(lambda *_: 0.5, lambda _: True), (lambda score, _: score, lambda _: None)])
+def test_a_hook_that_returns_the_wrong_type_is_told_before_a_model_loads(hooks):
     row = SimpleNamespace(style="rule", data_source="s", where="x", ground_truth="1")
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match="returned (float 0.5|NoneType None)"):
         check_hooks([row], {"s": ("ab", Score(1.0))}, *hooks)

@@ -1,0 +1,74 @@
+"""Which rows a step sends to each learner rank: shared out over groups of ranks, and put together again."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import ray
+import torch
+
+from core.cluster.processes import LearnerProcess
+from core.cluster.ray_workers import RayWorkers
+from core.learner.batching import mini_batching
+from core.types import TrainBatch
+from tests.core.ray_cluster import cluster_config, mixed_batch
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+class Learner:
+    """A learner rank without a model: its passes find the token ids, its update nothing. ``asked`` has the batches."""
+
+    def __init__(self):
+        self.asked: list = []
+
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[torch.Tensor, ...]:
+        self.asked.append(batch)
+        return batch.input_ids.float(), -batch.input_ids.float()
+
+    def compute_values(self, batch: TrainBatch) -> tuple[torch.Tensor]:
+        return self.compute_log_probs(batch)[:1]
+
+    def update_actor(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        self.asked.append(steps)
+        return {"loss": 1.0}
+
+
+class Wire:
+    """Stands for the watch over four ranks; ``sent`` has the bytes of the objects that are put."""
+
+    def __init__(self):
+        self.processes, self.sent = [object.__new__(LearnerProcess) for _ in range(4)], 0
+        for process in self.processes:
+            process.learner = Learner()
+
+    def put(self, value):
+        self.sent += len(pickle.dumps(value, 5))
+        return value
+
+    def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list:
+        return [getattr(one, method)(*a) for one, a in zip(self.processes, arguments.values(), strict=True)]
+
+
+@pytest.mark.parametrize("shared", ["sequences", "layers"])
+def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(tmp_path, monkeypatch, shared):
+    """Four ranks in two groups, which get an object once; the critic's ranks share nothing."""
+    key = "ulysses_sequence_parallel_size" if shared == "sequences" else "tensor_model_parallel_size"
+    packed = [f"{part}.model.use_remove_padding=True" for part in ("actor_rollout_ref", "critic")]
+    batch, workers = mixed_batch(), object.__new__(RayWorkers)
+    config = cluster_config(tmp_path, f"{ACTOR}.{key}=2", f"{ACTOR}.ppo_mini_batch_size=8", *packed, ranks=4)
+    workers.config, workers.ranks, workers.device, workers.watch = config, 4, torch.device("cpu"), Wire()
+    workers.actor_mini_batches = mini_batching(config.actor_rollout_ref.actor, config.data.max_response_length)
+    monkeypatch.setattr(ray, "put", workers.watch.put)
+    written = batch.input_ids * batch.response_mask
+    log_probs, entropies = workers.compute_log_probs(batch)
+    assert workers.watch.sent < 2 * len(pickle.dumps(batch.input_ids, 5)), "sent to each rank, or with every field"
+    assert torch.equal(log_probs, written.float()) and torch.equal(entropies, -written.float())
+    assert torch.equal(workers.compute_values(batch), written.float())
+    assert workers.update_actor(batch, 1.0) == {"loss": 1.0}
+    passes, values, update = zip(*(process.learner.asked for process in workers.watch.processes), strict=True)
+    for first, second, third, fourth in (passes, [steps[0] for steps in update]):
+        assert first is second and third is fourth and len(first) + len(third) == len(batch)
+    assert sum(map(len, values)) == len(batch)
+    assert float(sum(steps[0].loss_weight.sum() for steps in update[::2])) == pytest.approx(1.0)
