@@ -116,9 +116,7 @@ def _missing_here(config: Config) -> list[str]:
         import torch
 
         if not torch.cuda.is_available():
-            lines.append(
-                f"trainer.device=cuda: PyTorch {torch.__version__} finds no GPU here; use cpu, or see nvidia-smi"
-            )
+            lines.append("trainer.device=cuda: PyTorch finds no GPU here; use cpu, or see nvidia-smi")
     no_cluster = paths.address_problem(config)
     return [*lines, str(no_cluster)] if no_cluster else lines
 
@@ -151,17 +149,11 @@ def open_files(trainer: str, config: Config) -> list[str]:
     if custom.path and Path(custom.path.removeprefix("file://")).expanduser().is_file():
         tried(CustomFunction, custom.path, custom.name, custom.reward_kwargs)
     if not problems and len(here) > len(files) and not config.reward_model.judged:  # which another machine answers
-        tried(_load_data, load_trainer(trainer)(config))
+        run = load_trainer(trainer)(config)
+        tried(run.load_data)
+        for part in filter(None, (run.reward, run.agent_loop)):
+            part.close()
     return problems
-
-
-def _load_data(trainer: Any) -> None:
-    try:
-        trainer.load_data()
-    finally:
-        for part in (trainer.reward, trainer.agent_loop):
-            if part is not None:
-                part.close()
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:
@@ -207,16 +199,10 @@ def help_text(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> tu
     """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all of them."""
     presets = sorted(path.stem for path in (recipes.folder(recipe) / "preset").glob("*.yaml"))
     lines = [] if words else USAGE.format(recipe=recipe, presets=", ".join(presets) or "none").splitlines()
-    wrap = textwrap.TextWrapper(
-        width=max(40, min(120, shutil.get_terminal_size((120, 24)).columns)),
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    for title, entries in (
-        ("", explained(recipe, overrides)),
-        ("keys of other versions:", verl_names.described(recipe)),
-    ):
+    width = max(40, min(120, shutil.get_terminal_size((120, 24)).columns))
+    wrap = textwrap.TextWrapper(width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    others = verl_names.described(recipe)
+    for title, entries in (("", explained(recipe, overrides)), ("keys of other versions:", others)):
         hits = [entry for entry in entries if all(word.lower() in " ".join(entry).lower() for word in words)]
         if hits and (words or not title):
             lines += [title] * bool(title)

@@ -7,6 +7,7 @@ needs of the loop arrives as arguments, and it never calls back. Who starts a tr
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -272,7 +273,7 @@ class Run:
         if self.step in (0, self.saved_step):
             return
         start, collect = time.perf_counter(), self.state.collect
-        kl_controller, health = self.state.kl_controller.state_dict(), self.health.state_dict()
+        kl_controller, health = self.state.kl_controller.state_dict(), dataclasses.asdict(self.health)
         values = {"keep_rate": collect.keep_rate, "health": health, "kl_controller": kl_controller}
         carried = collect.carried if self.trainer.max_staleness else {}
         state = run_state.DriverState(self.step, collect.next_ordinal, carried=carried, values=values)

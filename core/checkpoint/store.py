@@ -71,10 +71,7 @@ class Checkpoint:
 
 
 def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str] = FrozenDict()) -> None:
-    """Put everything in ``folder`` on disk, then a manifest that lists and hashes it, on disk too.
-
-    ``hashes`` are the SHA-256 of files whose writers computed them; those are not read again.
-    """
+    """Put everything in ``folder`` on disk, then a manifest of it; files of ``hashes`` are not read again."""
     paths = sorted(folder.rglob("*"))
     for path in paths:
         fsync(path)
@@ -189,9 +186,8 @@ class CheckpointStore:
     def writing(
         self, step: int, provenance: Provenance | None = None, hashes: Mapping[str, str] = FrozenDict()
     ) -> Iterator[Path]:
-        """Yield a temporary folder to fill; on leaving the block it becomes ``global_step_<step>``.
+        """Yield a temporary folder to fill, which becomes ``global_step_<step>``, or is removed where anything fails.
 
-        Where the block or a write fails, the folder is removed and the earlier checkpoints stay as they are.
         ``hashes`` are file -> SHA-256, as far as writers have computed it. Raises WriteFailed for a full disk.
         """
         self.claim()
@@ -270,11 +266,7 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
 
 
 class RemoteCopy:
-    """The copy at ``url`` of the run folder of ``store``, for a run that changes machines.
-
-    A checkpoint is sent with its manifest last, so a folder there with a manifest is complete. A start fetches what
-    is newer there. Two runs at one URL are noticed when one finds a checkpoint that it did not send.
-    """
+    """The copy at ``url`` of the run folder of ``store``: a checkpoint there is complete once it has its manifest."""
 
     def __init__(self, url: str, store: CheckpointStore):
         self.url, self.store = url.rstrip("/"), store
@@ -294,10 +286,7 @@ class RemoteCopy:
         return sorted(int(match[1]) for match in map(NAME.fullmatch, folders) if match)
 
     def open(self, *, writes: bool) -> None:
-        """Check that the place can be written, and fetch the run's files and newest checkpoint where they are newer.
-
-        Raises InputError: no driver, no rights, out of reach.
-        """
+        """Check that the place can be written, and fetch what is newer there than here. Raises InputError."""
         if writes:
             check_writable(self.url, KEY)
         there, own = self.steps(), max(self.store.steps(), default=-1)
@@ -317,10 +306,8 @@ class RemoteCopy:
             download(fs, f"{path}/{name}", inside(folder, name.removeprefix(within), self.url), KEY, self.url)
 
     def send(self, step: int) -> None:
-        """Send the run's files and the complete checkpoint of ``step``, then delete there what is beyond ``keep``.
-
-        Raises WriteFailed; InputError where another run writes there.
-        """
+        """Send files and checkpoint of ``step``, delete what is beyond ``keep``. Raises WriteFailed, InputError where
+        another run writes there: it finds a checkpoint that it did not send."""
         there, folder = self.steps(), self.store.folder(step)
         if there and there[-1] > max(self.newest, step):
             rule = f"global_step_{there[-1]} there is of another run that goes on; give this one another URL"

@@ -246,9 +246,7 @@ def refuse_code(
 ) -> None:
     """Check that ``config``, into which settings of an artefact went, names no code of its own accord.
 
-    What the ``overrides`` of the command line name is the user's word. Keys that begin with one of ``unread`` are left
-    out: the command loads nothing that they name.
-
+    What ``overrides`` name is the user's word. Of keys that begin with one of ``unread`` the command loads nothing.
     Raises InputError: the artefact, the keys, and what to append to the command.
     """
     allowed = code_in(examine(recipe, overrides).config)

@@ -48,11 +48,6 @@ def logp_diff(config: Config) -> float | None:
     return EXACT if {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION} else ROUNDED
 
 
-def _run_name(config: Config) -> str:
-    model = config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
-    return f"{model or 'model'}-seed{config.trainer.seed}"
-
-
 def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
     actor_dtype, engine_dtype = f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"
@@ -66,7 +61,9 @@ def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:
         "critic.enable": lambda c: registry.estimator(c.algorithm.adv_estimator).critic,
         "trainer.health.logp_diff.bound": logp_diff,
         "trainer.project_name": lambda c: f"rlrepro-{recipe}",
-        "trainer.experiment_name": _run_name,
+        "trainer.experiment_name": lambda c: (
+            f"{Path(c.actor_rollout_ref.model.path).name or 'model'}-seed{c.trainer.seed}"
+        ),
         "trainer.default_local_dir": lambda c: f"outputs/{recipe}/{c.trainer.experiment_name}",
         "reward_model.max_length": lambda c: c.data.max_prompt_length + c.data.max_response_length,
         "reward_model.judge.cache_dir": lambda c: str(run_folder(c) / "judge") if c.reward_model.judged else None,
@@ -84,9 +81,8 @@ def over_ray(config: Config, given: Collection[str]) -> Config:
 def resolve(config: Config, recipe: str) -> Config:
     """Return the configuration with every such null filled in.
 
-    ``data.seed``, ``trainer.device`` and ``trainer.cpu_threads`` stay null: the first follows ``trainer.seed`` for
-    training examples only, so that runs of different seeds answer the same validation questions; the other two are
-    the machine's.
+    ``data.seed`` stays null, and follows ``trainer.seed`` for training examples only, so that runs of different seeds
+    answer the same validation questions; ``trainer.device`` and ``cpu_threads`` do, which are the machine's.
     """
     for key, value in _implied(recipe).items():
         if convert.get(config, key) is None:

@@ -2,8 +2,7 @@
 
 Adding an estimator, a policy loss, an engine, a logger or an agent loop touches two files: a function in a module of
 its own, and an entry here. A user's own function, named by its path, needs none. ``function`` is ``module:name``.
-``reads`` lists the keys of the entry's section that not every other entry reads: set for an entry without them, they
-are reported as unused.
+``reads`` lists keys of the entry's section that others do not read: set for those, they are reported as unused.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ ENGINES = {  # actor_rollout_ref.rollout.name
     "hf": Entry("core.engines.hf:make"),
     "vllm": Entry("core.engines.vllm:make", package="vllm", reads=SERVING),
     "sglang": Entry(
-        "core.engines.sglang:make",
-        problems="core.engines.sglang:problems",
-        seeded=False,
-        reads_media=False,
+        "core.engines.sglang:make", problems="core.engines.sglang:problems", seeded=False, reads_media=False
     ),
 }
 # reward_model.reward_manager; the length penalty, the other half of verl's dapo, is DAPO's shape_reward

@@ -1,8 +1,7 @@
 """Rules between keys, and whether a key has an effect: what they read, and who calls them.
 
 A rule is a generator over a :class:`View`: it yields key, rule and fix. Those of ``PROBLEMS`` refuse a run, those of
-``WARNINGS`` are of what can run and is probably not meant. Core's are in ``rules_training``, a
-recipe's in its ``config_rules.py``. Bounds on a single key are its type's.
+``WARNINGS`` do not. Core's are in ``rules_training``, a recipe's in ``config_rules.py``; bounds are a key's type's.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ class View:
         self.policy, self.critic = config.actor_rollout_ref, config.critic
         self.reward, self.custom = config.reward_model, config.custom_reward_function
         self.actor, self.ref, self.rollout = self.policy.actor, self.policy.ref, self.policy.rollout
-        self.model, self.val, self.correction = (
-            self.policy.model,
-            self.rollout.val_kwargs,
-            config.algorithm.rollout_correction,
-        )
+        self.model, self.val = self.policy.model, self.rollout.val_kwargs
+        self.correction = config.algorithm.rollout_correction
         self.generates, self.needs_engine = config.generates, config.needs_engine
         self.plays_episodes, self.drops_groups = config.plays_episodes, config.drops_groups
         self.estimator = registry.estimator(config.algorithm.adv_estimator)

@@ -211,9 +211,7 @@ class HealthConfig(Section):
     reward_drop: HealthBound = key(HealthBound(), "drop of the mean score below its best", "generates")
     reward_window: Count = key(10, "steps over which reward_drop and scorer_errors average", "generates")
     # null: 1e-4 in float32, else 0.06, and off where it is corrected
-    logp_diff: HealthBound = key(
-        HealthBound(), "mean |engine - learner| of log-probs; null: by number format", "generates"
-    )
+    logp_diff: HealthBound = key(HealthBound(), "mean |engine - learner|; null: by number format", "generates")
     entropy_gap: HealthBound = key(HealthBound(bound=6), "standard errors of entropy + log p of samples", "generates")
     zero_variance: HealthBound = key(HealthBound(), "share of groups of equal scores", "generates")
     scorer_errors: HealthBound = key(HealthBound(bound=0.1), "share of answers without a score", "generates")
@@ -256,9 +254,7 @@ class TrainerConfig(Section):
     val_before_train: bool = bookkeeping(True, "validate the starting model too", "needs_engine & .val_only=False")
     val_only: bool = bookkeeping(False, "validate the model and end")
     test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
-    save_freq: SaveFrequency = bookkeeping(
-        -1, "steps between checkpoints, one follows the last; -1: that alone; 0: none is kept"
-    )
+    save_freq: SaveFrequency = bookkeeping(-1, "steps between checkpoints, one follows the last; -1: that; 0: none")
     max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "newest checkpoints kept; null: all", ".save_freq!=0")
     resume_mode: ResumeMode = bookkeeping("auto", "from its newest checkpoint, from step 0, or resume_from_path")
     resume_from_path: str | None = bookkeeping(None, "folder or URL global_step_N", ".resume_mode=resume_path")

@@ -280,9 +280,7 @@ class RolloutCorrectionConfig(Section):
     def check(self) -> None:
         """Raise ValueError where thresholds cannot be read, or do not fit what they bound."""
         if weight_bounds(self.rollout_is_threshold).upper < 1:
-            raise ValueError(
-                f"rollout_is_threshold={self.rollout_is_threshold} is below 1, the weight of no difference"
-            )
+            raise ValueError(f"rollout_is_threshold={self.rollout_is_threshold} is below 1, where nothing differs")
         if self.rollout_rs is not None:
             criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
 

@@ -6,12 +6,11 @@ beyond that of ``nonfinite`` it saves a checkpoint and ends. The state is plain 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from core.config.schema import HealthConfig
@@ -53,9 +52,6 @@ class Health:
     last_healthy_step: int = 0
     history: dict[str, list[float]] = field(default_factory=dict)
 
-    def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def check(self, step: int, values: Values, config: HealthConfig) -> dict[str, str]:
         """Remember a step's metrics and return check -> text for each bound of trainer.health that it crossed."""
         for name in REMEMBERED & values.keys():
@@ -76,11 +72,8 @@ class Health:
 
     def measured(self, values: Values, window: int) -> dict[str, float | None]:
         """Return what each check compares, None where there is nothing yet."""
-        gap, scores, failed = (
-            values.get("rollout_corr/entropy_gap_z"),
-            self.history.get(SCORE, []),
-            self.history.get(FAILED),
-        )
+        gap, scores = values.get("rollout_corr/entropy_gap_z"), self.history.get(SCORE, [])
+        failed = self.history.get(FAILED)
         means = [fmean(scores[end - window : end]) for end in range(window, len(scores) + 1)]
         return {
             NONFINITE: len(list(takewhile(bool, reversed(self.history[SKIPPED])))),

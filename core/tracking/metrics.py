@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from core.types import ScoredGroup, StepMetrics, TrainBatch
-from reward_scores.score import Score, ScoreStatus
+from reward_scores.score import ScoreStatus
 
 # part -> the timers it is made of. With the rest they add up to timing_s/whole, the seconds since the line before.
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -51,9 +51,8 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         "num_turns": [t.turns for t in trajectories],
     }
     critic = ("returns", "values") if "values" in batch.stored else ()
-    spreads |= {
-        f"critic/{name}": batch.stored[name][written] for name in ("advantages", *critic) if name in batch.stored
-    }
+    there = [name for name in ("advantages", *critic) if name in batch.stored]
+    spreads |= {f"critic/{name}": batch.stored[name][written] for name in there}
     means = {
         "critic/acc/mean": [score.acc for score in scores],
         "response_length/clip_ratio": [t.truncated for t in trajectories],
@@ -74,7 +73,9 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         left = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
         metrics["critic/vf_explained_var"] = float(1 - left)
     tokens = sum(len(t.response_ids) + len(t.prompt_ids) for t in trajectories)
-    return {**metrics, **status_rates(scores), "perf/total_num_tokens": float(tokens)}
+    counts = Counter(score.status for score in scores)
+    metrics |= {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}
+    return {**metrics, "perf/total_num_tokens": float(tokens)}
 
 
 def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str, float]:
@@ -86,12 +87,6 @@ def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str
         "perf/time_per_step": seconds,  # unlike verl's without validation
         "perf/throughput": metrics.values["perf/total_num_tokens"] / (seconds * ranks),
     }
-
-
-def status_rates(scores: Sequence[Score]) -> dict[str, float]:
-    """Return ``reward/<status>_rate`` for every status, 0 included; nothing for no scores."""
-    counts = Counter(score.status for score in scores)
-    return {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}
 
 
 # --- the seconds of a step ---

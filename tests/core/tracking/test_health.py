@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -182,5 +183,5 @@ def test_a_trend_is_measured_over_steps_that_a_checkpoint_keeps(name, metric, va
     for step, value in enumerate(values, start=1):
         if health.check(step, {metric: value}, config):
             steps.append(step)
-        health = Health(**json.loads(json.dumps(health.state_dict())))
+        health = Health(**json.loads(json.dumps(dataclasses.asdict(health))))
     assert steps == expected
