@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Gemma2Config
+from transformers import AutoModelForTokenClassification
 
 from core.algorithm.losses import MetricSums
 from core.config.training_keys import PolicyLossConfig
-from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches, mini_batching
-from core.learner.learner import Actor, Critic, only_advantages_train
+from core.learner.learner import Actor, Critic
 from core.learner.passes import MicroBatchSize, Policy
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -154,12 +153,6 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
     assert float((gradient(part) - gradients[0]).norm() / gradients[0].norm()) > 1e-3
 
 
-@pytest.mark.parametrize(("mode", "train"), [("vanilla", False), ("clip_cov", False), ("kl_cov", True)])
-def test_sequences_without_advantages_train_where_the_loss_moves_them(mode, train):
-    config = actor_config(policy_loss=PolicyLossConfig(loss_mode=mode))
-    assert only_advantages_train(config) is not train
-
-
 def test_the_objective_is_the_formula_written_out():
     """Token-mean of the clipped surrogate, minus entropy bonus, plus k3, by a loop over single tokens."""
     batch = random_batch()
@@ -287,20 +280,3 @@ def test_the_critics_gradient_does_not_depend_on_memory_and_zero_advantages_stil
     assert gradients[0].norm() > 0
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-12)
-
-
-def test_a_model_that_caps_its_logits_is_refused():
-    config = Gemma2Config(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.1, initializer_range=1.0,
-        attn_logit_softcapping=None,
-    )  # fmt: skip
-    with pytest.raises(InputError, match="final_logit_softcapping"):
-        Policy(AutoModelForCausalLM.from_config(config), temperature=1.0)
-
-
-def test_the_first_token_can_never_be_a_response():
-    part, batch = actor(torch.float32), random_batch()
-    shifted = batch.adding(response_mask=torch.ones_like(batch.response_mask))
-    with pytest.raises(ValueError, match="must belong to the prompt"):
-        part.token_stats(shifted)

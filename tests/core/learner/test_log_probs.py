@@ -54,19 +54,6 @@ def test_gradients_by_finite_differences(chunk, entropy_grad):
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("wanted", ["hidden", "weight"])
-@pytest.mark.parametrize("chunk", [25, 10**6])
-def test_gradients_are_computed_where_they_are_wanted(wanted, chunk):
-    hidden, weight, _, labels = make(grad=False)
-    tensor = {"hidden": hidden, "weight": weight}[wanted].requires_grad_()
-    token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=chunk)[0].sum().backward()
-    expected = tensor.grad.clone()
-    tensor.grad = None
-    naive(hidden, weight, labels)[0].sum().backward()
-    torch.testing.assert_close(expected, tensor.grad)
-    assert (weight if wanted == "hidden" else hidden).grad is None
-
-
 def test_low_precision_weights_get_sums_of_full_precision():
     """2,000 tokens in chunks of one: bfloat16 sums would stop growing at a few hundred."""
     hidden, weight, labels = torch.ones(2000, 4), torch.zeros(8, 4), torch.zeros(2000, dtype=torch.int64)
@@ -76,21 +63,6 @@ def test_low_precision_weights_get_sums_of_full_precision():
     assert log_prob.dtype == entropy.dtype == torch.float32 and weight.grad.dtype == torch.bfloat16
     assert weight.grad[0].tolist() == [1752.0] * 4  # 2000 * (1 - 1/8) = 1750, in bfloat16
     assert weight.grad[1].tolist() == [-250.0] * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_precision_of_the_inputs_is_kept_and_close_to_double(dtype):
-    hidden, weight, _, labels = make(n=64, v=500, h=32, dtype=dtype, seed=1)
-    log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=5000, entropy_grad=True)
-    (log_prob + entropy).sum().backward()
-    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    exact = naive(exact_hidden, exact_weight, labels)
-    (exact[0] + exact[1]).sum().backward()
-    tolerance = {"rtol": 0.03, "atol": 0.15} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-    for got, want in zip(
-        (log_prob, entropy, hidden.grad, weight.grad), (*exact, exact_hidden.grad, exact_weight.grad), strict=True
-    ):
-        torch.testing.assert_close(got.double(), want, **tolerance)
 
 
 def test_autocast_does_not_touch_the_reductions():
@@ -110,20 +82,21 @@ def test_extreme_logits_stay_finite():
     assert log_prob.tolist() == [0, -2000] and entropy.tolist() == [0, 0]
     (log_prob + entropy).sum().backward()
     assert torch.isfinite(hidden.grad).all()
-
-
-def test_no_tokens():
-    hidden, weight, _, _ = make()
-    log_prob, entropy = token_log_probs_and_entropy(hidden[:0], weight, torch.zeros(0, dtype=torch.int64))
-    assert log_prob.shape == entropy.shape == (0,)
-    log_prob.sum().backward()
-    assert not weight.grad.any()
-
-
-def test_a_temperature_of_zero_is_refused():
-    hidden, weight, _, labels = make()
     with pytest.raises(ValueError, match="temperature=0"):
-        token_log_probs_and_entropy(hidden, weight, labels, temperature=0)
+        token_log_probs_and_entropy(hidden, weight, torch.tensor([0, 0]), temperature=0)
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_gradients_are_computed_where_they_are_wanted(wanted):
+    """A frozen head gets none; no token gives one of zero."""
+    *inputs, _, labels = make(grad=False)
+    inputs[wanted].requires_grad_()
+    found = token_log_probs_and_entropy(*inputs, labels, chunk_elements=25)[0].sum()
+    expected = naive(*inputs, labels)[0].sum()
+    torch.testing.assert_close(*(torch.autograd.grad(one, inputs[wanted])[0] for one in (found, expected)))
+    nothing, entropy = token_log_probs_and_entropy(inputs[0][:0], inputs[1], labels[:0])
+    assert nothing.shape == entropy.shape == (0,)
+    assert not torch.autograd.grad(nothing.sum(), inputs[wanted])[0].any()
 
 
 class Largest(TorchDispatchMode):

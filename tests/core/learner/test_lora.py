@@ -2,7 +2,6 @@
 
 import json
 
-import huggingface_hub
 import pytest
 import torch
 from peft import PeftModel
@@ -87,7 +86,8 @@ def test_merged_weights_are_a_model_of_the_base_that_computes_the_same(folders, 
 
 def test_an_update_moves_adapters_alone_and_the_reference_is_the_base(folders):
     one, batch = workers(folders["qwen2"]), mixed_batch()
-    assert isinstance(one.ref, BasePolicy) and one.ref.module is one.actor.module  # no second copy
+    ref = one.frozen["ref"]
+    assert isinstance(ref, BasePolicy) and ref.module is one.actor.module  # no second copy
     frozen = {k: v.clone() for k, v in one.actor.module.named_parameters() if not v.requires_grad}
     started = {k: v.clone() for k, v in trained_weights(one.actor.module).items()}
     first = one.compute_log_probs(batch)[0]
@@ -159,35 +159,28 @@ def test_a_critic_trains_its_adapters_and_its_new_head(folders):
     torch.testing.assert_close(logits(plain), logits(one.critic.module), rtol=1e-4, atol=1e-5)
 
 
-def test_adapters_of_another_rank_are_refused(folders, tmp_path):
+def test_target_modules_are_named_as_in_peft_and_another_rank_is_refused(folders, tmp_path):
+    for override, expected in (
+        ("target_modules=[q_proj,v_proj]", {"q_proj", "v_proj"}),
+        ("target_modules='.*layers.1.*(up|down)_proj'", {"up_proj", "down_proj"}),
+        ("exclude_modules=[down_proj,o_proj]", {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
+    ):
+        module = adapted(folders["qwen2"], f"actor_rollout_ref.model.{override}")
+        assert {name.rsplit(".", 1)[-1] for name in layers(module)} == expected
+    with pytest.raises(ValueError, match="the output head cannot have an adapter"):
+        adapted(folders["qwen2"], "actor_rollout_ref.model.target_modules=[lm_head]")
     workers(folders["qwen2"]).save(tmp_path)
     with pytest.raises(InputError, match="adapters of another shape"):
         workers(folders["qwen2"], "actor_rollout_ref.model.lora_rank=8").load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "overrides, expected",
-    [
-        (("target_modules=[q_proj,v_proj]",), {"q_proj", "v_proj"}),
-        (("target_modules=q_proj",), {"q_proj"}),
-        (("target_modules='.*layers.1.*(up|down)_proj'",), {"up_proj", "down_proj"}),
-        (("exclude_modules=[down_proj,o_proj]",), {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
-    ],
-)
-def test_target_modules_are_named_as_in_peft(folders, overrides, expected):
-    module = adapted(folders["qwen2"], *(f"actor_rollout_ref.model.{one}" for one in overrides))
-    assert {name.rsplit(".", 1)[-1] for name in layers(module)} == expected
-
-
-@pytest.mark.parametrize(
-    "target, said", [("[lm_head]", "the output head cannot have an adapter"), ("[nothing]", "not found")]
-)
-def test_target_modules_that_cannot_be_are_refused(folders, target, said):
-    with pytest.raises(ValueError, match=said):
-        adapted(folders["qwen2"], f"actor_rollout_ref.model.target_modules={target}")
-
-
 # -- whole runs
+
+
+def trainer(folder, *overrides):
+    """A run of adapters in a folder, whose files are beside it."""
+    extra = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True", *overrides)
+    return RayPPOTrainer(compose("grpo", command(folder.parent, "grpo", 4, *extra)(folder)[3:]))
 
 
 @pytest.fixture(scope="module")
@@ -195,83 +188,12 @@ def runs(tmp_path_factory):
     """Four steps in one go, and two and then two more."""
     folder = tmp_path_factory.mktemp("runs")
     prepare(folder)
-
-    def go(name, steps, *overrides):
-        extra = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True")
-        arguments = command(folder, "grpo", 4, *extra, f"trainer.total_training_steps={steps}", *overrides)(
-            folder / name
-        )
-        RayPPOTrainer(compose("grpo", arguments[3:])).init_workers().fit()
-        return folder / name
-
-    straight = go("straight", 4)
-    go("halves", 2)
-    return straight, go("halves", 4)
-
-
-def planted(model, out, shards="50GB"):
-    """A copy of the model with one number of one frozen weight changed (none for other ``shards``)."""
-    copy = AutoModelForCausalLM.from_pretrained(model)
-    if shards == "50GB":
-        with torch.no_grad():
-            copy.get_output_embeddings().weight[-1, -1] += 1e-3
-    copy.save_pretrained(out, max_shard_size=shards)
-    tiny_tokenizer().save_pretrained(out)
-    return out
-
-
-def resumed(run, model):
-    """The run's command once more, on another base."""
-    extra = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True")
-    arguments = command(run.parent, "grpo", 4, *extra, f"actor_rollout_ref.model.path={model}")(run)
-    return RayPPOTrainer(compose("grpo", arguments[3:]))
-
-
-def test_adapters_are_resumed_on_their_own_base_alone(runs, tmp_path):
-    straight, _ = runs
-    other = planted(straight.parent / "model", tmp_path / "other")
-    with pytest.raises(InputError) as caught:
-        resumed(straight, other).init_workers()
-    said = str(caught.value)
-    assert f"actor_rollout_ref.model.path was {straight.parent / 'model'} " in said
-    for folder in (other, straight.parent / "model"):
-        assert base_of(str(folder))[:12] in said
-    moved = planted(straight.parent / "model", tmp_path / "moved", shards="20KB")  # the same weights, cut otherwise
-    assert len(list(moved.glob("*.safetensors"))) > 1
-    run = resumed(straight, moved).init_workers()
-    assert run.run.step == 4
-    run.workers.close()
-
-
-def test_an_export_merges_into_the_same_base_alone(runs, tmp_path, capsys):
-    straight, _ = runs
-    model = straight.parent / "model"
-    other, moved = planted(model, tmp_path / "other"), planted(model, tmp_path / "moved", shards="20KB")
-    assert export([str(straight), str(tmp_path / "bad"), "--base", str(other)]) == 2
-    said = capsys.readouterr().err
-    assert f"--base={other} " in said and f"another base, {model} " in said and not (tmp_path / "bad").exists()
-    assert export([str(straight), str(tmp_path / "gone"), "--base", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere" in capsys.readouterr().err
-    assert export([str(straight), str(tmp_path / "here")]) == 0
-    assert export([str(straight), str(tmp_path / "there"), "--base", str(moved)]) == 0
-    one, same = (logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("here", "there"))
-    assert torch.equal(one, same)
-
-
-def test_the_base_of_a_hub_id_is_what_this_machine_holds(folders, tmp_path, monkeypatch):
-    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
-    snapshot.parent.mkdir(parents=True)
-    snapshot.symlink_to(folders["qwen2"])
-    (tmp_path / "models--org--name" / "refs").mkdir()
-    (tmp_path / "models--org--name" / "refs" / "main").write_text("abc")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    assert base_of("org/name") == base_of(str(folders["qwen2"])) != base_of(str(folders["tied"]))
-    with pytest.raises(FileNotFoundError, match="no weights"):
-        base_of(str(tmp_path))
+    for name, steps in (("straight", 4), ("halves", 2), ("halves", 4)):
+        trainer(folder / name, f"trainer.total_training_steps={steps}").init_workers().fit()
+    return folder / "straight", folder / "halves"
 
 
 def test_a_run_goes_on_to_the_bit(runs):
-    straight, halves = runs
     for name in ("adapter_model.safetensors", "optimizer/00001-of-00001.safetensors"):
         one, other = ((run / "global_step_4" / "actor" / name).read_bytes() for run in runs)
         assert one == other
@@ -280,13 +202,44 @@ def test_a_run_goes_on_to_the_bit(runs):
     assert last[0] == last[1] and last[0]["actor/kl_loss"] > 0
 
 
-def test_an_export_is_the_merged_model(runs, tmp_path):
-    straight, _ = runs
-    assert export([str(straight), str(tmp_path / "out")]) == 0
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    base = AutoModelForCausalLM.from_pretrained(straight.parent / "model")
+@pytest.fixture
+def bases(runs, tmp_path):
+    """The base of the runs, one with a number changed, and the same weights cut into other files."""
+    model = runs[0].parent / "model"
+    copy = AutoModelForCausalLM.from_pretrained(model)
+    copy.save_pretrained(tmp_path / "moved", max_shard_size="20KB")
+    with torch.no_grad():
+        copy.get_output_embeddings().weight[-1, -1] += 1e-3
+    copy.save_pretrained(tmp_path / "other")
+    for name in ("moved", "other"):
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    assert len(list((tmp_path / "moved").glob("*.safetensors"))) > 1
+    return model, tmp_path / "other", tmp_path / "moved"
+
+
+def test_adapters_are_resumed_on_their_own_base_alone(runs, bases):
+    model, other, moved = bases
+    with pytest.raises(InputError) as caught:
+        trainer(runs[0], f"actor_rollout_ref.model.path={other}").init_workers()
+    said = str(caught.value)
+    assert f"actor_rollout_ref.model.path was {model} " in said
+    assert all(base_of(str(folder))[:12] in said for folder in (other, model))
+    run = trainer(runs[0], f"actor_rollout_ref.model.path={moved}").init_workers()
+    assert run.run.step == 4
+    run.workers.close()
+
+
+def test_an_export_is_the_merged_model_on_the_same_base_alone(runs, bases, tmp_path, capsys):
+    straight, (model, other, moved) = runs[0], bases
+    assert export([str(straight), str(tmp_path / "bad"), "--base", str(other)]) == 2
+    said = capsys.readouterr().err
+    assert f"--base={other} " in said and f"another base, {model} " in said and not (tmp_path / "bad").exists()
+    assert export([str(straight), str(tmp_path / "here")]) == 0
+    assert export([str(straight), str(tmp_path / "there"), "--base", str(moved)]) == 0
+    one, same = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("here", "there"))
+    assert torch.equal(logits(one), logits(same))
+    base = AutoModelForCausalLM.from_pretrained(model)
     plain = logits(base)
     expected = logits(PeftModel.from_pretrained(base, straight / "global_step_4" / "actor"))
-    torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(one), expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(plain, expected, atol=1e-3)
-    assert type(found) is type(AutoModelForCausalLM.from_pretrained(straight.parent / "model"))
