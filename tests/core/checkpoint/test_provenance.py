@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from core.checkpoint.provenance import Provenance, base_of, check_resume
+from core.checkpoint.provenance import base_of, check_resume
 from core.config import compose
 from core.config.convert import as_json
 from core.errors import InputError
@@ -19,21 +19,19 @@ MODEL, N = "actor_rollout_ref.model.path", "actor_rollout_ref.rollout.n"
 FOLDER = Path("run/global_step_2")
 
 
+REWARD, DATA = "custom_reward_function.path", "data.train_files"
+OTHERS = {"critic.enable": False, MODEL: "/models/one", REWARD: "r.py", "max_turns": 4}
 WRITTEN = replace(
-    RUN,
-    config={
-        **RUN.config,
-        "critic.enable": False,
-        MODEL: "/models/one",
-        "custom_reward_function.path": "r.py",
-        "max_turns": 4,
-    },
-    contents={MODEL: ["a" * 64], "data.train_files": ["1" * 64], "custom_reward_function.path": ["2" * 64]},
+    RUN, config={**RUN.config, **OTHERS}, contents={MODEL: ["a" * 64], DATA: ["1" * 64], REWARD: ["2" * 64]}
 )
 
 
 def changed(**config):
     return {"config": {**WRITTEN.config, **{key.replace("__", "."): value for key, value in config.items()}}}
+
+
+def content(key, digit):
+    return {"contents": {**WRITTEN.contents, key: [digit * 64]}}
 
 
 def test_what_may_differ_is_listed_and_what_has_only_moved_is_the_same_run():
@@ -50,29 +48,25 @@ def test_what_may_differ_is_listed_and_what_has_only_moved_is_the_same_run():
     ]
 
 
-def test_another_seed_is_refused_whatever_is_allowed():
-    with pytest.raises(InputError, match="trainer.seed=2: .* set it to 1"):
-        check_resume(FOLDER, RUN, replace(RUN, seed=2), allow=True)
-
-
-def test_a_checkpoint_of_nobody_knows_what_is_refused():
-    with pytest.raises(InputError, match="does not say which run"):
-        check_resume(FOLDER, None, RUN)
+def test_another_seed_and_a_checkpoint_of_nobody_knows_what_are_refused_whatever_is_allowed():
+    for written, run, said in ((RUN, replace(RUN, seed=2), "trainer.seed=2: .* 1"), (None, RUN, "does not say which")):
+        with pytest.raises(InputError, match=said):
+            check_resume(FOLDER, written, run, allow=True)
 
 
 REFUSED = {
     "objective": (changed(**{N: 8}), f"{N} was 5, is 8"),
     "estimator": (changed(algorithm__adv_estimator="grpo"), "algorithm.adv_estimator was gae, is grpo"),
     "data": (
-        {"contents": {**WRITTEN.contents, "data.train_files": ["3" * 64]}},
+        content(DATA, "3"),
         'data.train_files was ["a"] (SHA-256 111111111111), is ["a"] (SHA-256 333333333333)',
     ),
     "scorer": (
-        {"contents": {**WRITTEN.contents, "custom_reward_function.path": ["4" * 64]}},
+        content(REWARD, "4"),
         "custom_reward_function.path was r.py (SHA-256 222222222222), is r.py (SHA-256 444444444444)",
     ),
     "base": (
-        {"contents": {**WRITTEN.contents, MODEL: ["b" * 64]}},
+        content(MODEL, "b"),
         f"{MODEL} was /models/one (SHA-256 aaaaaaaaaaaa), is /models/one (SHA-256 bbbbbbbbbbbb)",
     ),
     "a base of no recorded hash": (
@@ -104,13 +98,6 @@ def test_a_checkpoint_of_another_version_resumes():
     assert check_resume(FOLDER, replace(RUN, config=then), run) == []
     with pytest.raises(InputError, match="do_search was false, is null"):
         check_resume(FOLDER, replace(RUN, config={**then, "do_search": False}), run)
-
-
-def test_a_manifest_holds_a_run_as_it_was():
-    import dataclasses
-    import json
-
-    assert Provenance(**json.loads(json.dumps(dataclasses.asdict(WRITTEN)))) == WRITTEN
 
 
 def test_a_base_is_its_tensors_however_they_are_cut_into_files(tmp_path):

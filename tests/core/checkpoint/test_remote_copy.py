@@ -84,10 +84,16 @@ def test_what_was_interrupted_is_not_complete_there(memory, tmp_path, monkeypatc
     assert remote(tmp_path / "other").store.latest().step == 2
 
 
-def test_as_many_are_kept_there_as_here(memory, tmp_path):
+def test_as_many_are_kept_there_as_here_and_a_newer_one_here_stays(memory, tmp_path, monkeypatch):
     run = remote(tmp_path / "run", 2, 4, 6, keep=2)
     assert run.steps() == [4, 6] and not [name for name in there(memory) if "global_step_2" in name]
     assert remote(tmp_path / "other", 8, keep=2).steps() == [6, 8]
+    checkpoint(run.store, 10)
+    again = remote(tmp_path / "run")
+    assert again.store.latest().step == 10 and again.newest == 8
+    monkeypatch.setattr(RemoteCopy, "files", lambda self: ["../escaped"])
+    with pytest.raises(InputError, match="leads out of its folder"):
+        remote(tmp_path / "run")
 
 
 def test_a_damaged_one_there_is_an_error(memory, tmp_path):
@@ -97,25 +103,12 @@ def test_a_damaged_one_there_is_an_error(memory, tmp_path):
         remote(tmp_path / "fresh").store.latest()
 
 
-def test_a_newer_one_here_is_kept(memory, tmp_path):
-    run = remote(tmp_path / "run", 2)
-    checkpoint(run.store, 4)
-    again = remote(tmp_path / "run")
-    assert again.store.latest().step == 4 and again.newest == 2
-
-
 def test_another_run_at_the_url_is_noticed(memory, tmp_path):
     run = remote(tmp_path / "run", 2)
     remote(tmp_path / "other", 6)
     checkpoint(run.store, 4)
     with pytest.raises(InputError, match="global_step_6 there is of another run"):
         run.send(4)
-
-
-def test_a_name_there_that_leads_out_of_the_folder_is_refused(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(RemoteCopy, "files", lambda self: ["../escaped"])
-    with pytest.raises(InputError, match="leads out of its folder"):
-        remote(tmp_path / "run")
 
 
 def test_a_checkpoint_to_start_from_may_be_a_url(memory, tmp_path, monkeypatch):
@@ -164,18 +157,12 @@ def test_a_checkpoint_that_cannot_be_sent_is_complete_here_and_the_next_one_is_s
     run.fit()
     assert run.run.store.steps() == [2, 4] and run.run.remote.steps() == [4]
     assert "quota exceeded" in caplog.text and "Training goes on" in caplog.text
-
-
-def test_a_last_one_that_cannot_be_sent_ends_the_run_and_the_next_start_sends_it(files, memory, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        recorded(patch, lambda name: name.startswith("global_step_2/"))
-        run = trainer(files, 2).init_workers()
+    with monkeypatch.context() as patch:  # the last one ends the run, and the next start sends it
+        recorded(patch, lambda name: name.startswith("global_step_6/"))
         with pytest.raises(WriteFailed, match="quota exceeded"):
-            run.fit()
-    assert run.run.store.latest().step == 2 and not run.run.remote.steps()
-    again = trainer(files, 4).init_workers()
-    assert again.run.step == 2 and again.run.remote.steps() == [2]
+            trainer(files, 6).init_workers().fit()
+    again = trainer(files, 8).init_workers()
+    assert again.run.step == 6 and again.run.remote.steps() == [4, 6]
 
 
 def test_a_run_goes_on_from_its_url_on_a_fresh_machine(files, memory, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import random
 import subprocess
-import sys
 from types import MappingProxyType
 
 import numpy as np
@@ -17,7 +16,7 @@ from core.checkpoint.run_state import DriverState, load_tensors, rng_state, save
 from core.errors import InputError
 from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
-from tests.checkpoints import ROOT, RUN
+from tests.checkpoints import RUN
 
 
 def same(a, b) -> bool:
@@ -81,12 +80,6 @@ def test_carried_groups_come_back_to_the_bit_and_their_prompts_are_drawn_again(t
     assert not same(state, dataclasses.replace(loaded, carried={**carried, 12: group(15)})), "the comparison sees it"
 
 
-def test_numbers_of_a_users_function_are_stored(tmp_path):
-    odd = dataclasses.replace(group(12), scores=(Score(np.float32(0.1), {"f": np.float64(0.2)}), Score(0.0)))
-    scores = round_trip(DriverState(1, 0, {12: odd}), tmp_path).carried[12].scores
-    assert scores[0].value == np.float32(0.1) and scores[0].parts["f"] == 0.2
-
-
 VALUES = {
     "floats": [0.1, -0.0, 1e-323, math.inf, -math.inf, math.nan, 1.7976931348623157e308],
     "ints": [0, -1, 2**63, -(10**40), True, None],
@@ -98,6 +91,8 @@ VALUES = {
 
 def test_values_come_back(tmp_path):
     assert same(VALUES, round_trip(DriverState(1, 0, values=VALUES), tmp_path).values)
+    number = round_trip(DriverState(1, 0, values={"of a user's function": np.float32(0.1)}), tmp_path)
+    assert number.values["of a user's function"] == np.float32(0.1)
 
 
 def test_values_that_a_safe_load_refuses_are_refused_on_saving(tmp_path):
@@ -119,19 +114,8 @@ def test_all_generators_go_on_where_they_were(tmp_path):
     assert draw() != expected[0]
     set_rng_state(load_tensors(tmp_path / "rng.pt"))
     assert [draw() for _ in range(5)] == expected
-
-
-def test_a_seed_is_for_all_generators():
-    drawn = []
+    seeded = []
     for seed in (2**40, 2**40, 3):
         seed_generators(seed)
-        drawn.append(draw())
-    assert drawn[0] == drawn[1]
-    assert all(a != b for a, b in zip(drawn[1], drawn[2], strict=True))
-
-
-def test_importing_the_checkpoint_layer_is_cheap():
-    modules = "core.checkpoint.store, core.checkpoint.run_state"
-    code = f"import sys, {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+        seeded.append(draw())
+    assert seeded[0] == seeded[1] and all(a != b for a, b in zip(seeded[1], seeded[2], strict=True))

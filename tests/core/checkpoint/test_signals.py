@@ -80,14 +80,6 @@ def test_what_a_group_is_sent_does_not_reach_children_that_the_step_needs():
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGHUP, signal.SIGUSR1}
 
 
-def test_the_previous_handlers_come_back():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(ValueError), GracefulStop() as stop:
-        assert signal.getsignal(signal.SIGINT) == stop._handle
-        raise ValueError
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
 def test_a_forked_worker_dies_of_terminate_and_outlives_ctrl_c():
     with GracefulStop() as stop:
         told, tells = os.pipe()

@@ -62,16 +62,6 @@ def test_every_file_and_folder_is_on_disk_before_it_gets_its_name(tmp_path, monk
     assert after == [("fsync", str(tmp_path)), ("fsync", partial), ("replace", partial), ("fsync", str(tmp_path))]
 
 
-def test_a_failing_block_leaves_nothing_behind(tmp_path):
-    store = CheckpointStore(tmp_path)
-    write(store, 1)
-    for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), store.writing(2) as folder:
-            (folder / "half.bin").write_bytes(b"x")
-            raise error
-    assert names(tmp_path) == {"global_step_1", TRACKER}
-
-
 # ---------------------------------------------------------------- damage
 
 
@@ -112,13 +102,6 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(damage, tmp_pat
     assert store.folder(2).exists(), "reading changes nothing"
 
 
-def test_a_renamed_folder_is_not_taken_for_a_later_step(tmp_path):
-    store = CheckpointStore(tmp_path)
-    write(store, 1)
-    shutil.copytree(store.folder(1), store.folder(50))
-    assert store.latest().step == 1
-
-
 def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
@@ -129,12 +112,20 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path):
     assert store.steps() == [1, 2]
 
 
-def test_another_format_is_refused_and_not_skipped(tmp_path, monkeypatch):
+def test_a_failing_block_leaves_nothing_behind_and_another_format_is_refused(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     write(store, 1)
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error), store.writing(2) as folder:
+            (folder / "half.bin").write_bytes(b"x")
+            raise error
+    assert names(tmp_path) == {"global_step_1", TRACKER}
     monkeypatch.setattr(checkpoint_store, "FORMAT", checkpoint_store.FORMAT + 1)
     with pytest.raises(InputError, match=f"has format {checkpoint_store.FORMAT - 1}"):
         store.latest()
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(InputError, match="trainer.default_local_dir=.*cannot be written"):
+        CheckpointStore(tmp_path / "file" / "run").claim()
 
 
 @pytest.mark.parametrize("name", ["../escaped", "actor/../../escaped", "/tmp/escaped"])
@@ -177,8 +168,9 @@ def test_what_is_not_a_checkpoint_is_left_alone(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 1)
     write(store, 2)
-    assert store.latest().step == 2
     assert names(tmp_path) == {*others, "global_step_9", "global_step_2", TRACKER}
+    shutil.copytree(store.folder(2), store.folder(50))
+    assert store.latest().step == 2, "a renamed folder is not a later step"
 
 
 # ---------------------------------------------------------------- other processes, full disks
@@ -298,27 +290,16 @@ def test_libraries_that_hide_the_reason_do_not_hide_it_from_the_user(tmp_path):
     assert CheckpointStore(tmp_path).latest().step == 1 and not list(tmp_path.glob(".tmp-*"))
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(InputError, match="trainer.default_local_dir=.*cannot be written"):
-        CheckpointStore(tmp_path / "file" / "run").claim()
-
-
 # ---------------------------------------------------------------- where a run goes on
 
 
-def test_auto_takes_the_newest_or_starts_afresh(tmp_path):
+def test_auto_takes_the_newest_and_disable_starts_afresh_in_an_empty_folder_only(tmp_path):
     store = CheckpointStore(tmp_path)
-    assert resolve_resume(Settings(), store) is None
+    assert resolve_resume(Settings(), store) is resolve_resume(Settings("disable"), store) is None
     write(store, 2)
-    write(store, 4)
+    folder = write(store, 4)
     assert resolve_resume(Settings(), store).step == 4
-
-
-def test_disable_starts_afresh_in_an_empty_folder_only(tmp_path):
-    store = CheckpointStore(tmp_path)
-    assert resolve_resume(Settings("disable"), store) is None
-    flip_bit(write(store, 4) / FILES[0])  # a damaged one can be mended and taken for ours as well
+    flip_bit(folder / FILES[0])  # a damaged one can be mended and taken for ours as well
     with pytest.raises(InputError, match="trainer.resume_mode=disable .* already holds global_step_4"):
         resolve_resume(Settings("disable"), store)
     assert resolve_resume(Settings("disable", val_only=True), store) is None
