@@ -223,7 +223,7 @@ def generate(call: GenerateCall) -> bool:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_manifest(out, manifest)
             write_atomic(out, "".join(map(json_line, lines.values())))  # without damaged lines
-            trainer = recipes.trainer_of(call.recipe) or recipes.TRAINER
+            trainer = recipes.trainer_of(call.recipe)
             run = owned.enter_context(answering(config, trainer, tokenizer, loop, prompts))
             asyncio.run(_answer(run, missing, out, lines))
         if list(lines) != list(order):

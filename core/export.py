@@ -45,9 +45,7 @@ def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m core.export", description="Write a checkpoint's policy as a model."
-    )
+    parser = argparse.ArgumentParser("python -m core.export", description="Write a checkpoint's policy as a model.")
     add = parser.add_argument
     add("source", help="The run folder (its newest checkpoint is taken), or a global_step_N, or the URL of one.")
     add("out", type=written_here, help="The folder to write, which must not exist.")

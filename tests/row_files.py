@@ -32,7 +32,8 @@ DEFAULTS = dict(
 def data_config(**changes: Any) -> SimpleNamespace:
     """What the stream reads of ``config.data``, with verl's defaults."""
     assert changes.keys() <= DEFAULTS.keys()
-    return SimpleNamespace(**{**DEFAULTS, **changes})
+    files = {name: (value,) for name, value in changes.items() if name.endswith("_files") and isinstance(value, str)}
+    return SimpleNamespace(**{**DEFAULTS, **changes, **files})
 
 
 def plain_row(index: int, source: str = "s", text: str | None = None, **changes: Any) -> dict[str, Any]:

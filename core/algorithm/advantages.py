@@ -37,27 +37,16 @@ OPTIONAL = ("in_group_stats", "values", "baseline")
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInputs:
-    """The inputs of every estimator.
+    """The inputs of every estimator, of N tokens in B sequences, prompts included."""
 
-    Shapes (N tokens in B sequences, prompts included):
-        reward              [B] float  the shaped score, which the last token of the response brings
-        lengths             [B] int64  tokens of each sequence
-        response_mask       [N] bool   written by the policy
-        group               [B] int64  sequences of one prompt share a number, any number
-        token_rewards       [N] float  what each token adds to the reward, as the KL penalty does; None: nothing
-        in_group_stats      [B] bool   the sequence was scored; None: all were
-        values              [N] float  the critic's, for gae
-        baseline            [B] float  score of the greedy answer to the same prompt, for remax
-    """
-
-    reward: Tensor
-    lengths: Tensor
-    response_mask: Tensor
-    group: Tensor
-    token_rewards: Tensor | None = None
-    in_group_stats: Tensor | None = None
-    values: Tensor | None = None
-    baseline: Tensor | None = None
+    reward: Tensor  # [B] float: the shaped score, which the last token of the response brings
+    lengths: Tensor  # [B] int64: tokens of each sequence
+    response_mask: Tensor  # [N] bool: written by the policy
+    group: Tensor  # [B] int64: sequences of one prompt share a number, any number
+    token_rewards: Tensor | None = None  # [N] float: what each token adds, as the KL penalty does; None: nothing
+    in_group_stats: Tensor | None = None  # [B] bool: the sequence was scored; None: all were
+    values: Tensor | None = None  # [N] float: the critic's, for gae
+    baseline: Tensor | None = None  # [B] float: score of the greedy answer to the same prompt, for remax
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
@@ -122,19 +111,12 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, eq=False)
 class GroupStats:
-    """The rewards of a batch, measured from their group's mean.
+    """The rewards of a batch, measured from their group's mean."""
 
-    Shapes:
-        group_B     [B] int64    dense group numbers
-        centred_B   [B] float64  ``R_i - mean``; ``R_i`` itself where it is alone by design (n = 1)
-        std_B       [B] float64  of the group, with Bessel's correction; 1 where fewer than two sequences count
-        counted_B   [B] float64  how many sequences of the group count, at least 1
-    """
-
-    group_B: Tensor
-    centred_B: Tensor
-    std_B: Tensor
-    counted_B: Tensor
+    group_B: Tensor  # int64: dense group numbers
+    centred_B: Tensor  # float64: ``R_i - mean``; ``R_i`` itself where it is alone by design (n = 1)
+    std_B: Tensor  # float64: of the group, with Bessel's correction; 1 where fewer than two sequences count
+    counted_B: Tensor  # float64: how many sequences of the group count, at least 1
 
 
 def group_stats(inputs: AdvantageInputs, weight_B: Tensor | None = None) -> GroupStats:

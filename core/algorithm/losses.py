@@ -33,24 +33,18 @@ PolicyLoss = Callable[["LossInputs"], tuple[Tensor, Stats]]
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """The inputs of every policy loss. Tensors of tokens are 0 outside the mask, and so are gradients, never NaN.
+    """The inputs of every policy loss, of N tokens in B sequences, prompts included.
 
-    Shapes (N tokens in B sequences, prompts included):
-        log_prob      [N] float  of the policy that trains
-        old_log_prob  [N] float  of the policy before the update
-        advantages    [N] float
-        mask          [N] bool   written by the policy
-        lengths       [B] int64  tokens of each sequence
-        selected      [N] bool   tokens that a loss treats apart, chosen among all of the mini-batch; None: none are
+    Tensors of tokens are 0 outside the mask, and so are gradients, never NaN.
     """
 
-    log_prob: Tensor
-    old_log_prob: Tensor
-    advantages: Tensor
-    mask: Tensor
+    log_prob: Tensor  # [N] float: of the policy that trains
+    old_log_prob: Tensor  # [N] float: of the policy before the update
+    advantages: Tensor  # [N] float
+    mask: Tensor  # [N] bool: written by the policy
     config: ActorConfig
-    lengths: Tensor
-    selected: Tensor | None = None
+    lengths: Tensor  # [B] int64: tokens of each sequence
+    selected: Tensor | None = None  # [N] bool: treated apart, chosen among all of the mini-batch; None: none are
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", self.mask.bool())

@@ -32,30 +32,20 @@ CHOICES = {  # a misspelt name of these tables is told the nearest one
 
 @dataclass
 class Composed:
-    """A configuration and everything that was found out about it and about the command line.
-
-    words: every key of the line, as it was typed, with its value.
-    config: resolved; with ``problems`` a refused value is replaced by its default.
-    given: the keys that an override set (not those of the recipe's file), with the values as read.
-    typed: those of them that were typed, not given by a run script.
-    read: key of another version -> its value, and the settings that it means.
-    unused: key -> (value, reason), for overrides that do nothing in this configuration.
-    without_effect: every key that has no effect in it, from any source.
-    foreign: keys of another recipe's techniques.
-    """
+    """A configuration and everything that was found out about it and about the command line."""
 
     recipe: str
     schema: type[Config]
-    words: dict[str, Any] = field(default_factory=dict)
-    config: Config = None
+    words: dict[str, Any] = field(default_factory=dict)  # every key of the line, as it was typed, with its value
+    config: Config = None  # resolved; with ``problems`` a refused value is replaced by its default
     problems: Sequence[Any] = field(default_factory=list)
     warnings: Sequence[str] = field(default_factory=list)
-    given: dict[str, Any] = field(default_factory=dict)
-    typed: frozenset[str] = frozenset()
-    read: dict[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)
-    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    without_effect: frozenset[str] = frozenset()
-    foreign: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)  # keys that an override set (no recipe's file), values as read
+    typed: frozenset[str] = frozenset()  # those of them that were typed, not given by a run script
+    read: dict[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)  # of another version -> what it means
+    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # overrides that do nothing here -> value, reason
+    without_effect: frozenset[str] = frozenset()  # every key that has no effect, from any source
+    foreign: dict[str, Any] = field(default_factory=dict)  # keys of another recipe's techniques
 
     def value(self, key: str) -> Any:
         """Return what the line gives to a key of the schema, or the schema's default."""

@@ -249,10 +249,7 @@ class PromptStream:
     """The training prompts, in the order of drawing, without end.
 
     ``config`` is the ``data`` section, whose own ``seed`` goes before ``trainer.seed``. ``files`` load and hold what an
-    ordinal draws: prompts, or what a recipe trains on in their place (``recipes/sft/demonstrations.py``).
-
-    Raises InputError: every problem of every file, one line a rule; or no example has media for a model that reads
-    them.
+    ordinal draws: prompts, or what a recipe trains on in their place. Raises InputError: every problem of every file.
     """
 
     def __init__(
@@ -267,7 +264,7 @@ class PromptStream:
     ):
         self.config, self.seed = config, int(seed if config.seed is None else config.seed)
         self.files = PromptFiles(config, tokenizer, modality, tools_of) if files is None else files
-        self.files.load(_paths(config.train_files, "data.train_files"), self._choose)
+        self.files.load(config.train_files, self._choose)
         self._order = DrawOrder(len(self.files), self.seed, bool(config.shuffle))
 
     def _choose(self, sizes: Sequence[int]) -> list[np.ndarray]:
@@ -314,14 +311,7 @@ def load_val_prompts(
         return [np.sort(permutation(n, seed, SUBSET, n)[: most if most > 0 else n]) for n in sizes]
 
     files = PromptFiles(config, tokenizer, modality, tools_of)
-    files.load(_paths(config.val_files, "data.val_files"), choose)
+    files.load(config.val_files, choose)
     starts = np.cumsum([0, *map(len, files.files)])
     ordinals = (-1 - starts[files.measured["file"]] - files.measured["number"]).tolist()
     return [files.prompt(index, ordinal) for index, ordinal in enumerate(ordinals)]
-
-
-def _paths(files: Any, key: str) -> tuple[str, ...]:
-    paths = (files,) if isinstance(files, str) else tuple(files or ())
-    if not paths:
-        raise InputError([f"{key}: no file is given; give a parquet path or a list of them"])
-    return tuple(str(path) for path in paths)

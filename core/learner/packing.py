@@ -90,22 +90,14 @@ def shared_prompts(ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Te
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs of a forward pass, and at which of its states a policy token is predicted.
+    """The inputs of a forward pass, and at which of its states a policy token is predicted: n tokens of this rank."""
 
-    Shapes (n tokens of this rank, of N in the batch):
-        input_ids   [1, n] int64
-        predicts    [1, n] bool   the next token is one that the policy wrote
-        labels      [M]    int64  those tokens, in the order of ``predicts``
-        mask_N      [N]    bool   where they stand in the batch
-        predicts_N  [N]    bool   ``predicts`` of all ranks that split the sequences
-    """
-
-    input_ids: Tensor
-    predicts: Tensor
-    labels: Tensor
-    mask_N: Tensor
+    input_ids: Tensor  # [1, n] int64
+    predicts: Tensor  # [1, n] bool: the next token is one that the policy wrote
+    labels: Tensor  # [M] int64: those tokens, in the order of ``predicts``
+    mask_N: Tensor  # bool: where they stand in the batch
     inputs: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the model
-    predicts_N: Tensor | None = None
+    predicts_N: Tensor | None = None  # bool: ``predicts`` of all ranks that split the sequences
     mesh: DeviceMesh | None = None
     media: PictureInputs | None = None  # of the sequences
 

@@ -20,16 +20,11 @@ from core.vision.pictures import Picture, Pictures, modality_of, patches
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """The pictures of the sequences in a pass.
+    """The pictures of the sequences in a pass, whose ids have the shape S: [B, T], or packed [1, N]."""
 
-    Shapes (S as the pass has its ids, [B, T] or packed [1, N]):
-        position  [3, *S] int64  along time, height and width
-        place     S       bool   a placeholder of ``pictures``, which stand in the order of their places
-    """
-
-    position: Tensor
-    place: Tensor
-    pictures: tuple[Picture, ...]
+    position: Tensor  # [3, *S] int64: along time, height and width
+    place: Tensor  # S bool: a placeholder of a picture
+    pictures: tuple[Picture, ...]  # in the order of their places
 
     def packed(self, mask_BT: Tensor) -> PictureInputs:
         """Return the same for the sequences one after another, without what the mask leaves out."""

@@ -130,7 +130,6 @@ def test_all_problems_of_all_files_come_together(three, tmp_path):
     assert len(problems) == 3 and all(str(tmp_path) in line for line in problems)
     missing = refused(lambda: stream([str(tmp_path / "x.parquet"), three[0], str(tmp_path / "y.parquet")]))
     assert len(missing) == 2 and all("does not exist" in line for line in missing)
-    refused(lambda: stream([]), "data.train_files: no file is given")
     refused(lambda: validation([str(tmp_path / "x.parquet")]), "does not exist")
 
 
