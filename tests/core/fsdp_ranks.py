@@ -77,7 +77,7 @@ def train(rank, world, config, batch, dtype="float64", updates=3, save=None, loa
     if save:
         with patch("core.learner.saving.FILE_SIZE", file_size or FILE_SIZE):
             torch.save(one.save(str(save)), f"{save}_rank_{rank}.pt")
-    return {**found, "ref": one.compute_ref_log_prob(batch)} if one.ref else found
+    return {**found, "ref": one.compute_ref_log_prob(batch)} if "ref" in one.frozen else found
 
 
 class Operations(TorchDispatchMode):

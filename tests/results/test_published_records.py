@@ -11,7 +11,6 @@ import pytest
 
 from core.tracking.run_manifest import ROOT
 from core.tracking.tracker import json_line, read_jsonl
-from results import publish as publishing
 from results import report
 from results.publish import publish
 from results.reporting.comparison import accuracy_by_question
@@ -70,20 +69,6 @@ def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
     assert report.main([str(copy), "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "damaged" in said and name in said and said.count("\n") == 1
-
-
-def test_questions_that_flipped_are_published_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(publishing, "SAMPLES", 24)
-    before, after = accuracy(0, rate=0.01), accuracy(20, rate=0.01)
-    worse = [uid for uid in before if before[uid] > after[uid]]
-    better = [uid for uid in before if before[uid] < after[uid]]
-    assert 1 <= len(worse) <= 8 and len(better) > 16
-    rows = published_answers(run_with_answers(tmp_path / "grpo" / "a", rate=0.01), tmp_path / "results" / "grpo" / "a")
-    uids = list(dict.fromkeys(row["uid"] for row in rows))
-    assert len(uids) == 24 and len(rows) == 48 and {row["step"] for row in rows} == {0, 20}
-    assert set(uids[: len(worse)]) == set(worse) and set(uids[len(worse) : 16]) <= set(better)
-    assert all(before[uid] == after[uid] == 0 for uid in uids[16:])
-    assert rows[0]["output"] == "a at 0" and rows[1]["output"] == "a at 20"
 
 
 def test_answers_lose_paths_and_hosts_keep_everything_else_and_are_shortened_from_the_middle(tmp_path, monkeypatch):

@@ -120,13 +120,6 @@ def test_a_wrong_run_is_listed_with_the_reason_and_fills_nothing(results):
         shutil.rmtree(results / name.partition("/")[0])
 
 
-def test_a_run_that_names_no_row_is_nowhere(results):
-    add(results, reference=None)
-    rows, differing, _ = tables(results)
-    assert not any(row[6] for row in rows.values()) and not differing
-    assert "reference" not in json.loads((results / "grpo/run/summary.json").read_text())
-
-
 def test_several_sets_have_a_line_each_and_their_mean(results):
     folder = results.parent / "outputs/grpo/sets"
     config = configured({"trainer.reference": "sets"})

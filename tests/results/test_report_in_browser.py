@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from results import report
-from results.reporting.curves import curves
-from results.reporting.pages import Curves, Line, Table, without_constants
 from tests.browser import SCHEMES, WIDTHS, chromium, contrast, first_paint_ms, opened, overflow, pictures_without_text
 from tests.core.synthetic import configured, make_run
 
@@ -65,18 +61,3 @@ def test_values_are_under_the_pointer_and_under_the_arrow_keys(browser, page_pat
         assert figure.locator("output").inner_text().startswith("step 15\n")
         page.keyboard.press("Tab")
         assert figure.locator("output").count() == 0
-
-
-def test_constant_columns_move_into_the_caption():
-    table = Table(["run", "seed", "model", "base"], [["a", "1", "m", ""], ["b", "2", "m", ""]], caption="Two.")
-    moved = without_constants(table)
-    assert (moved.header, moved.rows) == (["run", "seed"], [["a", "1"], ["b", "2"]])
-    assert moved.caption == "Two. In all rows: model m."
-    assert without_constants(Table(["a", "b", "c"], [["x", "y", ""]])) == Table(["a", "b"], [["x", "y"]])
-
-
-def test_a_curve_that_never_changes_is_a_sentence():
-    flat, rising = (Curves(name, [Line("", [1, 2], [1.0, end])]) for name, end in (("Kept", 1.0), ("Reward", 2.0)))
-    _, _, gallery, told = curves([flat, rising])
-    assert list(gallery.curves) == [rising] and told.text == "The same at every step: Kept 1."
-    assert len(list(curves([replace(flat, lines=[Line("", [1], [1.0])])]))) == 3, "a single step is no constant"

@@ -1,4 +1,4 @@
-"""A run that runs out of memory ends with one line: phase, process, knobs, amounts; in process and over Ray."""
+"""A run that runs out of memory ends with one line: phase, process, knobs, amounts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from core.cluster import learner_rank
@@ -18,8 +17,6 @@ from core.config import compose
 from core.engines.hf import HFEngine
 from core.errors import MEMORY_KEYS, out_of_memory
 from core.learner.learner import Actor
-from core.ray_trainer import RayPPOTrainer
-from tests.core.ray_cluster import local_ray
 from tests.faults.tiny_run import command, prepare
 
 ON_A_GPU = (
@@ -51,25 +48,17 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def configured(files: Path, folder: Path, *overrides: str):
-    more = ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.max_restarts=3", "trainer.val_before_train=False"]
-    return compose("ppo", command(files, "ppo", 2, *more, *overrides)(folder)[3:])
-
-
-def last_line(capsys) -> str:
-    told = capsys.readouterr().err
-    assert "restart" not in told
-    return told.splitlines()[-1]
-
-
 @pytest.mark.parametrize("phase", PLANTED)
 def test_the_run_ends_with_a_line_that_names_phase_and_knob(files, tmp_path, monkeypatch, capsys, phase):
     monkeypatch.setattr(*PLANTED[phase], fail)
-    config = configured(files, tmp_path / "run")
+    more = ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.max_restarts=3", "trainer.val_before_train=False"]
+    config = compose("ppo", command(files, "ppo", 2, *more)(tmp_path / "run")[3:])
     with pytest.raises(SystemExit) as ended:
         work(TRAINER, config)
     assert ended.value.code == 1
-    line = last_line(capsys)
+    told = capsys.readouterr().err
+    assert "restart" not in told
+    line = told.splitlines()[-1]
     assert line.startswith(f"out of memory in phase {phase} in this process: lower ") and ON_A_GPU[:100] in line
     assert MEMORY_KEYS.get(phase, "gpu_memory_utilization") in line and "TROUBLESHOOTING.md" in line
     if phase != "load":
@@ -86,45 +75,3 @@ def test_a_real_failure_of_an_allocator_is_known_with_its_amount(library):
     )
     assert "MemoryError" in str(out_of_memory(MemoryError(), "gen"))
     assert out_of_memory(ValueError("memory"), "gen") is None and out_of_memory(found, "gen") is None
-
-
-# -- over Ray
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_ray(4):
-        yield
-
-
-def plant(process) -> None:
-    """Make the update of a learner's process fail."""
-
-    def fail_there(*_):
-        raise torch.OutOfMemoryError(ON_A_GPU)
-
-    process.learner.update_actor = fail_there
-
-
-class FullRank(RayPPOTrainer):
-    """A run over Ray whose rank 1 has no memory for the update."""
-
-    starts = 0
-
-    def make_workers(self, device):
-        FullRank.starts += 1
-        workers = super().make_workers(device)
-        ray.get(workers.learners[1].__ray_call__.remote(plant))
-        return workers
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-def test_a_run_over_ray_ends_with_the_line_and_is_not_restarted(cluster, files, tmp_path, capsys):
-    ranks = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "algorithm.adv_estimator=grpo")
-    config = configured(files, tmp_path / "run", *ranks, "actor_rollout_ref.actor.use_kl_loss=False")
-    with pytest.raises(SystemExit) as ended:
-        work(f"{__name__}:FullRank", config)
-    assert ended.value.code == 1 and FullRank.starts == 1
-    line = last_line(capsys)
-    assert re.match("out of memory in phase update_actor on learner rank 1: lower actor_rollout_ref", line)

@@ -51,19 +51,24 @@ class Wire:
         return [getattr(one, method)(*a) for one, a in zip(self.processes, arguments.values(), strict=True)]
 
 
-@pytest.mark.parametrize("shared", ["sequences", "layers"])
-def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(tmp_path, monkeypatch, shared):
-    """Four ranks in two groups, which get an object once; the critic's ranks share nothing."""
-    key = "ulysses_sequence_parallel_size" if shared == "sequences" else "tensor_model_parallel_size"
+@pytest.fixture(params=["ulysses_sequence_parallel_size", "tensor_model_parallel_size"])
+def workers(request, tmp_path, monkeypatch):
+    """The phases over four ranks in two groups, which have no process behind them."""
+    key = request.param
     packed = [f"{part}.model.use_remove_padding=True" for part in ("actor_rollout_ref", "critic")]
-    batch, workers = mixed_batch(), object.__new__(RayWorkers)
+    workers = object.__new__(RayWorkers)
     config = cluster_config(tmp_path, f"{ACTOR}.{key}=2", f"{ACTOR}.ppo_mini_batch_size=8", *packed, ranks=4)
     workers.config, workers.ranks, workers.device, workers.watch = config, 4, torch.device("cpu"), Wire()
     workers.actor_mini_batches = mini_batching(config.actor_rollout_ref.actor, config.data.max_response_length)
     monkeypatch.setattr(ray, "put", workers.watch.put)
+    return workers
+
+
+def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(workers):
+    """The critic's ranks share nothing."""
+    batch = mixed_batch()
     written = batch.input_ids * batch.response_mask
     log_probs, entropies = workers.compute_log_probs(batch)
-    assert workers.watch.sent < 2 * len(pickle.dumps(batch.input_ids, 5)), "sent to each rank, or with every field"
     assert torch.equal(log_probs, written.float()) and torch.equal(entropies, -written.float())
     assert torch.equal(workers.compute_values(batch), written.float())
     assert workers.update_actor(batch, 1.0) == {"loss": 1.0}
@@ -72,3 +77,15 @@ def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(tmp_path, m
         assert first is second and third is fourth and len(first) + len(third) == len(batch)
     assert sum(map(len, values)) == len(batch)
     assert float(sum(steps[0].loss_weight.sum() for steps in update[::2])) == pytest.approx(1.0)
+
+
+def test_batches_cross_once_without_padding_and_with_the_fields_of_their_phase(workers):
+    batch = mixed_batch(groups=200)
+    assert batch.tokens < 0.6 * len(batch) * int(batch.lengths.max()), "padding would be no more"
+    for phase, token_bytes in (
+        (lambda: workers.compute_log_probs(batch), 5),
+        (lambda: workers.update_actor(batch, 1.0), 21),
+    ):
+        workers.watch.sent = 0
+        phase()
+        assert workers.watch.sent < 1.25 * token_bytes * batch.tokens
