@@ -21,7 +21,7 @@ def test_each_command_and_each_argument_is_explained(monkeypatch, capsys, tmp_pa
         if '\nif __name__ == "__main__":\n' in path.read_text(encoding="utf-8") and name not in NOT_TYPED
     ]
     assert {"core.plan", "results.report", "data_preprocess.gsm8k", "recipes.lab.tour"} <= set(commands)
-    assert sum(".main_" in name for name in commands) == 5
+    assert sum(".main_" in name for name in commands) == 6
     monkeypatch.chdir(tmp_path)
     seen = []
     shown = argparse.ArgumentParser.print_help

@@ -64,7 +64,7 @@ def test_a_write_that_fails_is_tried_again_at_the_next_save(tmp_path, monkeypatc
     for step in (2, 3):
         text = f"{run.run.run_dir}: the checkpoint of step {step} could not be written ([Errno 28]"
         assert caplog.text.count(text) == 1
-    assert "GiB free" in caplog.text and "intact are those of steps [1]" in caplog.text
+    assert "GiB free" in caplog.text and "written are those of steps [1]" in caplog.text
     assert "Training goes on, and the next checkpoint is another try" in caplog.text
 
 
@@ -72,7 +72,7 @@ def test_a_last_write_that_fails_is_an_error_and_the_run_can_go_on(tmp_path, mon
     full_at(monkeypatch, 2, 3)
     run = start(tmp_path, "trainer.total_training_steps=3")
     with pytest.raises(
-        WriteFailed, match=r"the checkpoint of step 3 could not be written.*intact are those of steps \[1\]"
+        WriteFailed, match=r"the checkpoint of step 3 could not be written.*written are those of steps \[1\]"
     ):
         run.fit()
     monkeypatch.undo()
