@@ -10,8 +10,9 @@ script's. Not counted: a GPU's allocator, NCCL's buffers, and the weights of an 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,25 +29,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("recipes/dapo/run_qwen2.5_32b.sh", "recipes/grpo/run_qwen2.5_7b_gsm8k.sh")
 LAYERS = (3, 4)  # two lack the gathering of the next layer beside the reduction of the last
 BOUND = 0.10
-GIB = 2**30
 SYNC = "weight sync"
-
-
-@dataclass
-class Count:
-    """What was counted of one number of layers, by name."""
-
-    bytes: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, float] = field(default_factory=dict)
-    sent: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A figure that was counted beside the one that a formula gives. ``unit`` is GiB or calls."""
+    """A figure that was counted beside the one that a formula gives: bytes, or calls of a collective."""
 
     what: str
-    unit: str
     counted: float
     formula: float
 
@@ -55,33 +45,29 @@ class Line:
         return self.formula / self.counted - 1
 
 
-def count(script: Script, plan: Plan, layers: int) -> Count:
-    """Count the phases of the script's learner with so many layers."""
-    found = Count()
+def count(script: Script, plan: Plan, layers: int) -> Counter[str]:
+    """Count the phases of the script's learner with so many layers: bytes and calls, by name."""
+    found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(script, plan.shape, layers, Path(folder))
-        longest, together = plan.longest, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        together = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
         with fake_rank(config) as (rank, meter):
             place = HOST if meter.offloads else GPU
-            found.bytes["weights"] = meter.now[place]
+            found["weights"] = meter.now[place]
             first_step(rank, meter)
-            found.bytes["optimizer"] = meter.now[place] - found.bytes["weights"]
+            found["optimizer"] = meter.now[place] - found["weights"]
             resident = meter.now[GPU]
-            batch = full_batch(config, max(1, _tokens(plan) * together // longest))
-            for phase in (LOG_PROBS, UPDATE):
+            batch = full_batch(config, max(1, _tokens(plan) * together // plan.longest))
+            for phase, act in (
+                (LOG_PROBS, lambda: rank.compute_log_probs(batch)),
+                (UPDATE, lambda: rank.update_actor([batch], 1.0)),
+                (SYNC, lambda: sync(rank, config)),
+            ):
                 meter.reset()
-                if phase == LOG_PROBS:
-                    rank.compute_log_probs(batch)
-                else:
-                    rank.update_actor([batch], 1.0)
-                found.bytes[phase] = meter.peak[GPU] - resident
-                found.calls |= {f"{phase}, {kind}": number for kind, number in meter.calls.items()}
-                found.sent |= {f"{phase}, {kind}": size for kind, size in meter.sent.items()}
-            meter.reset()
-            sync(rank, config)
-            found.bytes[SYNC] = meter.peak[GPU] - resident
-            found.calls |= {f"{SYNC}, {kind}": number for kind, number in meter.calls.items()}
-            found.sent |= {f"{SYNC}, {kind}": size for kind, size in meter.sent.items()}
+                act()
+                found[phase] = meter.peak[GPU] - resident
+                found |= Counter({f"{phase}, {kind}, calls": number for kind, number in meter.calls.items()})
+                found |= Counter({f"{phase}, {kind}": size for kind, size in meter.sent.items()})
     return found
 
 
@@ -97,16 +83,6 @@ def _tokens(plan: Plan) -> int:
     return pass_tokens(plan.config, plan.config.actor_rollout_ref.actor)
 
 
-def extended(few: Count, more: Count, layers: tuple[int, int], wanted: int) -> Count:
-    """Return the counts of ``wanted`` layers on the line through two counts."""
-
-    def line(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-        share = (wanted - layers[0]) / (layers[1] - layers[0])
-        return {name: one[name] + share * (other[name] - one[name]) for name in one}
-
-    return Count(**{name: line(value, asdict(more)[name]) for name, value in asdict(few).items()})
-
-
 def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
     """Yield (name, calls, bytes) of a phase's collectives by their formulas.
 
@@ -117,44 +93,30 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
     shape, size, together = plan.shape, width(actor.fsdp_config.dtype), actor.ulysses_sequence_parallel_size
     checkpointing = plan.config.actor_rollout_ref.model.enable_gradient_checkpointing
     units = shape.layers + 1  # embedding, last norm and head are one
+    yield f"{UPDATE}, reduce-scatter", units, 4.0 * shape.parameters
     for phase, gathers, exchanges in ((LOG_PROBS, 1, 1), (UPDATE, 2, 2 + checkpointing)):
         yield f"{phase}, all-gather", gathers * units, gathers * size * shape.parameters
-        if phase == UPDATE:
-            yield f"{phase}, reduce-scatter", units, 4.0 * shape.parameters
-        tokens = _tokens(plan)
         if together > 1:
             kv_size = shape.kv_size * max(1, together // shape.kv_heads)
-            exchanged = 2 * (shape.q_size + kv_size) * size * tokens
-            calls = 4 * exchanges * shape.layers
-            yield f"{phase}, all-to-all", calls, exchanges * shape.layers * exchanged
+            exchanged = 2 * (shape.q_size + kv_size) * size * _tokens(plan)
+            yield f"{phase}, all-to-all", 4 * exchanges * shape.layers, exchanges * shape.layers * exchanged
     weights = (9 + 3 * shape.bias) * shape.layers + 3 - shape.tied  # seven matrices, two norms, biases of three
     gathered = width(plan.config.actor_rollout_ref.rollout.dtype) * float(shape.parameters)
     yield f"{SYNC}, gather of a weight", weights, gathered
 
 
-def lines(plan: Plan, counted: Count) -> list[Line]:
-    """Return every figure beside the plan's, or beside its formula where the plan has none."""
-    shape, dtype = plan.shape, plan.config.actor_rollout_ref.rollout.dtype
-    policys = [part for part in plan.parts if part.role == "policy"]
-    by_plan = dict(zip(("weights", "optimizer"), (part.bytes for part in policys if part.state), strict=True))
-    for phase in (LOG_PROBS, UPDATE):
-        by_plan[phase] = sum(part.bytes for part in policys if not part.state and phase in part.phases)
-    names = {"weights": "weights at rest", "optimizer": "Adam's moments at rest"}
-    names |= {LOG_PROBS: "log-probs, peak beyond what rests", UPDATE: "update, peak beyond what rests"}
-    out = [Line(names[name], "GiB", counted.bytes[name] / GIB, size / GIB) for name, size in by_plan.items()]
-    for name, calls, size in collectives(plan):
-        out.append(Line(name, "calls", counted.calls[name], calls))
-        out.append(Line(name, "GiB", counted.sent[name] / GIB, size / GIB))
-    largest = width(dtype) * shape.vocab * shape.hidden
-    # Twice, because DTensor copies what it gathered.
-    out.append(
-        Line(f"{SYNC}, peak beyond what rests and a bucket", "GiB", counted.bytes[SYNC] / GIB, 2 * largest / GIB)
-    )
-    return out
-
-
 def world(script: Script) -> list[Line]:
-    """Return the plan's figures of a script beside the counted ones."""
+    """Return the plan's figures of a script, and those of formulas where it has none, beside the counted ones."""
     plan = Plan(script.config, "H100")
     few, more = (count(script, plan, layers) for layers in LAYERS)
-    return lines(plan, extended(few, more, LAYERS, plan.shape.layers))
+    share = (plan.shape.layers - LAYERS[0]) / (LAYERS[1] - LAYERS[0])
+    counted = {name: few[name] + share * (more[name] - few[name]) for name in few}
+    policys = [part for part in plan.parts if part.role == "policy"]
+    formulas = dict(zip(("weights", "optimizer"), (part.bytes for part in policys if part.state), strict=True))
+    for phase in (LOG_PROBS, UPDATE):
+        formulas[phase] = sum(part.bytes for part in policys if not part.state and phase in part.phases)
+    # A sync's peak is twice the largest weight, because DTensor copies what it gathered.
+    formulas[SYNC] = 2 * width(plan.config.actor_rollout_ref.rollout.dtype) * plan.shape.vocab * plan.shape.hidden
+    for name, calls, size in collectives(plan):
+        formulas |= {name: size, f"{name}, calls": calls}
+    return [Line(name, counted[name], formula) for name, formula in formulas.items()]
