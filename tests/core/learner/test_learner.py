@@ -69,6 +69,18 @@ def random_batch(seed=0, groups=4, n=3):
     return batch.adding(**{name: value.float() for name, value in noise.items()})
 
 
+MEMORY = [{"ppo_micro_batch_size_per_gpu": k} for k in (1, 3, 100)]
+MEMORY += [{"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": k} for k in (21, 50)]
+
+
+def accumulated(part, step):
+    """The gradient of a step, and the mean of its loss."""
+    means, part.mismatch = MetricSums(), MetricSums()
+    means.value("pg_loss", 0.0)
+    part.accumulate(step, means)
+    return gradient(part), means.result("actor")["actor/pg_loss"]
+
+
 def one_step(batch, mode="token-mean"):
     (step,) = mini_batches(batch, prompts=100, agg_mode=mode, scale_factor=20.0)
     return step
@@ -108,21 +120,13 @@ def test_log_probs_and_entropies_are_those_of_a_plain_forward_pass_of_each_row()
 @pytest.mark.parametrize("terms", [{}, {"use_kl_loss": True, "entropy_coeff": 0.03}])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-6)])
 def test_memory_knobs_do_not_change_the_gradient(mode, terms, dtype, tolerance):
-    step, gradients, losses = one_step(random_batch(), mode), [], []
-    knobs = [{"ppo_micro_batch_size_per_gpu": k} for k in (1, 3, 100)]
-    knobs += [{"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": k} for k in (21, 50)]
-    for knob in knobs:
-        part, means = actor(dtype, **knob, **terms), MetricSums()
-        means.value("pg_loss", 0.0)
-        part.mismatch = MetricSums()
-        part.accumulate(step, means)
-        gradients.append(gradient(part))
-        losses.append(means.result("actor")["actor/pg_loss"])
+    step = one_step(random_batch(), mode)
+    gradients, losses = zip(*(accumulated(actor(dtype, **knob, **terms), step) for knob in MEMORY), strict=True)
     scale = gradients[0].norm()
     assert scale > 0
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / scale) < tolerance
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    assert list(losses) == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
@@ -133,24 +137,19 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
     batch, gradients = random_batch(), []
     idle = torch.arange(len(batch)) % 3 == 0  # advantages of 0: kl_cov trains these sequences too
     batch = batch.adding(advantages=batch.advantages * ~idle.repeat_interleave(batch.lengths))
-    knobs = [{"ppo_micro_batch_size_per_gpu": k} for k in (1, 3, 100)]
-    knobs += [{"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": k} for k in (21, 50)]
-    for knob in knobs:
+    steps = {"ppo_mini_batch_size": 4, "ppo_epochs": 1, "shuffle": False}
+    for knob in MEMORY:
         part = actor(torch.float64, policy_loss=loss, **knob)
-        config = SimpleNamespace(**vars(part.config), ppo_mini_batch_size=4, ppo_epochs=1, shuffle=False)
-        config = SimpleNamespace(**{**vars(config), "loss_agg_mode": "token-mean", "loss_scale_factor": None})
+        config = SimpleNamespace(**vars(part.config), **steps, loss_agg_mode="token-mean", loss_scale_factor=None)
         (step,) = mini_batching(config, 20, mode)(batch)
         chosen = int(step.require("selected").sum())
         assert 0 < chosen < step.loss_mask.sum() and not (step.selected & ~step.loss_mask).any()
-        part.mismatch = MetricSums()
-        part.accumulate(step, MetricSums())
-        gradients.append(gradient(part))
+        gradients.append(accumulated(part, step)[0])
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-12
-    part = actor(torch.float64, policy_loss=loss)
-    part.mismatch = MetricSums()
-    part.accumulate(step.adding(selected=torch.zeros_like(step.require("selected"))), MetricSums())
-    assert float((gradient(part) - gradients[0]).norm() / gradients[0].norm()) > 1e-3
+    nothing = step.adding(selected=torch.zeros_like(step.require("selected")))
+    without = accumulated(actor(torch.float64, policy_loss=loss), nothing)[0]
+    assert float((without - gradients[0]).norm() / gradients[0].norm()) > 1e-3
 
 
 def test_the_objective_is_the_formula_written_out():
@@ -158,8 +157,8 @@ def test_the_objective_is_the_formula_written_out():
     batch = random_batch()
     part = actor(use_kl_loss=True, entropy_coeff=0.03)
     log_prob, entropy = part.log_probs(batch, MicroBatchSize(max_sequences=100))
-    total, count = 0.0, 0
-    for n in batch.loss_mask.nonzero()[:, 0].tolist():
+    total, places = 0.0, batch.loss_mask.nonzero()[:, 0].tolist()
+    for n in places:
         lp, adv = float(log_prob[n]), float(batch.advantages[n])
         ratio = np.exp(lp - float(batch.old_log_probs[n]))
         surrogate = max(-adv * ratio, -adv * min(max(ratio, 0.8), 1.28))
@@ -167,26 +166,21 @@ def test_the_objective_is_the_formula_written_out():
             surrogate = min(surrogate, -adv * 3.0)
         d = lp - float(batch.ref_log_prob[n])
         total += surrogate - 0.03 * float(entropy[n]) + 0.1 * (np.exp(-d) - 1 + d)
-        count += 1
     part.mismatch = MetricSums()
     loss = part.micro_batch_loss(one_step(batch), MetricSums())
-    assert float(loss.detach()) == pytest.approx(total / count, rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(total / len(places), rel=1e-6)
 
 
 def test_skipping_rows_without_advantage_changes_nothing():
     batch = random_batch()
     flat = batch.adding(advantages=batch.advantages * (batch.group % 2 == 0).repeat_interleave(batch.lengths))
-    parts = [actor(), actor(entropy_coeff=1e-300)]  # an entropy term, however small, keeps every row in
-    for part in parts:
-        part.mismatch = MetricSums()
-        part.accumulate(one_step(flat), MetricSums())
-    torch.testing.assert_close(gradient(parts[0]), gradient(parts[1]), rtol=1e-12, atol=1e-15)
+    skipped, whole = (accumulated(actor(entropy_coeff=c), one_step(flat))[0] for c in (0.0, 1e-300))
+    torch.testing.assert_close(skipped, whole, rtol=1e-12, atol=1e-15)  # an entropy term keeps every row in
 
 
 def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_saved():
     batch = random_batch()
-    reference = actor()
-    old, _ = reference.log_probs(batch, MicroBatchSize(max_sequences=100))
+    old, entropy = actor().log_probs(batch, MicroBatchSize(max_sequences=100))
     with_old, without = actor(), actor()
     metrics = with_old.update([one_step(batch.adding(old_log_probs=old))], 1.0)
     flat = batch.adding(advantages=batch.advantages * (batch.group > 0).repeat_interleave(batch.lengths))
@@ -195,13 +189,12 @@ def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_sa
     for a, b in zip(with_old.module.parameters(), without.module.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     # with idle rows the entropy and the engine's mismatch are still those of every row
-    _, entropy = reference.log_probs(batch, MicroBatchSize(max_sequences=100))
     measured = actor().update([one_step(flat.adding(old_log_probs=None))], 1.0)
     assert measured["actor/entropy"] == pytest.approx(float(entropy[batch.response_mask].mean()), rel=1e-5)
     gap = (old - batch.rollout_log_probs)[batch.response_mask]
-    assert measured["rollout_corr/logp_diff_mean"] == pytest.approx(float(gap.abs().mean()), rel=1e-5)
-    assert measured["rollout_corr/kl"] == pytest.approx(float(-gap.mean()), rel=1e-5)
-    assert measured["rollout_corr/logp_diff_max"] == pytest.approx(float(gap.abs().max()), rel=1e-5)
+    expected = {"logp_diff_mean": gap.abs().mean(), "kl": -gap.mean(), "logp_diff_max": gap.abs().max()}
+    for name, value in expected.items():
+        assert measured[f"rollout_corr/{name}"] == pytest.approx(float(value), rel=1e-5)
 
 
 def test_a_non_finite_gradient_skips_the_step_and_is_counted():
@@ -273,10 +266,9 @@ def test_the_critics_gradient_does_not_depend_on_memory_and_zero_advantages_stil
     step, gradients = one_step(random_batch().adding(advantages=torch.zeros(random_batch().tokens))), []
     for rows in (1, 5, 100):
         part = critic(ppo_micro_batch_size_per_gpu=rows)
-        seen = {}
-        part.stepper.step = lambda rate, part=part, seen=seen: (seen.update(g=gradient(part)) or 1.0, True)
+        part.stepper.step = lambda rate, part=part: (gradients.append(gradient(part)) or 1.0, True)
         part.update([step], 1.0)
-        gradients.append(seen["g"])
+    assert len(gradients) == 3
     assert gradients[0].norm() > 0
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-12)
