@@ -165,12 +165,6 @@ def gathered_bytes(shape: Shape, width: int) -> float:
     return width * (2.0 * shape.block + shape.ends)
 
 
-def log_prob_bytes(shape: Shape, tokens: int, width: int, logits: int = CPU_LOGITS) -> float:
-    """Return what a pass without gradients holds beside the weights: in an MLP, or in the head."""
-    inside = float(tokens) * (3 * shape.mlp + 4 * shape.hidden) * width
-    return max(inside, head_bytes(shape, tokens, width, False, logits))
-
-
 def update_bytes(
     shape: Shape, tokens: int, width: int, *, checkpointing: bool, ranks: int, adapters: int = 0, logits=CPU_LOGITS
 ) -> float:
@@ -262,7 +256,8 @@ class Plan:
             gathered = gathered_bytes(self.shape, size) if self.sharded or size == 2 else 0.0
             if role == "policy" and self.sharded and config.generates:  # else no pass takes log-probs
                 tokens = pass_tokens(config, roles.actor)
-                highest = gathered + log_prob_bytes(shape, tokens, size, logits)
+                inside = float(tokens) * (3 * shape.mlp + 4 * shape.hidden) * size  # an MLP; else the head is highest
+                highest = gathered + max(inside, head_bytes(shape, tokens, size, False, logits))
                 yield Part(role, f"activations of {tokens} tokens, a layer's weights", highest, (LOG_PROBS,))
             tokens, checkpointing = pass_tokens(config, part), model.enable_gradient_checkpointing
             options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters, "logits": logits}
