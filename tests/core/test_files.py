@@ -24,7 +24,7 @@ from core.files import inside, local_path, replacing
 from core.learner.models import WEIGHT_FILES, load_tokenizer
 from results.report import main as report
 from tests import remote_places
-from tests.core.scripted_run import configured, prepare, scripted
+from tests.core.scripted_run import prepare
 from tests.remote_places import fresh, put
 
 MEMORY = "memory://bucket"
@@ -190,42 +190,33 @@ def test_commands_take_urls_of_checkpoints_and_runs(model, tmp_path, copies, cap
 BUCKET = "s3://bucket"
 
 
-def driver() -> fsspec.AbstractFileSystem:
-    """The driver, which reads login and address from the environment once and keeps both."""
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    return fsspec.filesystem("s3")
-
-
 @pytest.fixture
 def s3(monkeypatch):
     with remote_places.s3_server() as reached:
         for name, value in reached.items():
             monkeypatch.setenv(name, value)
-        driver().mkdir("bucket")
-        yield reached
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+        driver = fsspec.get_filesystem_class("s3")
+        driver.clear_instance_cache()  # which reads login and address from the environment once and keeps both
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield
+    driver.clear_instance_cache()
 
 
 @pytest.mark.slow
-def test_a_run_reads_from_s3_writes_to_it_and_goes_on_from_it_on_another_machine(s3, tmp_path, monkeypatch):
+def test_a_run_folder_on_s3_is_gone_on_with_on_another_machine(s3, tmp_path, copies, monkeypatch):
     made = prepare(tmp_path / "files")
-    for name in ("model", "train.parquet"):
-        put(made / name, f"{BUCKET}/{name}")
-    rows = f"{BUCKET}/train.parquet"
-    keys = [f"data.train_files={rows}", f"data.val_files={rows}", f"actor_rollout_ref.model.path={BUCKET}/model"]
-    keys += [f"trainer.default_local_dir={BUCKET}/grpo/run", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=2"]
+    model, rows = (put(made / name, f"{BUCKET}/{name}") for name in ("model", "train.parquet"))
+    assert contents(local_path(model)) == contents(made / "model")
+    assert sha256_of(rows) == sha256_of(str(made / "train.parquet")) and ExampleFile(rows).example(3).prompt
 
-    def run(steps: int, machine: str) -> int:
-        """Train on a machine that has nothing, in its folder; return the step from which the run went on."""
-        (tmp_path / machine).mkdir()
-        monkeypatch.chdir(tmp_path / machine)
-        fresh(monkeypatch, tmp_path / machine)
-        config = configured(made, "x", *keys, steps=steps)
-        assert paths.missing(config) == []
-        trainer = scripted()(config, lambda request, version: "12"[request.seed % 2]).init_workers()
-        began = trainer.run.step
-        trainer.fit()
-        return began
+    def run_on(machine: str, *steps: int) -> RemoteCopy:
+        run = RemoteCopy(f"{BUCKET}/grpo/run", CheckpointStore(tmp_path / machine, keep=2))
+        run.open(writes=True)
+        for step in steps:
+            with run.store.writing(step) as folder:
+                (folder / "weights").write_text(str(step))
+            run.send(step)
+        return run
 
     def end(self, name, content):
         if name == "global_step_4/manifest.json":
@@ -235,8 +226,9 @@ def test_a_run_reads_from_s3_writes_to_it_and_goes_on_from_it_on_another_machine
     put_file = RemoteCopy.put
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RemoteCopy, "put", end)
-        run(6, "one")
-    there = {name.removeprefix("bucket/grpo/run/") for name in driver().find("bucket/grpo/run")}
-    assert "global_step_4/manifest.json" not in there and {"global_step_4/actor/version.json", "metrics.jsonl"} <= there
-    assert run(6, "two") == 2
-    assert RemoteCopy(f"{BUCKET}/grpo/run", None).steps() == [4, 6]
+        run_on("one", 2, 4)
+    there = set(fsspec.filesystem("s3").find("bucket/grpo/run"))
+    assert "bucket/grpo/run/global_step_4/weights" in there and "global_step_4/manifest.json" not in str(there)
+    two = run_on("two")
+    assert two.store.latest().step == 2
+    assert run_on("two", 4, 6).steps() == [4, 6] == run_on("three").steps()

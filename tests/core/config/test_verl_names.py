@@ -24,15 +24,8 @@ def lines(*overrides, recipe="ppo"):
             {f"{ROLLOUT}.val_kwargs.n": 16, f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.temperature": 1.0},
         ),
         ([f"{ACTOR}.optim.warmup_style=cosine"], {f"{ACTOR}.optim.lr_scheduler_type": "cosine"}),
-        ([f"{ACTOR}.optim.lr_scheduler_type=constant_with_warmup"], {f"{ACTOR}.optim.lr_scheduler_type": "constant"}),
         ([f"{ACTOR}.ppo_micro_batch_size=64", *HYBRID], {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}),
-        ([f"{ACTOR}.fsdp_config.strategy=fsdp2"], {f"{ACTOR}.strategy": "fsdp2"}),
         ([f"{ACTOR}.policy_loss.tau_neg=1.1"], {f"{ACTOR}.tau_neg": 1.1}),
-        (
-            [f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=512"],
-            {f"{ROLLOUT}.update_weights_bucket_megabytes": 512},
-        ),
-        (["reward.reward_manager.name=prime"], {"reward_model.reward_manager": "prime"}),
         (["reward={reward_manager: {name: prime}, num_workers: 3}"], {"reward_model.num_workers": 3}),
         (
             ["reward.reward_kwargs.gsm8k.method=flexible"],
@@ -42,10 +35,6 @@ def lines(*overrides, recipe="ppo"):
         (["trainer.logger=[console,swanlab]"], {"trainer.logger": ("console", "jsonl")}),
         (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
         (["max_steps=7"], {"trainer.total_training_steps": 7}),
-        (
-            ["algorithm.rollout_is=True", "algorithm.rollout_is_mode=truncate"],
-            {"algorithm.rollout_correction.rollout_is": "token"},
-        ),
         (
             [f"algorithm.rollout_is{end}" for end in ("=True", "_mode=mask", "_level=sequence", "_threshold=3.0")],
             {f"algorithm.rollout_correction.rollout_{name}": "sequence" for name in ("is", "rs")}
