@@ -115,7 +115,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
             return step(stepper, multiplier)
 
     def propagate_uncounted(*args: Any) -> Any:
-        with meter.pause():
+        with meter.at(None):
             return propagate(*args)
 
     fsdp_load = learner_rank.load_policy

@@ -29,8 +29,6 @@ COLLECTIVES = {
     "c10d._allgather_base_": "all-gather",
     "c10d._reduce_scatter_base_": "reduce-scatter",
     "_dtensor.shard_dim_alltoall": "all-to-all",
-    "_c10d_functional.all_reduce": "all-reduce",  # of a layer that ranks share
-    "c10d.allreduce_": "all-reduce",
     "_c10d_functional.all_gather_into_tensor": "gather of a weight",  # outside of FSDP2: DTensor.full_tensor
 }
 REDUCE_SCATTER, ALL_TO_ALL = "c10d._reduce_scatter_base_", "_dtensor.shard_dim_alltoall"
@@ -53,7 +51,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode, offloads: bool = False):
         super().__init__()
         self.fake, self.offloads = fake, offloads
-        self.place, self.paused = GPU, False
+        self.place: str | None = GPU
         self.now: Counter[str] = Counter()  # bytes by place
         self.storages = WeakIdKeyDictionary()
         self._resize = torch.UntypedStorage.resize_
@@ -66,18 +64,11 @@ class Meter(TorchDispatchMode):
         self.sent: Counter[str] = Counter()
 
     @contextmanager
-    def at(self, place: str) -> Iterator[None]:
-        """Count what the block allocates at ``place``."""
+    def at(self, place: str | None) -> Iterator[None]:
+        """Count what the block allocates at ``place``, and nothing at None."""
         before, self.place = self.place, place
         yield
         self.place = before
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Count nothing that the block does."""
-        before, self.paused = self.paused, True
-        yield
-        self.paused = before
 
     def move(self, tensor: Tensor, place: str) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -125,7 +116,7 @@ class Meter(TorchDispatchMode):
             args = (args[0], _numbers(args[1]))
         out = func(*args, **kwargs)
         name = str(func).rpartition(".")[0]
-        if self.paused or (isinstance(out, FakeTensor) and out.fake_mode is not self.fake):
+        if self.place is None or (isinstance(out, FakeTensor) and out.fake_mode is not self.fake):
             return out
         if name == ALL_TO_ALL:  # its fake implementation returns a view of a tensor that the real one never makes
             out = out.clone()

@@ -79,8 +79,6 @@ DAMAGES = {
     "folder gone": (lambda folder: shutil.rmtree(folder / "actor"), "model.safetensors is missing"),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (lambda folder: os.truncate(folder / MANIFEST, 300), "is not a manifest"),
-    "another manifest": (lambda folder: (folder / MANIFEST).write_text('{"status": "done"}'), "is not a manifest"),
-    "binary manifest": (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\x00\x80"), "is not a manifest"),
     "list of files": (lambda folder: edited(folder, lambda body: body.update(files=["a"])), "is not a manifest"),
     "no run": (lambda folder: edited(folder, lambda b: b["provenance"].update(models=3)), "is not a manifest"),
 }

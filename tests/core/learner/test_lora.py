@@ -52,69 +52,47 @@ def adapted(folder, *overrides, seed=1):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fresh_adapters_change_nothing_and_only_they_train(folders, name):
+def test_fresh_adapters_change_nothing_and_merged_ones_are_a_model_of_the_base(folders, name):
     plain, module = load_policy(config(folders[name]).actor_rollout_ref.model), adapted(folders[name])
-    assert torch.equal(logits(module), logits(plain))
-    trained = trained_weights(module)
-    assert trained and all(".lora_" in key for key in trained)
+    before, trained = logits(plain), trained_weights(module)
+    assert torch.equal(logits(module), before) and trained and all(".lora_" in key for key in trained)
     count = sum(value.numel() for value in trained.values())
     assert count == sum(4 * (one.in_features + one.out_features) for one in layers(module).values())
-    again, other = adapted(folders[name]), adapted(folders[name], seed=2)
+    again, other = (trained_weights(adapted(folders[name], seed=seed)) for seed in (1, 2))
     for key, value in trained.items():
-        assert torch.equal(value, trained_weights(again)[key])
-        assert ("lora_B" in key) == torch.equal(value, trained_weights(other)[key])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_merged_weights_are_a_model_of_the_base_that_computes_the_same(folders, name):
-    module = adapted(folders[name])
+        assert torch.equal(value, again[key]) and ("lora_B" in key) == torch.equal(value, other[key])
     with torch.no_grad():
-        for value in trained_weights(module).values():
+        for value in trained.values():
             value.normal_(std=0.1, generator=torch.Generator().manual_seed(value.numel()))
-    plain = load_policy(config(folders[name]).actor_rollout_ref.model)
-    before = logits(plain)
     merged = dict(merged_weights(module))
     assert list(merged) == list(plain.state_dict())
     plain.load_state_dict(merged)
     torch.testing.assert_close(logits(plain), logits(module), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(before, logits(module), atol=0.1)
     with base_only(module):
         assert torch.equal(logits(module), before)
-    assert not torch.equal(logits(module), before) and all(v.requires_grad for v in trained_weights(module).values())
-    assert len(trained_weights(module)) > 1
+    assert not torch.allclose(logits(module), before, atol=0.1)
+    assert all(value.requires_grad for value in trained_weights(module).values())
 
 
-def test_an_update_moves_adapters_alone_and_the_reference_is_the_base(folders):
-    one, batch = workers(folders["qwen2"]), mixed_batch()
+@pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "all weights"])
+def test_an_update_moves_what_trains_alone_and_the_reference_stays(folders, adapters):
+    """The reference of adapters is the base itself; that of all weights is a copy, without which the KL stays 0."""
+    made = config(folders["qwen2"]) if adapters else cluster_config(folders["qwen2"])
+    one, batch = LocalWorkers(made, tiny_tokenizer(), CPU, needs_ref=True, needs_critic=False), mixed_batch()
     ref = one.frozen["ref"]
-    assert isinstance(ref, BasePolicy) and ref.module is one.actor.module  # no second copy
-    frozen = {k: v.clone() for k, v in one.actor.module.named_parameters() if not v.requires_grad}
-    started = {k: v.clone() for k, v in trained_weights(one.actor.module).items()}
+    assert isinstance(ref, BasePolicy) == adapters == (ref.module is one.actor.module)
+    started = {key: value.clone() for key, value in one.actor.module.named_parameters()}
     first = one.compute_log_probs(batch)[0]
+    assert torch.equal(one.compute_ref_log_prob(batch), first)
     for _ in range(3):
         metrics = one.update_actor(batch, 1.0)
     assert metrics["actor/grad_norm"] > 0
     now = dict(one.actor.module.named_parameters())
-    assert all(torch.equal(now[key], value) for key, value in frozen.items())
-    assert all(not torch.equal(now[key], value) for key, value in started.items())
+    moved = {key for key, value in started.items() if not torch.equal(value, now[key])}
+    assert moved == {key for key, value in now.items() if value.requires_grad}
     assert torch.equal(one.compute_ref_log_prob(batch), first)
     assert not torch.allclose(one.compute_log_probs(batch)[0], first, atol=1e-2)
-    state = one.actor.stepper.optimizer.state_dict()["state"]
-    assert len(state) == len(started)
-
-
-def test_an_update_of_all_weights_leaves_the_reference_where_it_was(folders):
-    """It has a copy: with the policy's own storage the KL would stay 0."""
-    one, batch = (
-        LocalWorkers(cluster_config(folders["qwen2"]), None, CPU, needs_ref=True, needs_critic=False),
-        mixed_batch(),
-    )
-    first = one.compute_ref_log_prob(batch)
-    assert torch.equal(one.compute_log_probs(batch)[0], first)
-    for _ in range(3):
-        one.update_actor(batch, 1.0)
-    assert torch.equal(one.compute_ref_log_prob(batch), first)
-    assert not torch.allclose(one.compute_log_probs(batch)[0], first, atol=1e-2)
+    assert len(one.actor.stepper.optimizer.state_dict()["state"]) == len(moved)
 
 
 def test_the_engine_gets_the_merged_model(folders):
