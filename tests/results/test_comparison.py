@@ -53,9 +53,7 @@ def test_paired_difference_by_hand():
     half = 3.1824463 * statistics.stdev([1.0, 0.0, 0.25, -0.5]) / 2
     assert paired.difference.high == pytest.approx(paired.difference.value + half)
     assert paired_comparison(b, a).difference.value == pytest.approx(-paired.difference.value)
-
-
-def test_no_difference_and_no_shared_question():
+    # no difference, and no shared question
     same = paired_comparison({str(i): 1.0 for i in range(100)}, {str(i): 1.0 for i in range(100)})
     assert (same.difference.low, same.difference.high) == pytest.approx((-0.0370, 0.0370), abs=1e-4)
     with pytest.raises(ValueError, match="share none"):

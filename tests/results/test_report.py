@@ -141,9 +141,8 @@ def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
 def another_seed(folder: Path, seed: int, *changes: str, drop: str = "") -> None:
     """Write what this version would have written of another seed of the published lab runs, with their outcome."""
     shutil.copytree(LAB / "lab-seed1", folder)
-    tree = yaml.safe_load(
-        to_yaml(compose("grpo", ["preset=lab", f"trainer.seed={seed}", "trainer.backend=ray", *changes]))
-    )
+    config = compose("grpo", ["preset=lab", f"trainer.seed={seed}", "trainer.backend=ray", *changes])
+    tree = yaml.safe_load(to_yaml(config))
     tree["trainer"].pop(drop, None)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     manifest = json.loads((folder / "manifest.json").read_text()) | {"run": folder.name}
@@ -235,9 +234,8 @@ def test_nothing_of_the_machine_is_published(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.orig_argv", typed)
     files = ("/home/jane/data/gsm8k/train.parquet",)
     config = configured({"data.train_files": files, "actor_rollout_ref.model.path": f"{ROOT}/outputs/m"})
-    copy = publish(
-        make_run(tmp_path / "grpo" / "run", config, steps=2, questions=5), tmp_path / "results" / "grpo" / "run"
-    )
+    run = make_run(tmp_path / "grpo" / "run", config, steps=2, questions=5)
+    copy = publish(run, tmp_path / "results" / "grpo" / "run")
     text = "".join(path.read_text() for path in copy.iterdir() if path.suffix != ".gz")
     text += "".join(gzip.decompress(path.read_bytes()).decode() for path in copy.glob("*.gz"))
     for secret in ("jane", "/home", "/scratch", "node-17", str(ROOT), str(tmp_path)):

@@ -32,9 +32,8 @@ def page_path(tmp_path_factory):
 def test_it_fits_and_can_be_read(browser, page_path, size, scheme):
     with opened(browser, page_path, *size, scheme) as page:
         assert overflow(page) <= 0 and pictures_without_text(page) == [] and first_paint_ms(page) < 2000
-        assert (page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") is (
-            scheme == "light"
-        )
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(255, 255, 255)") is (scheme == "light")
         assert min(contrast(page, one) for one in ("p.strong", "p.caption", "th", "figcaption span", "summary")) >= 4.5
         assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fill") != "rgb(0, 0, 0)"
         first = page.locator(".scroll").first
@@ -54,9 +53,8 @@ def test_values_are_under_the_pointer_and_under_the_arrow_keys(browser, page_pat
         assert figure.locator("output").inner_text().startswith("step 0\n")
         page.keyboard.press("End")
         last = figure.locator("output").inner_text()
-        assert last.startswith("step 20\n") and all(
-            1 < float(line.split()[-1]) <= 100 for line in last.splitlines()[1:]
-        )
+        assert last.startswith("step 20\n")
+        assert all(1 < float(line.split()[-1]) <= 100 for line in last.splitlines()[1:])
         page.keyboard.press("ArrowLeft")
         assert figure.locator("output").inner_text().startswith("step 15\n")
         page.keyboard.press("Tab")

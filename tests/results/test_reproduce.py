@@ -21,9 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("recipe", ["dapo", "grpo", "ppo", "search_r1"])
-def test_rows_are_those_of_the_references_and_every_one_that_can_be_repeated_has_all_stages(
-    recipe, tmp_path, monkeypatch
-):
+def test_every_row_of_the_references_that_can_be_repeated_has_all_stages(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     known = {row["id"]: row for row in read_references(ROOT / "results")["references"]}

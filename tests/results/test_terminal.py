@@ -19,18 +19,12 @@ def folder(tmp_path):
 
 
 def sample(step, uid, output, score):
-    return json.dumps(
-        {"step": step, "uid": uid, "input": f"what is\n{uid}?", "output": output, "gts": "7", "score": score}
-    )
+    row = {"step": step, "uid": uid, "input": f"what is\n{uid}?", "output": output, "gts": "7", "score": score}
+    return json.dumps(row)
 
 
 def test_a_finished_run_shows_its_curve_and_the_question_whose_score_rose_most(folder):
-    rows = [
-        sample(0, "a", "1", 1.0),
-        sample(0, "b", "no", 0.0),
-        sample(9, "a", "1", 1.0),
-        sample(9, "b", "7" * 200, 1.0),
-    ]
+    rows = [sample(0, "a", "1", 1.0), sample(0, "b", "no", 0.0), sample(9, "a", "1", 1.0), sample(9, "b", "7" * 200, 1)]
     (folder / "samples.jsonl").write_text("\n".join(rows) + "\n")
     curve, question, before, after = closing_lines(load_run(folder))
     assert curve.startswith("accuracy on ") and "▁" in curve and "█" in curve

@@ -146,14 +146,6 @@ def test_the_columns_are_what_was_recorded(tmp_path):
     assert row["parts"] == {"acc": row["score"], "format": 0.5}
 
 
-def test_queries_and_passages_are_told_apart_from_what_a_tool_said(tmp_path):
-    said = "\n\n<information>Doc 1(Title: Jaws) A film.\nDoc 2(Title: Shark) A fish.</information>\n\n"
-    data = page_data(traced_run(tmp_path / "a" / "b", (1,), text="<search> who? </search>", tool=said))
-    tool = rows(data)[0]["stretches"][2]
-    assert tool["role"] == "retrieved" and tool["query"] == "who?" and tool["passages"] == ["Jaws", "Shark"]
-    assert not rows(data)[0]["error"]
-
-
 def test_html_in_an_answer_cannot_end_the_script_that_holds_it(tmp_path):
     run = traced_run(tmp_path / "a" / "b", (1,), text="</script><script>alert(1)</script><!--")
     path, _ = write_trace([run])

@@ -47,10 +47,8 @@ def test_it_fits_and_can_be_read(browser, page_path, size, scheme):
         assert overflow(page) <= 0 and pictures_without_text(page) == []
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(255, 255, 255)") is (scheme == "light")
-        assert (
-            min(contrast(page, one) for one in ("h1", "#summary", ".row .parts", ".right", ".wrong", ".tag.alarm"))
-            >= 4.5
-        )
+        texts = ("h1", "#summary", ".row .parts", ".right", ".wrong", ".tag.alarm")
+        assert min(contrast(page, one) for one in texts) >= 4.5
 
 
 def test_html_in_an_answer_is_shown_and_never_run(page):
@@ -66,9 +64,6 @@ def test_the_keyboard_does_all(page):
     assert page.locator(".row[aria-current]").count() == 1
     page.keyboard.press("k")
     page.locator("h2", has_text="Answer 1 of 4, grpo/good, step 1").wait_for()
-    first = page.locator("#field").input_value()
-    page.keyboard.press("c")
-    assert page.locator("#field").input_value() != first
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     told = page.locator("#token").inner_text()
@@ -92,10 +87,6 @@ def test_filters_and_search_leave_what_they_name(page):
     page.keyboard.press("n")
     assert page.locator(".t.now.found").count() == 1
     page.locator("#chips button", has_text="findings").click()
-    page.locator("#chips button", has_text="flipped").click()
-    page.locator(".group", has_text="flipped").first.wait_for()  # drawn a moment after it is there
-    assert 0 < page.locator(".row").count() < every
-    page.locator("#chips button", has_text="flipped").click()
     page.fill("#from", "0.5")
     assert 0 < page.locator(".row").count() < every and page.locator(".row .wrong").count() == 0
     page.fill("#from", "")

@@ -74,23 +74,19 @@ def trajectory(
     return dataclasses.replace(made, **changes)
 
 
+TEXT = "think <b>7</b> &amp; é"
+
+
 def made_groups(
-    step: int,
-    seed: int,
-    count: int = 4,
-    n: int = 4,
-    length: int = 0,
-    text: str = "think <b>7</b> &amp; é",
-    tool: str = "",
+    step: int, seed: int, count: int = 4, n: int = 4, length: int = 0, text: str = TEXT, tool: str = ""
 ) -> list[ScoredGroup]:
     """Groups of ``n`` answers of which some are right; the questions of every step are the same."""
     rng = np.random.default_rng([seed, step])
     found = []
     for index in range(count):
         question = f"Question {index}: how much is <b>{index}</b> + 7?"
-        prompt = Prompt(
-            10 * step + index, f"q{index}", (BOS,), ({"role": "user", "content": question},), "7", "tests/sums"
-        )
+        chat = ({"role": "user", "content": question},)
+        prompt = Prompt(10 * step + index, f"q{index}", (BOS,), chat, "7", "tests/sums")
         every = [trajectory(rng, question, text, tool, length, policy_version=step - 1) for _ in range(n)]
         right = (rng.permutation(n) < 1 + (index + step) % (n - 1)).tolist()
         scores = tuple(graded(ok, "7" if ok else "8", 1.0 if ok else 0.0, format=0.5) for ok in right)

@@ -231,9 +231,8 @@ def test_every_rank_writes_files_of_its_own_in_the_format_of_transformers(two, m
         assert {name: file_sha256(folder / name) for name in written} == written
         for part in ("actor", "critic"):
             assert sum(name.startswith(f"{part}/model-") for name in written) >= 2
-            assert [name for name in written if name.startswith(f"{part}/optimizer/")] == [
-                f"{part}/optimizer/{rank + 1:05}-of-00002.safetensors"
-            ]
+            own = [name for name in written if name.startswith(f"{part}/optimizer/")]
+            assert own == [f"{part}/optimizer/{rank + 1:05}-of-00002.safetensors"]
     assert not by_rank[0].keys() & by_rank[1].keys()
     everything = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix == ".safetensors"}
     assert everything == by_rank[0].keys() | by_rank[1].keys()

@@ -6,13 +6,11 @@ The cluster has a small head node without GPUs and more nodes than a run needs, 
 from __future__ import annotations
 
 import os
-import time
-from contextlib import contextmanager
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table
 
 from core.cluster import ray_pools
 from core.cluster.processes import LearnerProcess
@@ -29,9 +27,9 @@ LEAN = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": 
 QUIET = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}  # no process that no test asked for
 
 
-@contextmanager
-def cluster_of(nodes: int):
-    """A head node without GPUs and ``nodes`` nodes with 8; the caller is connected to the head node."""
+@pytest.fixture(scope="module")
+def cluster():
+    """A head node without GPUs, to which the caller is connected, and four nodes with 8."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_worker_niceness", "0")
@@ -40,7 +38,7 @@ def cluster_of(nodes: int):
         patch.setattr("ray._common.utils.reset_ray_address", lambda *_: None)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **LEAN, "_system_config": QUIET})
         try:
-            for _ in range(nodes):
+            for _ in range(4):
                 cluster.add_node(wait=False, num_cpus=GPUS + 2, num_gpus=GPUS)
             cluster.wait_for_nodes()
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -48,12 +46,6 @@ def cluster_of(nodes: int):
         finally:
             ray.shutdown()
             cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_of(4) as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -87,36 +79,14 @@ def placed(nodes: int, *overrides: str) -> dict:
         processes.close()
 
 
-def gpu_nodes() -> list[str]:
-    return [node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU")]
-
-
-def node_of(group) -> str:
-    (node,) = set(placement_group_table(group)["bundles_to_node_id"].values())
-    return node
-
-
-@contextmanager
-def removed(groups):
-    """Ray releases what a removed group held a moment later."""
-    gpus = ray.cluster_resources()["GPU"]
-    try:
-        yield
-    finally:
-        for group in groups:
-            remove_placement_group(group)
-        deadline = time.monotonic() + 30
-        while ray.available_resources().get("GPU", 0) < gpus and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-
-def check_shared(found: dict, nodes: int) -> None:
+def test_ranks_and_engines_of_two_nodes(cluster):
     """Ranks in blocks of eight, an engine on the GPUs of each four, engines asleep before any learner loads."""
+    found = placed(2)
     learners, engines = found["learners"], found["engines"]
-    assert [one["rank"] for one in learners] == list(range(nodes * GPUS))
+    assert [one["rank"] for one in learners] == list(range(2 * GPUS))
     blocks = [learners[first : first + GPUS] for first in range(0, len(learners), GPUS)]
     homes = [{one["node"] for one in block} for block in blocks]
-    assert all(len(home) == 1 for home in homes) and len(set.union(*homes)) == nodes
+    assert all(len(home) == 1 for home in homes) and len(set.union(*homes)) == 2
     for block in blocks:
         assert sorted(one["ray_gpus"][0] for one in block) == list(range(GPUS))
     assert len(engines) == len(learners) // TP
@@ -129,18 +99,6 @@ def check_shared(found: dict, nodes: int) -> None:
     assert asleep < min(one["events"]["join"] for one in learners)
     assert {(one["cores"], one["parts"]) for one in [*learners, *engines]} == {(None, GPUS)}
     assert found["threads"] == 7
-
-
-def test_ranks_and_engines_of_two_nodes(cluster):
-    check_shared(placed(2), nodes=2)
-
-
-def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
-    for home in gpu_nodes():
-        pool = Pool("trainer", config(2).trainer, 1, True)
-        reserve([pool], home, 20.0)
-        with removed(groups := pool.groups):
-            assert node_of(groups[0]) == home != node_of(groups[1])
 
 
 def test_engines_apart_have_nodes_and_gpus_of_their_own(cluster):
@@ -164,6 +122,14 @@ def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster, monkeypatc
     with pytest.raises(InputError, match="trainer.nnodes=5 trainer.n_gpus_per_node=8: no room for that many") as caught:
         ray_pools.RayProcesses(config(5), None, CUDA)
     assert "'GPU': 32.0" in str(caught.value)
+
+
+def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
+    """The last test of this cluster: what it reserves stays reserved."""
+    for home in [node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU")]:
+        pool = Pool("trainer", config(1).trainer, 1, True)
+        reserve([pool], home, 20.0)
+        assert {*placement_group_table(pool.groups[0])["bundles_to_node_id"].values()} == {home}
 
 
 # -- without a cluster

@@ -197,13 +197,12 @@ def test_equal_requests_at_the_same_time_have_one_reply(make):
 
 
 def test_the_server_must_have_the_model_and_let_us_in(make):
-    with serve(models=("a", "b")) as server, pytest.raises(InputError, match=f"judge.model={MODEL}: .* has a, b; name"):
-        make(server.url).check()
-    with serve(models=401) as server, pytest.raises(InputError, match="cannot be used .*OPENAI_API_KEY"):
-        make(server.url).check()
+    for models, says in ((("a", "b"), f"judge.model={MODEL}: .* has a, b"), (401, "cannot be used .*OPENAI_API_KEY")):
+        with serve(models=models) as server, pytest.raises(InputError, match=says):
+            make(server.url).check()
     with serve(models=404) as server:
         make(server.url).check()
-    with pytest.raises(InputError, match=f"url={NOBODY}: cannot be used .*start the server"):
+    with pytest.raises(InputError, match=f"url={NOBODY}: cannot be used"):
         make().check()
     with serve() as server:
         make(server.url).check()

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import os
+import signal
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
-from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+from core.cluster.ray_engine import REWARD_MODEL
+from core.config import compose
+from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RewardModelModelConfig, ScoringFSDPConfig
 from core.data.parquet import Example
-from core.errors import InputError
+from core.errors import InputError, WorkersLost
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.grading import Answer, Failure, model_score
 from core.rewards.layer import RewardError, RewardLayer
@@ -22,15 +30,84 @@ from core.rewards.reward_model import RewardModel
 from core.types import Prompt
 from reward_scores.score import ScoreStatus
 from tests.core.ray_cluster import write_model
-from tests.core.rewards.reward_model_runs import (
-    TEMPLATE,
-    answers,
-    metrics,
-    run_config,
-    settings,
-    write_classifier,
-)
 from tests.core.rewards.test_rewards import trajectory
+from tests.tiny import tiny_config, tiny_tokenizer
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}<eos>"
+
+
+def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **config):
+    if arch == "bert":
+        shape = dict(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, initializer_range=0.2
+        )
+        made = BertConfig(vocab_size=100, max_position_embeddings=256, **shape, **{"num_labels": 1, **config})
+    else:
+        made = tiny_config(arch, **{"num_labels": 1, **config})
+    auto = {"token": AutoModelForTokenClassification, "sequence": AutoModelForSequenceClassification}[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        auto.from_config(made).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(folder, *, input_tokenizer="policy", **given):
+    sharding = ScoringFSDPConfig(dtype="float32")
+    model = RewardModelModelConfig(path=str(folder), input_tokenizer=input_tokenizer, fsdp_config=sharding)
+    filled = {"max_length": 200, "forward_max_token_len_per_gpu": 400, **given}
+    return RewardModelConfig(enable=True, model=model, **filled)
+
+
+def answers(count=9):
+    rng = np.random.default_rng(0)
+    chat = ({"role": "user", "content": "how many?"},)
+    texts = ["".join(rng.choice(list("abcdef"), size=rng.integers(1, 60))) for _ in range(count)]
+    return [Answer(chat, text, tuple(rng.integers(4, 100, rng.integers(2, 90)).tolist())) for text in texts]
+
+
+def run_config(folder, *overrides, steps=2):
+    """A run whose rows of style model ask for the reward model, and whose others are sums."""
+    rows = [
+        {
+            "data_source": "multiply",
+            "prompt": [{"role": "user", "content": f"{at}*2"}],
+            "reward_model": {"style": "rule" if at % 4 == 3 else "model", "ground_truth": str(2 * at)},
+            "extra_info": {"index": at, "split": "train"},
+        }
+        for at in range(16)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    given = {
+        "data.train_files": folder / "rows.parquet",
+        "data.val_files": folder / "rows.parquet",
+        "data.train_batch_size": 8,
+        "data.max_prompt_length": 32,
+        "data.max_response_length": 8,
+        "actor_rollout_ref.model.path": write_model(folder / "policy"),
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.actor.optim.lr": 0.003,
+        "reward_model.enable": True,
+        "reward_model.model.path": write_classifier(folder / "judge"),
+        "reward_model.model.fsdp_config.dtype": "float32",
+        "trainer.total_training_steps": steps,
+        "trainer.device": "cpu",
+        "trainer.cpu_threads": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.default_local_dir": folder / "run",
+    }
+    return compose("grpo", [*(f"{key}={value}" for key, value in given.items()), *overrides])
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
 
 CHAT = ({"role": "user", "content": "?"},)
 
@@ -81,9 +158,8 @@ def test_an_answer_beyond_max_length_is_cut_at_its_end_and_says_so(tmp_path):
     model = RewardModel(settings(write_classifier(tmp_path), input_tokenizer=None, max_length=7))
     long, short = Answer((), "", tuple(range(10, 30))), Answer((), "", tuple(range(10, 17)))
     cut, whole = model.score([long, short])
-    assert (cut.parts["model_cut"], whole.parts["model_cut"]) == (1.0, 0.0) and cut.value == pytest.approx(
-        whole.value, abs=1e-6
-    )
+    assert (cut.parts["model_cut"], whole.parts["model_cut"]) == (1.0, 0.0)
+    assert cut.value == pytest.approx(whole.value, abs=1e-6)
 
 
 def test_a_chat_that_the_template_refuses_costs_its_own_score_only(tmp_path):
@@ -208,3 +284,21 @@ def test_a_policy_learns_what_the_model_likes(tmp_path):
     assert len(found) == 15
     spread = np.std(found[:5])
     assert np.mean(found[-5:]) > np.mean(found[:5]) + 3 * spread
+
+
+@pytest.mark.processes
+@pytest.mark.xdist_group("ray")
+def test_an_actor_grades_as_one_process_and_a_dead_one_ends_the_step(tmp_path):
+    config = run_config(tmp_path, "trainer.backend=ray")
+    trainer = RayPPOTrainer(config).init_workers()
+    try:
+        graded = asyncio.run(trainer.workers.reward_model(answers()))
+        assert graded == RewardModel(config.reward_model).score(answers())
+        actor = trainer.workers.watch.actors[REWARD_MODEL]
+        pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkersLost, match="reward model died"):
+            asyncio.run(trainer.workers.reward_model([Answer((), "x", (5,))]))
+    finally:
+        trainer.workers.close()
+        trainer.reward.close()

@@ -291,14 +291,10 @@ def test_a_function_that_fails_on_every_answer_stops_at_start_with_its_traceback
     assert "index, num_turns" in first and "'7'" in first and "KeyError: 'reference'" in first
     assert trace[0].startswith("Traceback") and trace[-1] == "KeyError: 'reference'"
     assert "mine.py" in problem
-
-
-def test_each_data_source_has_to_be_graded(make_layer):
-    layer = make_layer("return {'tests/a': 1.0}[data_source]")
-    layer.check([row()])
-    (problem,) = refused(layer, row(), row("tests/b", number=3))
+    picky = make_layer("return {'tests/a': 1.0}[data_source]", file="other.py")
+    picky.check([row()])
+    (problem,) = refused(picky, row(), row("tests/b", number=3))  # each data source has to be graded
     assert "data_source='tests/b'" in problem
-    refused(layer, prompt("tests/a"), row("tests/b"))  # validation prompts beside training examples
 
 
 def test_what_a_grader_cannot_load_is_found_at_start(make_layer):
