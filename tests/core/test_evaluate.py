@@ -300,6 +300,9 @@ def test_where_every_answer_failed_there_is_no_report(files, copied, capsys):
 
 def test_a_wrong_data_set_is_refused(files, copied, capsys):
     none = "custom_reward_function.path=null"
+    model = ["reward_model.enable=True", "reward_model.weight=0.5"]
+    assert evaluate.main(["score", str(copied), own(files), *model]) == 2
+    assert "reward_model.enable=True: " in capsys.readouterr().err  # no model is loaded to score
     assert evaluate.main(["score", str(copied), none]) == 2
     said = capsys.readouterr().err
     assert "no scorer for data_source='tests/letters'" in said and "data_source='tests/digits'" in said

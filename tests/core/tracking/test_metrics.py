@@ -28,6 +28,7 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it():
     groups = [ScoredGroup(Prompt(0, 0, 0, (1,) * 10, "", {}), (answer,) * 4, (Score(1.0, {"score": 1.0}),) * 4)]
     fields = {"attention_mask": torch.ones(4, 15, dtype=torch.bool), "reward": torch.ones(4)}
     metrics.add(data_metrics(groups, batch_of_padded(**fields, response_mask=torch.arange(15).expand(4, -1) >= 10)))
+    assert sum(value for name, value in metrics.values.items() if name.endswith("_rate")) == 1  # an answer has a status
     assert progress_metrics(metrics, 0, config.learner_ranks)["perf/throughput"] == pytest.approx(60 / 20 / 8)
 
 
