@@ -22,7 +22,6 @@ from results.reporting.references import (
     named_runs,
     read_references,
     reference_table,
-    reported,
     set_table,
     sources,
 )
@@ -221,15 +220,3 @@ def test_the_numbers_by_set_are_those_of_the_papers_tables(known):
     printed = {tuple(cells[1:]) for each in tables for cells in each["rows"]}
     rows = [row for row in known["references"] if "values" in row]
     assert len(rows) > 30 and {(*row["values"].values(), row["value"]) for row in rows} <= printed
-
-
-# --- what the sources of rows hold ---
-
-
-def test_the_noise_of_a_question_set_is_wilsons_and_of_several_sets_adds_up():
-    one = reported({"value": 50.0, "questions": 100})
-    assert (one.low, one.high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    sets = {"value": 50.0, "values": {"a": 50.0, "b": 50.0}, "questions": {"a": 100, "b": 100}}
-    both = reported(sets)
-    assert both.high - both.value == pytest.approx((one.high - one.low) / 2 / 2**0.5)
-    assert reported({"value": 50.0}).low is None and reported(sets, "b") == one

@@ -125,9 +125,6 @@ def test_generated_text_cannot_act_as_markup_and_the_page_loads_nothing(tmp_path
     assert POLICY in text and text.index(POLICY) < text.index("<style")
 
 
-# --- experiments ---
-
-
 def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
     def group(seed, files):
         config = {"trainer.seed": seed, "data.train_files": [files], "trainer.experiment_name": f"lab{seed}"}

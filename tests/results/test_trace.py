@@ -155,14 +155,6 @@ def test_html_in_an_answer_cannot_end_the_script_that_holds_it(tmp_path):
     assert in_script("\ud800")  # half a surrogate is no reason to fail
 
 
-def test_steps_are_spread_out_and_those_left_out_are_named(tmp_path):
-    run = traced_run(tmp_path / "grpo" / "run", (1, 2, 3, 4))
-    every = sum(read_step(path).count for path in trace_files(run))
-    found, notes = chosen_steps(run, None, every - 1)
-    assert [one.step for one in found] == [1, 2, 4] and "3 of 4 recorded steps are shown (1, 2, 4)" in notes[0]
-    assert [one.step for one in chosen_steps(run, [3], 1)[0]] == [3]
-
-
 # --- what cannot be read ---
 
 
@@ -190,7 +182,7 @@ def test_what_a_kill_or_another_version_left_is_named_and_the_rest_is_shown(tmp_
     assert "trajectories of 1 steps" in out and "step 1 of run was being written when the run was killed" in out
     assert f"{second}: damaged" in out and f"{third}: format {FORMAT + 1}, and this version reads {FORMAT}" in out
     assert "was being written when the run was killed" in (run / "trace.html").read_text(encoding="utf-8")
-    with pytest.raises(InputError, match="recorded other steps; choose of 2, 3"):
+    with pytest.raises(InputError, match="choose of 2, 3"):
         chosen_steps(run, [7], 200)
     rewritten(last, lambda content: content.pop("ids.npy"))
     with pytest.raises(InputError, match="damaged .*other lengths"):

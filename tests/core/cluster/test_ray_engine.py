@@ -69,15 +69,6 @@ def test_the_samples_of_a_prompt_begin_together(engine):
     assert sorted(len(actor.seen) for actor in engine.watch.actors.values()) == [0, 0, 6]
 
 
-def test_a_prefix_does_not_outlive_its_weights(engine):
-    asyncio.run(play(engine, 1, 2))
-    engine.watch.actors = dict(reversed(engine.watch.actors.items()))
-    engine.engines.reverse()
-    engine.end_update(2)
-    asyncio.run(play(engine, 1, 1))
-    assert len({name for name, actor in engine.watch.actors.items() if actor.seen}) == 2
-
-
 def test_requests_without_an_episode_go_where_least_is_in_flight(engine):
     async def singles():
         await asyncio.gather(*(engine.sample(turn(None, number)) for number in range(9)))
