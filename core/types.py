@@ -39,6 +39,9 @@ class Stop(str, Enum):
     LENGTH = "length"  # the token budget ran out: the response is truncated
     ABORT = "abort"  # given up before it ended; never trained on
 
+    def __reduce_ex__(self, protocol):  # Python 3.11.2 would store a call of getattr, which torch does not load
+        return type(self), (self.value,)
+
 
 @dataclass(frozen=True)
 class Prompt:

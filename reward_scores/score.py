@@ -30,6 +30,9 @@ class ScoreStatus(str, Enum):
     TIMEOUT = "timeout"
     CRASH = "crash"
 
+    def __reduce_ex__(self, protocol):  # Python 3.11.2 would store a call of getattr, which torch does not load
+        return type(self), (self.value,)
+
 
 @dataclass(frozen=True)
 class Score:

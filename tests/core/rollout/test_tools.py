@@ -82,7 +82,7 @@ def test_an_example_chooses_its_tools(tmp_path):
 
 
 def test_what_blocks_holds_nobody_up_and_is_left_at_its_deadline():
-    forever = threading.Event()
+    forever, before = threading.Event(), set(threading.enumerate())
 
     async def main():
         begun = time.monotonic()
@@ -95,5 +95,5 @@ def test_what_blocks_holds_nobody_up_and_is_left_at_its_deadline():
         return await in_thread(lambda: "answer")
 
     assert asyncio.run(main()) == "answer"
-    assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
     forever.set()
