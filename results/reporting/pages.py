@@ -21,7 +21,10 @@ from markupsafe import Markup
 from core.tracking.loggers import progress
 
 COLOURS = ("#2563a8", "#c2571a", "#2e8540", "#7b4ea3", "#a8325e", "#6b6f76", "#0f8b8d", "#a67c00")
-PHASE_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#edc948", "#76b7b2", "#bab0ac", "#e15759")
+PHASE_COLOURS = (
+    *("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#edc948", "#76b7b2", "#bab0ac", "#e15759"),
+    *("#ff9da7", "#3b3f46", "#d7b5a6"),
+)
 MARKERS = ("o", "X", "D", "s")
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 

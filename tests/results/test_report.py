@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from core.config import Config, compose, to_yaml
+from core.tracking.metrics import PARTS, REST
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import validation_metrics
 from results import publish as publishing
@@ -22,6 +23,7 @@ from results.publish import publish
 from results.reporting import readme_tables as result_tables
 from results.reporting import summaries
 from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
+from results.reporting.pages import PHASE_COLOURS
 from results.reporting.run_reader import NotARun, RecordedRun, load_run
 from results.reporting.summaries import summarise
 from tests.core.synthetic import configured, make_run, records
@@ -293,3 +295,8 @@ def test_what_joins_an_experiment_and_what_is_another(repository, runs):
     assert "ppo/lab_s1" not in (repository / "README.md").read_text()
     found = {each.name: len(each.runs) for each in result_tables.experiments(result_tables.read_summaries(results))}
     assert found == {"grpo/lab": 3, "grpo/lab_s4": 1, "grpo/rerun": 1, "ppo/lab_s1": 1}
+
+
+def test_each_phase_has_a_colour_of_its_own():
+    """Decode and validation once shared one, as did log-probs and the rest."""
+    assert len(set(PHASE_COLOURS)) == len(PHASE_COLOURS) >= len({*PARTS, REST})
