@@ -90,10 +90,15 @@ class ConsoleLogger:
         shown = []
         for label, names, form in HEADLINE:
             value = next((values[name] for name in names if name in values), None)
+            if label == "acc" and value is not None and not 0 <= value <= 1:
+                continue  # a score, which the line has as reward
             if value or (value is not None and form != ".1%"):
                 shown.append(f"{label} {value:{form}}")
         validated = [name for name in values if name.startswith("val-core/") and "/acc/mean@" in name]
-        shown += [f"{name.removeprefix('val-core/')} {values[name]:.3f}" for name in validated]
+        for name in validated:
+            label = name.removeprefix("val-core/")
+            label = label if 0 <= values[name] <= 1 else label.replace("/acc/", "/score/")
+            shown.append(f"{label} {values[name]:.3f}")
         total = f"/{self.run.manifest['total_steps']}" if "total_steps" in self.run.manifest else ""
         write_line(f"step {step}{total} | {' | '.join(shown)}")
 

@@ -46,6 +46,14 @@ def test_the_console_shows_what_failed(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == "step 3 | scorer failed on 12.5%"
 
 
+def test_a_score_beyond_0_and_1_is_no_accuracy_on_the_console(tmp_path, capsys):
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
+    scores = {"critic/score/mean": -1.07, "reward/acc/mean": -1.07, "val-core/mine/add/acc/mean@1": -2.0}
+    tracker.log(metrics_of(3, **scores))
+    tracker.close("finished")
+    assert capsys.readouterr().out.strip() == "step 3 | reward -1.070 | mine/add/score/mean@1 -2.000"
+
+
 def test_tensorboard_has_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
