@@ -259,27 +259,32 @@ def _by_length(
 ) -> Tensor:
     """Return the same by a kernel that every device has.
 
-    Sequences of similar lengths are padded to one batch of the kernel: a call for each takes a quarter longer.
+    Sequences of similar lengths are padded to one batch of the kernel: a call for each takes a quarter longer. What all
+    batches read is gathered at once: each gather's gradient is as large as all tokens.
     """
     lengths = tuple(zip(*(one.diff().tolist() for one in ends[:2]), strict=True))
-    batches, cell_of_token = _batches(lengths, window, query.device)
-    # A CPU's kernel takes twice as long for the gradient of short sequences in 16 bits as in 32
+    query_cells, key_cells, masks, cell_of_token = _batches(lengths, window, query.device)
+    # A CPU's kernel takes three times as long for the gradient of short sequences in 16 bits as in 32
     dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (one.transpose(0, 1).to(dtype) for one in (query, key, value))
     options = {"scale": scale, **({"enable_gqa": True} if len(query) != len(key) else {})}
+    parts = []
+    for states, cells in ((query, query_cells), (key, key_cells), (value, key_cells)):
+        gathered = states.transpose(0, 1).to(dtype).index_select(0, torch.cat([one.flatten() for one in cells]))
+        pieces = gathered.split([one.numel() for one in cells])
+        parts.append([one.unflatten(0, at.shape).transpose(1, 2) for one, at in zip(pieces, cells, strict=True)])
     out = []
-    for queries, keys, mask in batches:
-        parts = (one[cells].transpose(1, 2) for one, cells in ((q, queries), (k, keys), (v, keys)))
-        found = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None, **options)
-        out.append(found.transpose(1, 2).flatten(0, 1))
+    with torch.autocast(query.device.type, enabled=False):  # it would choose 16 bits again
+        for q, k, v, mask in zip(*parts, masks, strict=True):
+            found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **options)
+            out.append(found.transpose(1, 2).flatten(0, 1))
     return torch.cat(out).index_select(0, cell_of_token).transpose(0, 1).to(query.dtype)
 
 
 @functools.lru_cache(maxsize=4)  # each layer of a pass asks for the same ones
 def _batches(
     lengths: tuple[tuple[int, int], ...], window: int | None, device: torch.device
-) -> tuple[list[tuple[Tensor, Tensor, Tensor | None]], Tensor]:
-    """Return batches of sequences with so many queries and keys, and [N] where each query is among their cells.
+) -> tuple[list[Tensor], list[Tensor], list[Tensor | None], Tensor]:
+    """Return each batch's queries, keys and mask, and [N] where each query is among the cells of all batches.
 
     Shapes (a batch of R sequences, at most Q queries and K keys each, padded behind their ends with any token):
         queries  [R, Q] int64  the token in each cell
@@ -306,7 +311,8 @@ def _batches(
             behind = (ahead + columns[0]).clamp(max=keys.shape[1] - 1)[..., None] - columns[1]
             mask = ((behind >= 0) & (behind < (window or keys.shape[1])))[:, None].to(device)
         batches.append((queries.to(device), keys.to(device), mask))
-    return batches, cell_of_token.to(device)
+    queries, keys, masks = map(list, zip(*batches, strict=True))
+    return queries, keys, masks, cell_of_token.to(device)
 
 
 def _rounded_up(length: int) -> int:
