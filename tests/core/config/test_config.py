@@ -99,10 +99,11 @@ def test_layers_win_in_order():
     assert compose("grpo", ["trainer.nnodes=2", "--", "preset=paper"]).trainer.nnodes == 2
 
 
-def test_the_last_of_two_values_counts_and_both_are_told():
-    found = examine("grpo", ["trainer.seed=2", "data.shuffle=True", "trainer.seed=3", "data.shuffle=True"])
-    (line,) = found.warnings
-    assert found.config.trainer.seed == 3 and line.startswith("trainer.seed=3: is given twice, before as 2; ")
+def test_two_values_of_a_key_are_refused_and_a_value_typed_twice_is_not():
+    found = examine("grpo", ["trainer.seed=2", "data.shuffle=True", "trainer={seed: 3}", "data.shuffle=True"])
+    (line,) = found.problems
+    assert line == "trainer.seed=3: is given twice, before as 2; set trainer.seed=3 alone"
+    assert compose("grpo", ["trainer.seed=1", "trainer.seed=2", "--"]).trainer.seed == 2  # of a script that shares keys
     assert examine("grpo", ["trainer.seed=2", "--", "trainer.seed=3"]).warnings == ()  # over a script's
 
 
