@@ -61,7 +61,8 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     parts.insert(0, _file(found, options))
     found.words.update({key: value for part in parts[not options :] for key, value in part})
     (_, file), (script_preset, script) = (_layer(part, found) for part in parts[:2])
-    typed_preset, typed = _layer(parts[2], found, once=True)
+    found.repeated.clear()  # a script's second value is over what it shares with other scripts
+    typed_preset, typed = _layer(parts[2], found)
     found.given, found.typed = script | typed, frozenset(typed)
     script_preset = None if typed_preset else script_preset
     tree = over(convert.as_tree(schema()), nested(file), _preset(script_preset, found), nested(script))
@@ -112,19 +113,16 @@ def _reason(error: Exception) -> str:
     return brief(str(error).split("\n")[0])
 
 
-def _layer(parsed: Sequence[tuple[str, Any]], found: Composed, once: bool = False) -> tuple[str | None, Tree]:
-    """Return the preset and flat key -> value of a part of a command line.
-
-    With ``once`` two values of a key are refused; a script's second one is over what it shares with other scripts.
-    """
+def _layer(parsed: Sequence[tuple[str, Any]], found: Composed) -> tuple[str | None, Tree]:
+    """Return the preset and flat key -> value of a part of a command line. Of a key given twice the last one counts."""
     preset, values, seen, schema = None, {}, {}, found.schema
     for key, value in (leaf for pair in parsed for leaf in _leaves(*pair, schema)):
         if key == "preset":
             preset = show(value)
             continue
-        if once and key in seen and seen[key] != value:
+        if key in seen and seen[key] != value:
             rule = f"is given twice, before as {show(seen[key], key)}"
-            found.problems.append(Problem(key, value, rule, f"set {key}={show(value, key)} alone"))
+            found.repeated.append(str(Problem(key, value, rule, f"set {key}={show(value, key)} alone")))
         seen[key] = value
         _set(key, value, values, found)
     return preset, values
