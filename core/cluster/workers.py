@@ -6,6 +6,7 @@ arrive whole: splitting them is the workers' business.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -14,14 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.cluster.learner_rank import Learner
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine, make_engine
 from core.engines.weight_buckets import checksum
 from core.learner.batching import mini_batching
-from core.learner.lora import merged_weights
+from core.learner.lora import has_adapters, merged_weights
 from core.learner.models import compute_dtype, load_policy
 from core.learner.passes import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.learner.saving import OPTIMIZER, load_model, load_optimizer, save_model, save_optimizer
@@ -37,6 +38,12 @@ def ray_backend(name: str = "ray_workers") -> ModuleType:
     return importlib.import_module(f"core.cluster.{name}")
 
 
+def on_same_weights(module: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters are the model's own memory, so that what trains them changes both."""
+    shared = {id(one): nn.Parameter(one.detach(), requires_grad=False) for one in module.parameters()}
+    return copy.deepcopy(module, shared)
+
+
 class LocalWorkers(Learner):
     """One learner and one engine in this process. The engine sleeps while the learner works."""
 
@@ -48,9 +55,13 @@ class LocalWorkers(Learner):
         super().__init__(config, device, known=known_ids(tokenizer), **learner)
         self.tokenizer = tokenizer
         self.reward_model: RewardModelCall | None = None
+        rollout, module = config.actor_rollout_ref.rollout.name, self.actor.module
+        alike = self.full_precision and module.dtype == torch.float32 and not has_adapters(module)
+        self.one_copy = rollout == "hf" and alike  # the engine reads the weights that the learner trains
         if config.needs_engine:
             model = config.actor_rollout_ref.model
-            self.engine = make_engine(config, lambda: load_policy(model).to(device), tokenizer, device)
+            policy = (lambda: on_same_weights(module)) if self.one_copy else lambda: load_policy(model).to(device)
+            self.engine = make_engine(config, policy, tokenizer, device)
         if config.reward_model.loads_model:
             from core.rewards.reward_model import RewardModel
 
@@ -80,7 +91,13 @@ class LocalWorkers(Learner):
         return super().update_critic(self.critic_mini_batches(batch), lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hand the learner's weights to the engine, in memory, and prove by checksums and a probe that they arrived."""
+        """Hand the learner's weights to the engine, in memory, and prove by checksums and a probe that they arrived.
+
+        With one copy of the weights there is nothing to hand over.
+        """
+        if self.one_copy:
+            self.engine.policy_version = version
+            return {}
         sent, dtype = {}, getattr(self.engine, "weights_dtype", None)  # of one that has the learner's names
 
         def sending() -> Iterator[tuple[str, Tensor]]:
