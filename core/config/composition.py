@@ -60,9 +60,7 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     parts = [list(_overrides(part, found)) for part in (texts[: max(at, 0)], texts[at + 1 :])]
     parts.insert(0, _file(found, options))
     found.words.update({key: value for part in parts[not options :] for key, value in part})
-    (_, file), (script_preset, script) = (_layer(part, found) for part in parts[:2])
-    found.repeated.clear()  # a script's second value is over what it shares with other scripts
-    typed_preset, typed = _layer(parts[2], found)
+    (_, file), (script_preset, script), (typed_preset, typed) = (_layer(part, found) for part in parts)
     found.given, found.typed = script | typed, frozenset(typed)
     script_preset = None if typed_preset else script_preset
     tree = over(convert.as_tree(schema()), nested(file), _preset(script_preset, found), nested(script))
@@ -122,7 +120,7 @@ def _layer(parsed: Sequence[tuple[str, Any]], found: Composed) -> tuple[str | No
             continue
         if key in seen and seen[key] != value:
             rule = f"is given twice, before as {show(seen[key], key)}"
-            found.repeated.append(str(Problem(key, value, rule, f"set {key}={show(value, key)} alone")))
+            found.warnings.append(str(Problem(key, value, rule, "this last one counts")))
         seen[key] = value
         _set(key, value, values, found)
     return preset, values

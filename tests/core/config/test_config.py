@@ -13,7 +13,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from core.command_line import all_problems
 from core.config import Config, compose, convert, diff, examine, recipes, recorded, registry, to_yaml
 from core.config.code_by_path import load_object
 from core.config.defaults import resolve
@@ -100,12 +99,11 @@ def test_layers_win_in_order():
     assert compose("grpo", ["trainer.nnodes=2", "--", "preset=paper"]).trainer.nnodes == 2
 
 
-def test_two_values_of_a_key_are_refused_on_a_command_line_and_a_value_typed_twice_is_not():
-    found = examine("grpo", ["trainer.seed=2", "data.shuffle=True", "trainer={seed: 3}", "data.shuffle=True"])
-    (line,) = found.repeated
-    assert line == "trainer.seed=3: is given twice, before as 2; set trainer.seed=3 alone"
-    assert line in all_problems(found, None)
-    assert not examine("grpo", ["trainer.seed=1", "trainer.seed=2", "--", "trainer.seed=3"]).repeated  # of a script
+def test_the_last_of_two_values_counts_and_both_are_told():
+    found = examine("grpo", ["trainer.seed=2", "data.shuffle=True", "trainer.seed=3", "data.shuffle=True"])
+    (line,) = found.warnings
+    assert found.config.trainer.seed == 3 and line.startswith("trainer.seed=3: is given twice, before as 2; ")
+    assert examine("grpo", ["trainer.seed=2", "--", "trainer.seed=3"]).warnings == ()  # over a script's
 
 
 def test_plus_signs_and_sections():
