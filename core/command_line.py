@@ -92,7 +92,7 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     config = composed.config
     refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)  # these keys hold their defaults
     absent = [line for line in map(str, paths.missing(config, typed)) if not line.startswith(refused)]
-    problems = [*composed.problems, *absent]
+    problems = [*composed.problems, *map(str, composed.repeated), *absent]
     if typed is None:
         problems += _missing_here(config)
     if not composed.problems:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,12 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     parts = [list(_overrides(part, found)) for part in (texts[: max(at, 0)], texts[at + 1 :])]
     parts.insert(0, _file(found, options))
     found.words.update({key: value for part in parts[not options :] for key, value in part})
-    (_, file), (script_preset, script), (typed_preset, typed) = (_layer(part, found) for part in parts)
+    (_, file), (script_preset, script) = (_layer(part, found) for part in parts[:2])
+    found.repeated.clear()  # a script's own keys are over those that it shares with others
+    typed_preset, typed = _layer(parts[2], found)
+    if "--" in texts:  # a script may pass on what was typed behind keys of its own
+        found.warnings += [str(replace(one, fix="this last one counts")) for one in found.repeated]
+        found.repeated.clear()
     found.given, found.typed = script | typed, frozenset(typed)
     script_preset = None if typed_preset else script_preset
     tree = over(convert.as_tree(schema()), nested(file), _preset(script_preset, found), nested(script))
@@ -120,7 +126,7 @@ def _layer(parsed: Sequence[tuple[str, Any]], found: Composed) -> tuple[str | No
             continue
         if key in seen and seen[key] != value:
             rule = f"is given twice, before as {show(seen[key], key)}"
-            found.warnings.append(str(Problem(key, value, rule, "this last one counts")))
+            found.repeated.append(Problem(key, value, rule, f"set {key}={show(value, key)} alone"))
         seen[key] = value
         _set(key, value, values, found)
     return preset, values

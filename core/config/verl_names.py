@@ -39,6 +39,7 @@ class Composed:
     words: dict[str, Any] = field(default_factory=dict)  # every key of the line, as it was typed, with its value
     config: Config = None  # resolved; with ``problems`` a refused value is replaced by its default
     problems: Sequence[Any] = field(default_factory=list)
+    repeated: list[Problem] = field(default_factory=list)  # keys with two values: problems of a command line
     warnings: Sequence[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # keys that an override set (no recipe's file), values as read
     typed: frozenset[str] = frozenset()  # those of them that were typed, not given by a run script

@@ -70,6 +70,7 @@ def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[
         "trainer.test_freq": 3,
         "trainer.max_actor_ckpt_to_keep": 2,
     }
-    arguments = [f"{key}={value}" for key, value in settings.items()]
+    typed = (*(f"{key}={value}" for key, value in settings.items()), *overrides)
+    arguments = {text.partition("=")[0].lstrip("+"): text for text in typed}.values()  # two values of a key are refused
     module = f"recipes.{recipe}.main_{recipe}"
-    return lambda run: [sys.executable, "-m", module, *arguments, *overrides, f"trainer.default_local_dir={run}"]
+    return lambda run: [sys.executable, "-m", module, *arguments, f"trainer.default_local_dir={run}"]

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from core.command_line import all_problems
 from core.config import Config, compose, convert, diff, examine, recipes, recorded, registry, to_yaml
 from core.config.code_by_path import load_object
 from core.config.defaults import resolve
@@ -99,11 +100,13 @@ def test_layers_win_in_order():
     assert compose("grpo", ["trainer.nnodes=2", "--", "preset=paper"]).trainer.nnodes == 2
 
 
-def test_the_last_of_two_values_counts_and_both_are_told():
-    found = examine("grpo", ["trainer.seed=2", "data.shuffle=True", "trainer.seed=3", "data.shuffle=True"])
-    (line,) = found.warnings
-    assert found.config.trainer.seed == 3 and line.startswith("trainer.seed=3: is given twice, before as 2; ")
-    assert examine("grpo", ["trainer.seed=2", "--", "trainer.seed=3"]).warnings == ()  # over a script's
+def test_two_values_of_a_key_are_refused_where_no_script_stands_between():
+    line = ["trainer.seed=2", "data.shuffle=True", "trainer={seed: 3}", "data.shuffle=True"]
+    told = "trainer.seed=3: is given twice, before as 2; "
+    assert f"{told}set trainer.seed=3 alone" in all_problems(examine("grpo", line), None)
+    found = examine("grpo", ["--", *line])  # a script passes on what was typed behind its own keys
+    assert found.config.trainer.seed == 3 and found.warnings == (f"{told}this last one counts",)
+    assert not found.repeated and not examine("grpo", ["trainer.seed=2", "--", "trainer.seed=3"]).warnings
 
 
 def test_plus_signs_and_sections():
