@@ -95,7 +95,8 @@ def test_a_checkpoint_of_another_model_is_refused(grpo, files, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     prepare(other, hidden_size=32)
-    arguments = [*factory(whole), f"actor_rollout_ref.model.path={other / 'model'}"]
+    model = "actor_rollout_ref.model.path="
+    arguments = [f"{model}{other / 'model'}" if text.startswith(model) else text for text in factory(whole)]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "actor_rollout_ref.model.path was " in done.stderr
