@@ -16,6 +16,7 @@ With ``--model real`` both sides train SmolLM2-135M-Instruct of ``outputs/real/m
 recipes.real.prepare``) on texts under ``DATA_DIR``, without a chat template; an answer ends where the model ends it.
 *questions*: 2 questions of GSM8K x 8 answers of at most 64 tokens (with 8 questions TRL takes minutes a step here).
 *passages*: a text of Wikipedia of about 1,000 tokens x 8 answers of at most 32. Micro-batches are of 8 answers.
+*equal*: the questions x 8 answers of exactly 32 tokens, the end of the sequence forbidden or passed over on both sides.
 Writes ``results/benchmarks/trl.json`` and ``trl.md``.
 """
 
@@ -41,9 +42,9 @@ from tests.tiny import tiny_tokenizer
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 MODES = {"fixed": (None, 64, 32), "tailed": (64, 512, 8)}  # mean length by the checkpoint, most new tokens, prompts
-REAL = {"questions": (None, 64, 2), "passages": (None, 32, 1)}  # the same of --model real
+REAL = {"questions": (None, 64, 2), "passages": (None, 32, 1), "equal": (None, 32, 2)}  # the same of --model real
 MICRO = {"ours": {"fixed": 32, "tailed": 64}, "trl": {"fixed": 64, "tailed": 16}}  # answers a micro-batch
-MICRO = {side: {**micro, "questions": 8, "passages": 8} for side, micro in MICRO.items()}
+MICRO = {side: {**micro, **dict.fromkeys(REAL, 8)} for side, micro in MICRO.items()}
 PASSAGE = 1000  # tokens
 GOALS = {("fixed", "fp32"): 1.7, ("tailed", "fp32"): 3.3}
 
@@ -66,7 +67,8 @@ def prepare_real(folder: Path, model: Path, data: Path) -> None:
     parts = [tokenizer.decode(ids[at : at + PASSAGE]) for at in range(0, len(ids) - PASSAGE, PASSAGE)]
     with open(data / "gsm8k/train.jsonl", encoding="utf-8") as file:
         asked = [json.loads(line)["question"] for line, _ in zip(file, range(256), strict=False)]
-    for mode, prompts in (("questions", asked), ("passages", [f"{part}\nIn short: " for part in parts])):
+    passages = [f"{part}\nIn short: " for part in parts]
+    for mode, prompts in (("questions", asked), ("passages", passages), ("equal", asked)):
         (folder / mode).symlink_to(model.resolve())
         write_prompts(folder, prompts, f"-{mode}")
 
@@ -106,6 +108,7 @@ def measure(folder: Path, mode: str, dtype: str, args: argparse.Namespace) -> di
     runs = {"ours": [], "trl": []}
     _, longest, prompts = (MODES | REAL)[mode]
     options = {"max-new": longest, "prompts": prompts, "dtype": dtype, "steps": args.steps}
+    options["exact"] = int(mode == "equal")
     for repeat in range(args.repeats):
         for side, python in sides if repeat % 2 else sides[::-1]:
             micro = MICRO[side][mode]

@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("prompts", 32), ("n", 8), ("max-new", 64), ("steps", 5), ("micro", 64), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--exact", type=int, default=0)  # 1: no answer ends before max-new
     parser.add_argument("--micro-tokens", type=int)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", required=True)
@@ -54,6 +55,7 @@ def main() -> None:
             f"actor_rollout_ref.rollout.n={args.n}",
             f"actor_rollout_ref.rollout.dtype={args.dtype}",
             "actor_rollout_ref.rollout.name=hf",
+            f"actor_rollout_ref.rollout.ignore_eos={bool(args.exact)}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
             f"actor_rollout_ref.actor.{micro}",
             f"actor_rollout_ref.actor.fsdp_config.dtype={args.dtype}",

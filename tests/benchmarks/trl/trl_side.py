@@ -36,6 +36,7 @@ def main():
     parser = argparse.ArgumentParser()
     for name, default in (("prompts", 32), ("n", 8), ("max-new", 64), ("steps", 5), ("micro", 64), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--exact", type=int, default=0)  # 1: no answer ends before max-new
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -50,6 +51,7 @@ def main():
         gradient_accumulation_steps=batch // args.micro,
         num_generations=args.n,
         max_completion_length=args.max_new,
+        generation_kwargs={"min_new_tokens": args.max_new} if args.exact else None,
         temperature=1.0,
         beta=0.0,
         num_iterations=1,
