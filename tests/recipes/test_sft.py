@@ -423,8 +423,8 @@ def test_fine_tuning_on_kept_answers_validates_on_the_way(files, scores, questio
     found = lines(folder)
     accuracy = "val-core/tests/letters/acc/mean@4"
     assert [one["step"] for one in found if accuracy in one] == [0, 3, 6]
-    assert len({one["rollout_corr/probe_diff"] for one in found if accuracy in one} - {None}) >= 1
-    assert (folder / "validation" / "6.jsonl").exists()
+    first, last = ((folder / "validation" / f"{step}.jsonl").read_text() for step in (0, 6))
+    assert first != last  # the engine answers with what was trained
 
 
 # --- keys ---
