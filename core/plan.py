@@ -271,7 +271,7 @@ class Plan:
         rollout = self.config.actor_rollout_ref.rollout
         reserves = "gpu_memory_utilization" in registry.ENGINES[rollout.name].reads  # as vLLM does
         gpus, size = rollout.tensor_model_parallel_size if reserves else 1, width(rollout.dtype)
-        weights = size * self.shape.parameters / gpus
+        weights = 0.0 if self.config.one_copy else size * self.shape.parameters / gpus
         phases = (GENERATE,) if reserves and rollout.free_cache_engine else PHASES
         parts = [Part("engine", "weights", weights, phases)]
         room = USABLE * self.memory - weights - sum(part.bytes for part in states if part.phases == PHASES)

@@ -22,7 +22,7 @@ from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine, make_engine
 from core.engines.weight_buckets import checksum
 from core.learner.batching import mini_batching
-from core.learner.lora import has_adapters, merged_weights
+from core.learner.lora import merged_weights
 from core.learner.models import compute_dtype, load_policy
 from core.learner.passes import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.learner.saving import OPTIMIZER, load_model, load_optimizer, save_model, save_optimizer
@@ -55,11 +55,9 @@ class LocalWorkers(Learner):
         super().__init__(config, device, known=known_ids(tokenizer), **learner)
         self.tokenizer = tokenizer
         self.reward_model: RewardModelCall | None = None
-        rollout, module = config.actor_rollout_ref.rollout.name, self.actor.module
-        alike = self.full_precision and module.dtype == torch.float32 and not has_adapters(module)
-        self.one_copy = rollout == "hf" and alike  # the engine reads the weights that the learner trains
+        self.one_copy = config.one_copy and self.actor.module.dtype == torch.float32
         if config.needs_engine:
-            model = config.actor_rollout_ref.model
+            model, module = config.actor_rollout_ref.model, self.actor.module
             policy = (lambda: on_same_weights(module)) if self.one_copy else lambda: load_policy(model).to(device)
             self.engine = make_engine(config, policy, tokenizer, device)
         if config.reward_model.loads_model:

@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from core.config import registry
 from core.config.section import (
+    FULL_PRECISION,
     Count,
     DType,
     FrozenDict,
@@ -302,3 +303,10 @@ class Config(Section):
     def learner_ranks(self) -> int:
         """The processes that hold the learner: one a GPU over Ray, one in all where the trainer's own process does."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node if self.trainer.backend == "ray" else 1
+
+    @property
+    def one_copy(self) -> bool:
+        """Return whether the engine reads the learner's own weights: one process, float32, nothing to merge."""
+        part = self.actor_rollout_ref
+        alone = self.trainer.backend == "local" and part.rollout.name == "hf" and not part.model.lora_rank
+        return alone and {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}

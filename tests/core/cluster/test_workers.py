@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 
 def workers(folder, *overrides):
-    config = cluster_config(folder, *overrides)
+    config = cluster_config(folder, "trainer.backend=local", *overrides)
     return LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=False)
 
 
