@@ -319,14 +319,14 @@ def compare_weights(sent: Mapping[str, int], held: Mapping[str, int]) -> None:
 
 
 def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> float:
-    """Return the largest difference of the two, [N] each. Raises WeightSyncError where a tenth is beyond the bound.
+    """Return the largest difference of the two, [N] each. Raises WeightSyncError where too many are beyond the bound.
 
-    A wrong weight moves nearly all tokens; rounding moves single random ones in bf16 by 0.5 to 2.5.
+    A wrong weight moves nearly all tokens; in bf16 rounding has moved 3 of 23 by up to 3, in a trained model.
     """
     difference = np.abs(learner - engine)
-    bound = 0.25 + np.abs(learner) / 64 if bf16 else 1e-3 + np.abs(learner) * 1e-5
+    bound, most = (0.25 + np.abs(learner) / 64, 0.5) if bf16 else (1e-3 + np.abs(learner) * 1e-5, 0.1)
     beyond = ~(difference <= bound)  # NaN too
-    if beyond.mean() > 0.1 or not np.isfinite(difference).all():
+    if beyond.mean() > most or not np.isfinite(difference).all():
         found = f"the engine's log-prob of {beyond.sum()} of {len(beyond)} tokens is not the learner's"
         raise WeightSyncError(f"after the weight sync {found}, at worst by {difference.max():.4g}: weights are stale")
     return float(difference.max())

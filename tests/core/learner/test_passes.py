@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from core.errors import InputError
 from core.learner import packing
 from core.learner.packing import ATTENTION
-from core.learner.passes import LearnerModel, Policy
+from core.learner.passes import LearnerModel, Policy, WeightSyncError, compare_probe
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 
@@ -64,3 +65,19 @@ def test_a_model_that_reads_packed_sequences_otherwise_is_refused(monkeypatch):
         module = tiny_model(initializer_range=0.08).to(dtype)
         with pytest.raises(InputError, match="reads packed sequences otherwise"):
             Policy(module, temperature=0.7, compute_dtype=compute)  # attention over all sequences at once
+
+
+def test_a_probe_in_bf16_passes_what_rounding_moves_and_stops_at_most_tokens():
+    learner = np.full(23, -15.0, np.float32)
+    found = learner.copy()
+    found[:3] += (0.9, -1.3, 3.1)  # a student of 135 million parameters, after eight steps
+    assert compare_probe(learner, found, bf16=True) == pytest.approx(3.1)
+    with pytest.raises(WeightSyncError, match="3 of 23"):
+        compare_probe(learner, found, bf16=False)
+    found[:12] += 1
+    with pytest.raises(WeightSyncError, match="stale"):
+        compare_probe(learner, found, bf16=True)
+    found[:] = learner
+    found[0] = np.nan
+    with pytest.raises(WeightSyncError):
+        compare_probe(learner, found, bf16=True)
