@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -67,3 +68,9 @@ def tiny_model(arch: str = "qwen2", seed: int = 0, **overrides: Any) -> PreTrain
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(arch, **overrides), dtype=torch.float32)
     return model.eval()
+
+
+def command_words(settings: Mapping[str, Any], overrides: Iterable[str] = ()) -> list[str]:
+    """Return ``key=value`` of settings and what is typed over them; a key with two values would be refused."""
+    words = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
+    return list({word.partition("=")[0].lstrip("+"): word for word in words}.values())

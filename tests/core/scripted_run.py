@@ -19,7 +19,7 @@ from core.engines import SampleRequest
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch
 from tests.scripted_engine import ScriptedEngine
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import command_words, tiny_model, tiny_tokenizer
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -82,7 +82,7 @@ def arguments(folder: Path, run: str, *overrides: str, steps: int = 6) -> list[s
         "trainer.val_before_train": False,
         "trainer.default_local_dir": folder / run,
     }
-    return [*(f"{key}={value}" for key, value in settings.items()), *overrides]
+    return command_words(settings, overrides)
 
 
 class ScriptedWorkers:

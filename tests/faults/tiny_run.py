@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.row_files import plain_row, write_parquet
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import command_words, tiny_model, tiny_tokenizer
 
 # No verdict but a number that differs from answer to answer, so that every step has gradients
 REWARD = """
@@ -70,7 +70,6 @@ def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[
         "trainer.test_freq": 3,
         "trainer.max_actor_ckpt_to_keep": 2,
     }
-    typed = (*(f"{key}={value}" for key, value in settings.items()), *overrides)
-    arguments = {text.partition("=")[0].lstrip("+"): text for text in typed}.values()  # two values of a key are refused
+    arguments = command_words(settings, overrides)
     module = f"recipes.{recipe}.main_{recipe}"
     return lambda run: [sys.executable, "-m", module, *arguments, f"trainer.default_local_dir={run}"]

@@ -25,7 +25,8 @@ ROW = pa.Table.from_pylist([{"data_source": "x", "prompt": "y", "reward_model": 
 def arguments(path):
     found = path.read_text().splitlines()
     # its own model has 28 heads, which 8 ranks cannot share: it is refused, there at the start as well
-    return [*found, "actor_rollout_ref.model.path=Qwen/Qwen2.5-32B"] if path.stem == "dapo" else found
+    model = "actor_rollout_ref.model.path="
+    return [f"{model}Qwen/Qwen2.5-32B" if text.startswith(model) and path.stem == "dapo" else text for text in found]
 
 
 @pytest.fixture

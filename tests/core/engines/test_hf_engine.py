@@ -121,7 +121,8 @@ def test_tied_weights_may_come_under_one_name_or_both():
 def test_any_stale_weight_is_noticed(tmp_path, monkeypatch):
     """Each in its turn, moved by less than a probe could tell."""
     config = cluster_config(write_model(tmp_path), "trainer.backend=local", "actor_rollout_ref.actor.use_kl_loss=False")
-    workers = LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=False)
+    options = {"needs_ref": False, "needs_critic": False, "master_dtype": torch.float64}  # in float32 there is one copy
+    workers = LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), **options)
     copy_weights, names = workers.engine._copy, list(workers.actor.module.state_dict())
     for version, left_out in enumerate(names):
         with torch.no_grad():
