@@ -70,3 +70,20 @@ def test_each_rank_gets_the_heads_that_its_queries_need(heads, shared, ranks):
     assert found.shape[1] % ranks == 0 and heads % found.shape[1] == 0
     for mine, want in zip(found.chunk(ranks, dim=1), wanted, strict=True):
         assert torch.equal(mine.repeat_interleave(want.shape[1] // mine.shape[1], dim=1), want)
+
+
+def test_a_cpu_attends_in_float32_under_autocast(monkeypatch):
+    """In 16 bits the gradient of short sequences takes three times as long."""
+    seen, kernel = [], packing.F.scaled_dot_product_attention
+
+    def watched(query, *others, **options):
+        seen.append((query.dtype, torch.is_autocast_enabled("cpu")))
+        return kernel(query, *others, **options)
+
+    monkeypatch.setattr(packing.F, "scaled_dot_product_attention", watched)
+    states = torch.randn(1, 2, 7, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 4, "max_length_k": 4}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = packing.attend(torch.nn.Identity(), states, states, states, None, **lengths)
+    assert out.dtype == torch.bfloat16 and set(seen) == {(torch.float32, False)}
