@@ -332,7 +332,10 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     if tokens > 1 or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     query = query.reshape(rows, key.shape[1], -1, query.shape[-1])
-    output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    if query.dtype == torch.float32:  # where nothing is rounded, two products are up to three times as fast on a CPU
+        scores = (query * kwargs["scaling"] @ key.mT).masked_fill_(~attention_mask, -math.inf)
+        return (scores.softmax(-1) @ value).reshape(rows, 1, heads, -1), None
+    output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=kwargs["scaling"])
     return output.reshape(rows, 1, heads, -1), None
 
 
