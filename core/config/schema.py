@@ -306,7 +306,7 @@ class Config(Section):
 
     @property
     def one_copy(self) -> bool:
-        """Return whether the engine reads the learner's own weights: one process, float32, nothing to merge."""
+        """Return whether the engine reads the learner's own weights: one process, and float32."""
         part = self.actor_rollout_ref
-        alone = self.trainer.backend == "local" and part.rollout.name == "hf" and not part.model.lora_rank
+        alone = self.trainer.backend == "local" and part.rollout.name == "hf"
         return alone and {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}

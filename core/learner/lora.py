@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685) inside a transformers model, through peft: the base is frozen.
 
 Adapters are put into the model in place, so whatever reads a model still finds its class, its body and its head.
-Engines and exports get them merged; a checkpoint holds what is trained, in peft's own files.
+Exports and engines with weights of their own get them merged; a checkpoint holds what is trained, in peft's own files.
 """
 
 from __future__ import annotations

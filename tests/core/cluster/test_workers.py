@@ -26,8 +26,9 @@ def places(module):
     return {name: one.data_ptr() for name, one in module.named_parameters()}
 
 
-def test_the_engine_reads_the_weights_that_the_learner_trains(folder, tmp_path):
-    one = workers(folder)
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_rank=2"])
+def test_the_engine_reads_the_weights_that_the_learner_trains(folder, tmp_path, key):
+    one = workers(folder, key)
     assert places(one.engine.model) == places(one.actor.module)
     before = one.engine.probe(IDS)
     one.update_actor(mixed_batch(), 1.0)
@@ -36,7 +37,8 @@ def test_the_engine_reads_the_weights_that_the_learner_trains(folder, tmp_path):
     assert np.abs(after - before).max() > 1e-3
     policy = one.actor.module.config.vocab_size
     assert np.abs(one.engine.probe(probe_ids(policy)) - probe_log_probs(one.actor)).max() < 1e-5
-    assert all(value.requires_grad for value in one.actor.module.parameters())
+    trained = {name for name, value in one.actor.module.named_parameters() if value.requires_grad}
+    assert trained == {name for name in places(one.actor.module) if ".lora_" in name or key.endswith("=0")}
     assert not any(value.requires_grad for value in one.engine.model.parameters())
     assert one.engine.model.config is not one.actor.module.config  # their attentions differ
     one.save(tmp_path)
@@ -48,7 +50,6 @@ def test_the_engine_reads_the_weights_that_the_learner_trains(folder, tmp_path):
 @pytest.mark.parametrize(
     "key",
     [
-        "actor_rollout_ref.model.lora_rank=2",
         "actor_rollout_ref.rollout.dtype=bfloat16",
         "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
     ],
