@@ -17,6 +17,7 @@ recipes.real.prepare``) on texts under ``DATA_DIR``, without a chat template; an
 *questions*: 2 questions of GSM8K x 8 answers of at most 64 tokens (with 8 questions TRL takes minutes a step here).
 *passages*: a text of Wikipedia of about 1,000 tokens x 8 answers of at most 32. Micro-batches are of 8 answers.
 *equal*: the questions x 8 answers of exactly 32 tokens, the end of the sequence forbidden or passed over on both sides.
+With ``--former FOLDER`` a clone with earlier code takes its turn as well, with its own script of our side.
 Writes ``results/benchmarks/trl.json`` and ``trl.md``.
 """
 
@@ -89,14 +90,18 @@ def write_prompts(folder: Path, prompts: list[str], ending: str) -> None:
     pq.write_table(pa.Table.from_pylist(rows), folder / f"prompts{ending}.parquet")
 
 
-def run(side: str, python: str, folder: Path, mode: str, threads: int, **options: int | str) -> dict:
-    """Run one side in a process of its own, in a folder that ``prepare`` has filled, and return what it measured."""
-    script, kind = {"trl": ("trl_side.py", "jsonl"), "ours": ("our_side.py", "parquet")}[side]
+def run(side: str, python: str, folder: Path, mode: str, threads: int, root: Path = ROOT, **options: int | str) -> dict:
+    """Run one side in a process of its own, in a folder that ``prepare`` has filled, and return what it measured.
+
+    ``root`` is the clone whose code our side runs.
+    """
+    script, kind = ("trl_side.py", "jsonl") if side == "trl" else ("our_side.py", "parquet")
+    script = root / HERE.relative_to(ROOT) / script
     rows = folder / f"prompts{f'-{mode}' if mode in REAL else ''}.{kind}"
-    command = [python, str(HERE / script), "--model", str(folder / mode), "--rows", str(rows)]
+    command = [python, str(script), "--model", str(folder / mode), "--rows", str(rows)]
     command += [part for name, value in {**options, "threads": threads}.items() for part in (f"--{name}", str(value))]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(ROOT) if side == "ours" else ""
+    environment["PYTHONPATH"] = "" if side == "trl" else str(root)
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{side} failed:\n{done.stderr[-3000:]}")
@@ -104,17 +109,19 @@ def run(side: str, python: str, folder: Path, mode: str, threads: int, **options
 
 
 def measure(folder: Path, mode: str, dtype: str, args: argparse.Namespace) -> dict:
-    sides = [("ours", sys.executable), ("trl", args.trl_python)]
-    runs = {"ours": [], "trl": []}
+    sides = [("ours", sys.executable, ROOT), ("trl", args.trl_python, ROOT)]
+    if args.former:
+        sides.insert(1, ("former", sys.executable, args.former))
+    runs = {side: [] for side, _, _ in sides}
     _, longest, prompts = (MODES | REAL)[mode]
     options = {"max-new": longest, "prompts": prompts, "dtype": dtype, "steps": args.steps}
-    options["exact"] = int(mode == "equal")
+    options |= {"exact": 1} if mode == "equal" else {}
     for repeat in range(args.repeats):
-        for side, python in sides if repeat % 2 else sides[::-1]:
-            micro = MICRO[side][mode]
-            runs[side].append(run(side, python, folder, mode, args.threads, micro=micro, **options))
-        print(f"{mode} {dtype} {repeat + 1}/{args.repeats}: trl {runs['trl'][-1]['seconds']:.2f} s, "
-              f"ours {runs['ours'][-1]['seconds']:.2f} s", flush=True)  # fmt: skip
+        for side, python, root in sides if repeat % 2 else sides[::-1]:
+            micro = MICRO["trl" if side == "trl" else "ours"][mode]
+            runs[side].append(run(side, python, folder, mode, args.threads, root, micro=micro, **options))
+        last = ", ".join(f"{side} {found[-1]['seconds']:.2f} s" for side, found in runs.items())
+        print(f"{mode} {dtype} {repeat + 1}/{args.repeats}: {last}", flush=True)
     ratios = [t["seconds"] / o["seconds"] for t, o in zip(runs["trl"], runs["ours"], strict=True)]
     logs = t_interval([math.log(ratio) for ratio in ratios])
     machine = hardware()
@@ -145,9 +152,9 @@ def table(report: dict) -> str:
         f"ours: {report['versions']['ours']}; TRL's environment: {report['versions']['trl']}.",
         "",
         "| lengths | precision | answers a step | ours packed | repeats x timed steps | TRL s/step | ours s/step "
-        "| ratio (geometric mean, 95 % interval) | goal "
-        "| mean length TRL / ours | GiB TRL / ours | machine |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| former code s/step | ratio (geometric mean, 95 % interval) | goal "
+        "| mean length TRL / ours | GiB TRL / ours / former | machine |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         goal = GOALS.get((row["mode"], row["dtype"]))
@@ -155,7 +162,7 @@ def table(report: dict) -> str:
         lines.append(
             f"| {row['mode']} | {row['dtype']} | {8 * (MODES | REAL)[row['mode']][2]} "
             f"| {'yes' if row.get('packed') else 'no'} | {row['repeats']} x {row['timed_steps']} "
-            f"| {row['seconds']['trl']:.2f} | {row['seconds']['ours']:.2f} "
+            f"| {row['seconds']['trl']:.2f} | {row['seconds']['ours']:.2f} | {former(row)} "
             f"| {row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}] | {verdict} "
             f"| {row['mean_length']['trl']:.1f} / {row['mean_length']['ours']:.1f} | {memory(row)} "
             f"| {row['machine']} |"
@@ -163,10 +170,14 @@ def table(report: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def former(row: dict) -> str:
+    return f"{row['seconds']['former']:.2f}" if "former" in row["seconds"] else ""
+
+
 def memory(row: dict) -> str:
     """Return the most memory of each side; rows from before it was measured have none."""
-    peak = row.get("peak_gib")
-    return f"{peak['trl']:.1f} / {peak['ours']:.1f}" if peak else "not measured"
+    peak = row.get("peak_gib", {})
+    return " / ".join(f"{peak[side]:.1f}" for side in ("trl", "ours", "former") if side in peak) or "not measured"
 
 
 def trl_versions(python: str) -> str:
@@ -203,6 +214,7 @@ def main() -> None:
         "--modes", help=f"of {', '.join(MODES)}, or with --model real of {', '.join(REAL)} (default: all)"
     )
     parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--former", type=Path, help="a clone with earlier code, which takes its turn too")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks")
     args = parser.parse_args()
     for name, why in (("repeats", "an interval needs two"), ("steps", "the first is not timed")):
