@@ -5,7 +5,6 @@ import json
 import resource
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 from core.config import compose
@@ -17,11 +16,10 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
 
 
 class Clocked(RayPPOTrainer):
-    """Notes when a step, with its bookkeeping, has ended."""
+    """Notes what a step measured."""
 
     def complete_step(self, groups_P, batch, metrics):
         super().complete_step(groups_P, batch, metrics)
-        self.ends.append(time.perf_counter())
         self.lengths.append(metrics.values["response_length/mean"])
         self.phases.append({k: v for k, v in metrics.values.items() if k.startswith("timing_s/")})
 
@@ -71,11 +69,12 @@ def main() -> None:
         ],
     )
     trainer = Clocked(config)
-    trainer.ends, trainer.lengths, trainer.phases = [], [], []
+    trainer.lengths, trainer.phases = [], []
     trainer.init_workers()
     trainer.fit()
-    steps = [b - a for a, b in zip(trainer.ends, trainer.ends[1:], strict=False)]  # the first step warms up
-    phases = {name: statistics.median(step[name] for step in trainer.phases[1:]) for name in trainer.phases[-1]}
+    timed = trainer.phases[1:]  # the first step warms up
+    phases = {name: statistics.median(step[name] for step in timed) for name in timed[-1]}
+    steps = [step["timing_s/whole"] for step in timed]  # with its bookkeeping, without the last step's checkpoint
     result = {"seconds": statistics.median(steps), "all": steps, "mean_length": statistics.mean(trainer.lengths)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({**result, "phases": phases, "peak_rss_mib": peak}))
