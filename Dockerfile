@@ -4,7 +4,7 @@
 #   docker run --gpus all --ipc=host --shm-size=16g -v ~/data:/root/data -v "$PWD/outputs:/rlrepro/outputs" -it rlrepro \
 #       bash recipes/grpo/run_qwen2.5_0.5b_gsm8k.sh
 #
-# --ipc=host: NCCL and Ray pass tensors through shared memory. Nobody has built this image yet (README, known gaps).
+# --ipc=host: NCCL and Ray pass tensors through shared memory. Nobody has built this image yet (README).
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 # Ubuntu 24.04 has Python 3.12; vLLM compiles kernels at start-up, for which it needs the headers and a compiler.

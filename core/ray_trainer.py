@@ -1,8 +1,9 @@
 """The loop: collect, log-probs, advantages, update, sync. Recipes override its hooks, never ``fit``.
 
-The hooks are phases that take and return values: :meth:`RayPPOTrainer.generate`, :meth:`~RayPPOTrainer.shape_reward`,
-:meth:`~RayPPOTrainer.keep_group` and :meth:`~RayPPOTrainer.compute_advantages`. Starting, resuming, recording, saving
-and stopping belong to the :class:`core.run.Run` that the trainer holds.
+The hooks take and return values: :meth:`RayPPOTrainer.generate`, :meth:`~RayPPOTrainer.shape_reward`,
+:meth:`~RayPPOTrainer.keep_group` and :meth:`~RayPPOTrainer.compute_advantages`. A name's last letter is its axis: ``P``
+prompts, ``N`` tokens. Starting, resuming, recording, saving and stopping belong to the :class:`core.run.Run` that the
+trainer holds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from core.rollout.collect import (
     GroupRollout,
     collect,
     collect_ahead,
-    fresh_enough,
     make_deterministic,
 )
 from core.run import LoopState, Run, prepare_torch
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from core.cluster.workers import LocalWorkers
     from core.trace import TraceRecorder
 
-DRAWN = 10  # times the prompts of a step that are drawn for it before collecting gives up
+DRAWN = 10  # collecting gives up after drawing this many times the prompts that a step needs
 HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")
 
 
@@ -187,13 +187,13 @@ class RayPPOTrainer:
             for metrics in self.run.steps():
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
-                    ahead.start(self.collect_ahead(metrics.step), metrics)
+                    ahead.start(self.collect_ahead(metrics.step), metrics)  # with max_staleness: before the update
                     batch = self.make_batch(groups_P, metrics.step)
                     batch = self.compute_log_probs(batch, metrics)
                     batch = self.apply_rollout_correction(batch, metrics)
                     batch = self.estimate_advantages(batch, metrics)
                     self.update(batch, metrics)
-                    self.collect_state = ahead.result(metrics) or self.collect_state
+                    self.collect_state = ahead.result(metrics) or self.collect_state  # None: nothing was begun
                     with metrics.time("update_weights"):  # proved by checksums and a probe
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
@@ -235,8 +235,7 @@ class RayPPOTrainer:
 
         Sets the state that the next step starts from.
         """
-        oldest, wanted = self.run.step - self.config.trainer.max_staleness, self.config.data.train_batch_size
-        looks_ahead = self.looks_ahead(metrics.step)
+        looks_ahead, wanted = self.looks_ahead(metrics.step), self.config.data.train_batch_size
 
         async def roll_group(ordinal: int) -> ScoredGroup:
             group = await self.roll_group(ordinal)
@@ -248,7 +247,7 @@ class RayPPOTrainer:
             collecting = collect(
                 roll_group,
                 self.keep_group,
-                fresh_enough(self.collect_state, oldest),
+                self.collect_state,
                 self.collect_limits(),
                 stop_requested=lambda: self.run.stop.requested,
                 ahead=looks_ahead,
@@ -286,9 +285,9 @@ class RayPPOTrainer:
         return batch
 
     def apply_rollout_correction(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Weigh or reject the tokens that the engine sampled otherwise than the learner would, where that is asked for.
+        """Weigh or reject tokens whose probability differs between engine and learner, where that is asked for.
 
-        It compares with old log-probs; a step without a pass for them is left as it is.
+        It compares with old log-probs: without them the batch stays as it is.
         """
         if "old_log_probs" not in batch.stored:
             return batch

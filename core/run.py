@@ -149,7 +149,8 @@ class Run:
         saved = run_state.DriverState.load(checkpoint.folder, self.prompt_of)
         self.step = self.saved_step = saved.step
         self.health = Health(**saved.values["health"])
-        collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)
+        carried = saved.carried if self.trainer.max_staleness else {}  # 0 trains no answers of an older policy
+        collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], carried)
         self.state = LoopState(self.state.kl_controller.with_state(saved.values["kl_controller"]), collect)
         run_state.set_rng_state(run_state.load_tensors(checkpoint.folder / "rng.pt"))
         log.info("resumed after step %d from %s", self.step, checkpoint.folder)
@@ -275,8 +276,7 @@ class Run:
         start, collect = time.perf_counter(), self.state.collect
         kl_controller, health = self.state.kl_controller.state_dict(), dataclasses.asdict(self.health)
         values = {"keep_rate": collect.keep_rate, "health": health, "kl_controller": kl_controller}
-        carried = collect.carried if self.trainer.max_staleness else {}
-        state = run_state.DriverState(self.step, collect.next_ordinal, carried=carried, values=values)
+        state = run_state.DriverState(self.step, collect.next_ordinal, carried=collect.carried, values=values)
         hashes: dict[str, str] = {}
         with memory_phase("save_checkpoint"), self.store.writing(self.step, self.provenance(), hashes) as folder:
             hashes.update(self.workers.save(folder))

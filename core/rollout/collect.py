@@ -151,15 +151,6 @@ async def collect_ahead(
     return CollectState(state.next_ordinal, groups.keep_rate, carried)
 
 
-def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
-    """Return the state without the groups, kept or dropped, of a policy older than ``oldest_version``.
-
-    Their ordinals are drawn again, and answered by the next policy.
-    """
-    carried = {ordinal: one for ordinal, one in state.carried.items() if one.version >= oldest_version}
-    return CollectState(state.next_ordinal, state.keep_rate, carried)
-
-
 class _Groups:
     """The groups of one call: in flight, and decided, which is kept or dropped."""
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.data.draw_order import derive_seed, sampling_seed
-from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
+from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from results.reporting.run_reader import load_run
 from tests.core.rollout.test_collect import Rollouts
@@ -67,10 +67,8 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
 
     for step in range(1, STEPS + 1):
         rollouts = Rollouts(timing + step, version=step - 1, longest=60)
-        fresh = fresh_enough(state, step - 2)
-        assert set(fresh.carried) == set(state.carried)  # nothing was drawn too early
         start = state.next_ordinal
-        collected, state = asyncio.run(two_phases(rollouts, fresh))
+        collected, state = asyncio.run(two_phases(rollouts, state))
         trained.append([(g.prompt.ordinal, g.version) for g in collected.groups])
         assert all(g.version >= step - 2 for g in collected.groups)
         assert rollouts.most_in_flight <= in_flight
@@ -140,6 +138,17 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder):
         (part / "latest_checkpointed_iteration.txt").write_text(str(killed_after))
         again = fit(folder, part.name, *STALE, timing=5)
         assert whole.details[killed_after:] == again.details
+
+
+def test_a_run_that_goes_on_without_staleness_trains_no_answer_of_an_older_policy(folder):
+    stale = fit(folder, "stale", *STALE, steps=3)
+    assert stale.run.state.collect.carried == {}  # the last step looks no further
+    part = folder / "turned"
+    shutil.copytree(stale.run.run_dir, part)
+    shutil.rmtree(part / "global_step_3")
+    (part / "latest_checkpointed_iteration.txt").write_text("2")
+    turned = fit(folder, part.name, "trainer.max_staleness=0", "trainer.resume_with_changes=True", steps=4)
+    assert [{version for _, version in one} for one in turned.details] == [{2}, {3}]
 
 
 def test_on_policy_nothing_is_collected_ahead(folder):
