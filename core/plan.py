@@ -231,7 +231,8 @@ class Plan:
         if (roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward) and not self.adapters:
             models.append(("reference", roles.ref.fsdp_config, (), whole, 0))
         for role, frozen in self.config.frozen_models.items():
-            models.append((role, roles.ref.fsdp_config, (), shape_of(frozen.model.path, {}).parameters, 0))
+            shape = shape_of(frozen.model.path, frozen.model.override_config)
+            models.append((role, roles.ref.fsdp_config, (), shape.parameters, 0))
         if critic.enable:
             sizes = [self.shape.critic_parameters] * 2
             models.append(("critic", critic.model.fsdp_config, (CRITIC_UPDATE,), *sizes))

@@ -20,7 +20,7 @@ import torch
 
 from core.algorithm import advantages, checks
 from core.algorithm.losses import KLController, kl_rewards
-from core.algorithm.rollout_correction import correct, log_prob_metrics, without_unsampled_sequences
+from core.algorithm.rollout_correction import correct, log_prob_metrics
 from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config
 from core.data.prompts import PromptStream, load_val_prompts
@@ -263,7 +263,7 @@ class RayPPOTrainer:
 
     def make_batch(self, groups_P: Sequence[ScoredGroup], step: int) -> TrainBatch:
         """Return the groups as a batch, after a check that it is what the engine sampled."""
-        batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
+        batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.config.actor_rollout_ref.actor.state_masking)
         checks.batch_is_sampled(groups_P, batch)
         self.turns.check(groups_P)
         return batch if self.trace is None else self.trace.begin(batch, step)
@@ -291,8 +291,6 @@ class RayPPOTrainer:
         """
         if "old_log_probs" not in batch.stored:
             return batch
-        if not self.needs.correction:
-            return without_unsampled_sequences(batch)
         batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
         metrics.add(corrected)
         return batch
@@ -415,6 +413,7 @@ class RayPPOTrainer:
             metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
         self.run.tracker.log_validation(step, records)
         rows = generation_rows(step, groups, self.tokenizer)
-        last = step >= self.run.total_steps or self.config.trainer.val_only
+        last = self.run.is_last(step, LoopState(self.kl_controller, self.collect_state))
+        last = last or self.config.trainer.val_only
         self.run.tracker.log_samples(step, rows, last)
         self.run.tracker.show(step, rows, self.config.reward_model.val_num_examine, "validation_data_dir")

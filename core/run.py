@@ -182,7 +182,7 @@ class Run:
                     status = "stopped"
                     resume = "" if self.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
                     text = "stopped after step %d of %d (%s); the same command continues%s"
-                    log.warning(text, self.step, self.total_steps, self.stop.cause or "requested", resume)
+                    log.warning(text, self.step, self.total_steps, self.stop.cause, resume)
         except Exception as error:
             unhealthy = isinstance(error, UnhealthyRun)
             status = "stopped" if unhealthy else status
@@ -225,14 +225,15 @@ class Run:
 
     def finished(self) -> bool:
         """Return whether no step is left; with dynamic sampling the epochs may run out of prompts before."""
-        return self.trainer.val_only or self._is_last(self.step, self.state)
+        return self.trainer.val_only or self.is_last(self.step, self.state)
 
-    def _is_last(self, step: int, state: LoopState) -> bool:
+    def is_last(self, step: int, state: LoopState) -> bool:
+        """Return whether no step follows: the last one is done, or the epochs have no prompt left."""
         return step >= self.total_steps or state.collect.next_ordinal >= self.ordinals
 
     def is_due(self, frequency: int, step: int, state: LoopState) -> bool:
         """Return whether something that happens every ``frequency`` steps, and after the last, happens now."""
-        return frequency > 0 and (step % frequency == 0 or self._is_last(step, state))
+        return frequency > 0 and (step % frequency == 0 or self.is_last(step, state))
 
     def complete(self, metrics: StepMetrics, state: LoopState) -> None:
         """Record the step, save it where due, and stop an unhealthy run.
@@ -249,7 +250,7 @@ class Run:
         self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
         frequency = self.save_freq
-        if self.is_due(frequency, self.step, state) or (frequency < 0 and self._is_last(self.step, state)):
+        if self.is_due(frequency, self.step, state) or (frequency < 0 and self.is_last(self.step, state)):
             try:
                 self.save()
             except WriteFailed as error:
@@ -333,7 +334,7 @@ class GracefulStop:
     """Turns signals into ``requested``, which the loop reads at the end of a step.
 
     A second signal ends the process at once with status 128 plus its number, without clean-up: the checkpoint layer
-    expects no better. Outside the main thread only :meth:`request` does something.
+    expects no better. Outside the main thread it does nothing.
     """
 
     def __init__(self) -> None:
@@ -362,7 +363,3 @@ class GracefulStop:
             os.write(2, f"\n{self.cause}{AGAIN if again else FIRST}\n".encode())  # safe while it interrupts a print
         if again:
             os._exit(ENDED_BY_SIGNAL + number)
-
-    def request(self) -> None:
-        """Request a stop after the step, as a first signal does."""
-        self.requested = True

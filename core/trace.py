@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.algorithm.losses import clip_bounds
 from core.config.paths import run_folder
-from core.data.vocabulary import end_ids
 from core.files import replacing
 from core.tracking.tracker import attempt
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
@@ -121,15 +119,13 @@ class TraceRecorder:
             **_of_update(recorded, rows, traced),
         }
         known, actor = np.unique(arrays["ids"]).tolist(), self.config.actor_rollout_ref.actor
-        low, high = clip_bounds(actor)
         meta = {
             "format": FORMAT,
             "step": step,
             "recipe": self.folder.parent.parent.name,
             "run": self.folder.parent.name,
             "temperature": self.config.actor_rollout_ref.rollout.temperature,
-            "clip": [1 - low, 1 + high],
-            "ends": sorted(end_ids(self.tokenizer)),
+            "clip": [1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high],
             "tokens": dict(zip(map(str, known), self._texts(known), strict=True)),
             "groups": [_described(one, batch) for one in chosen],
         }

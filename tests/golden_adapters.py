@@ -83,6 +83,9 @@ def policy_comparisons(name: str, case: Case, precision: str) -> Iterator[Compar
     old, adv = _tensor(given["old_log_prob"], precision), _tensor(given["advantages"], precision)
     defaults = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}
     config = SimpleNamespace(**{**defaults, "tau_pos": 1.0, "tau_neg": 1.05, **case.params})
+    for bound in ("clip_ratio_low", "clip_ratio_high"):  # as the configuration fills them
+        if getattr(config, bound) is None:
+            setattr(config, bound, config.clip_ratio)
     loss_BT, stats = padded_loss(name)(log_prob, old, adv, mask, config)
     if given.get("rollout_is_weights") is not None:
         loss_BT = loss_BT * _tensor(given["rollout_is_weights"], precision)

@@ -15,9 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from core.data.draw_order import derive_seed
+from core.data.vocabulary import end_ids
 from core.engines import SampleRequest
 from core.engines.in_process_engine import Row
-from core.engines.sampling import StopRule, eos_ids
+from core.engines.sampling import StopRule
 from core.types import Stop, Trajectory
 
 TURNS = 16  # of the event loop between two ends: consumers that await one another react within one instant
@@ -40,7 +41,7 @@ class ScriptedEngine:
     ):
         self.tokenizer, self.respond = tokenizer, respond
         self.latency = latency or (lambda request, tokens: float(tokens))
-        self.eos, self.policy_version, self.now = eos_ids(tokenizer), 0, 0.0
+        self.eos, self.policy_version, self.now = end_ids(tokenizer), 0, 0.0
         self.requests: list[SampleRequest] = []
         self._running: list[tuple[float, int, asyncio.Future, Trajectory]] = []  # a heap, the next to end first
         self._loop: asyncio.AbstractEventLoop | None = None

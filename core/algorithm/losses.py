@@ -57,9 +57,8 @@ class LossInputs:
         return (self.log_prob - self.old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     def clipped(self, ratio_N: Tensor) -> Tensor:
-        """Clamp a ratio to ``[1 - low, 1 + high]``."""
-        low, high = clip_bounds(self.config)
-        return ratio_N.clamp(1 - low, 1 + high)
+        """Clamp a ratio to ``[1 - clip_ratio_low, 1 + clip_ratio_high]``."""
+        return ratio_N.clamp(1 - self.config.clip_ratio_low, 1 + self.config.clip_ratio_high)
 
     def surrogate(self, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``max(-A r, -A clip(r))`` (arXiv:1707.06347, eq. 7), [N], and where the clip decides it, [N] bool."""
@@ -75,12 +74,6 @@ class LossInputs:
         zeros = torch.zeros_like(self.log_prob)
         found = {name: zeros if value is None else value for name, value in stats.items()}
         return {name: value.detach().float().masked_fill(~self.mask, 0) for name, value in found.items()}
-
-
-def clip_bounds(config: ActorConfig) -> tuple[float, float]:
-    """Return how far the ratio may go below and above 1; a bound that is not given is ``clip_ratio``."""
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    return low, config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
 
 
 def policy_loss(name: str) -> PolicyLoss:

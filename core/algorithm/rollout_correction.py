@@ -102,14 +102,6 @@ def log_prob_metrics(batch: TrainBatch) -> dict[str, float]:
 # -- what is done about it ---------------------------------------------------------------------------
 
 
-def without_unsampled_sequences(batch: TrainBatch) -> TrainBatch:
-    """Return the batch in which sequences of which the engine sampled no token carry no loss."""
-    if batch.sampled_mask is None or not bool(batch.sampled_mask.any()):
-        return batch
-    has_samples_B = count_by_sequence(batch.sampled_mask, batch.lengths) > 0
-    return batch.adding(loss_mask=batch.loss_mask & spread_over_tokens(has_samples_B, batch.lengths))
-
-
 def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
     """Set ``rollout_is_weights`` and take rejected tokens out of ``loss_mask``; return ``rollout_corr/...`` too.
 

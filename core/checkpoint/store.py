@@ -50,7 +50,7 @@ LOCK = ".writer.lock"
 NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 KEY = "trainer.default_local_dir"
 CHECKPOINTS = ("global_step_", ".tmp-", "damaged-")  # beginnings of names in a run folder
-NOT_SENT = (PARTIAL, ".old", LOCK, TRACKER, ".db", ".db-wal", ".db-shm", ".db-journal")  # endings
+NOT_SENT = (PARTIAL, LOCK, TRACKER, ".db", ".db-wal", ".db-shm", ".db-journal")  # endings
 HASHERS = 8  # threads: hashing releases the interpreter lock
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ def checkpoint_at(path: str | os.PathLike[str], key: str) -> Checkpoint:
     """Verify the folder or URL ``path`` that ``key`` names, and return its checkpoint. Raises InputError."""
     if is_url(path) and not NAME.fullmatch(str(path).rstrip("/").rpartition("/")[2]):  # all of a run would be copied
         raise InputError(f"{key}={path}: names no checkpoint; give the URL of a global_step_N")
-    folder = Path(local_path(path, key))
+    folder = Path(os.path.expanduser(local_path(path, key)))
     if not (folder / "actor").is_dir():
         raise InputError(f"{key}={path}: is not a checkpoint; name a global_step_N")
     return verify(folder)

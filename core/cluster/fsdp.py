@@ -69,8 +69,6 @@ def make_mesh(device: torch.device, copy_size: int, layer_size: int = 1) -> Devi
     """
     world = dist.get_world_size()
     size = world if copy_size == -1 else copy_size
-    if world % size:
-        raise ValueError(f"fsdp_config.fsdp_size={size}: must divide the {world} ranks; change one of them")
     axes = {"replicate": world // size, "shard": size // layer_size, "tensor": layer_size}
     axes = {name: ranks for name, ranks in axes.items() if ranks > 1 or name == "shard"}
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

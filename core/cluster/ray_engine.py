@@ -15,7 +15,6 @@ import ray
 from ray.exceptions import RayError
 
 from core.cluster.ray_watch import GRACE_S, Watch
-from core.config.section import FrozenDict
 from core.engines import SampleRequest
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import out_of_memory
@@ -154,7 +153,7 @@ class RayEngine:
         self._refuse_in_flight("update_weights")
         self._call("update_weights", "begin_update", weights)
 
-    def load(self, bucket: Bucket, others: Mapping[str, ray.ObjectRef] = FrozenDict()) -> None:
+    def load(self, bucket: Bucket, others: Mapping[str, ray.ObjectRef]) -> None:
         """Give every engine a bucket; wait for the calls ``others`` too, which the engines may need."""
         calls = {name: self.watch.actors[name].call.remote("load", bucket) for name in self.engines}
         self.watch.wait("update_weights", {**others, **calls})

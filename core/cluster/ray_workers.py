@@ -77,7 +77,7 @@ class RayWorkers(RayProcesses):
             self._transfer(version)
             ids, expected = self._all("probe", "probe")[0]
             probes = self.engine.probes(ids)
-            checked = [compare_probe(expected, probe, bf16=not self.full_precision) for probe in probes]
+            checked = [compare_probe(expected, probe, bf16=not self.config.full_precision) for probe in probes]
         except WeightSyncError as error:
             raise WorkersLost(str(error)) from error
         return {"rollout_corr/probe_diff": max(checked)}
@@ -116,11 +116,6 @@ class RayWorkers(RayProcesses):
             calls[name] = self.watch.actors[name].call.remote("join", *arguments)
         self.watch.wait("update_weights", calls)
         self.joined = True
-
-    @property
-    def full_precision(self) -> bool:
-        part = self.config.actor_rollout_ref
-        return compute_dtype(part.actor.fsdp_config.dtype) is None and compute_dtype(part.rollout.dtype) is None
 
     @property
     def overlaps(self) -> bool:

@@ -23,7 +23,7 @@ from core.engines import NoEngine, RolloutEngine, make_engine
 from core.engines.weight_buckets import checksum
 from core.learner.batching import mini_batching
 from core.learner.lora import merged_weights
-from core.learner.models import compute_dtype, load_policy
+from core.learner.models import load_policy
 from core.learner.passes import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.learner.saving import OPTIMIZER, load_model, load_optimizer, save_model, save_optimizer
 from core.rewards.grading import RewardModelCall
@@ -73,11 +73,6 @@ class LocalWorkers(Learner):
         """Return the number of torch's threads in each learner process."""
         return torch.get_num_threads()
 
-    @property
-    def full_precision(self) -> bool:
-        """Return whether there is no bf16 anywhere: engine and learner then agree to rounding."""
-        return self.actor.compute_dtype is None and compute_dtype(self.config.actor_rollout_ref.rollout.dtype) is None
-
     def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
         self.engine.sleep()
         return super().at_work(name, updates=updates)
@@ -109,7 +104,7 @@ class LocalWorkers(Learner):
             compare_weights(sent, proofs[0].weights)
         expected = probe_log_probs(self.actor)
         log_probs = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
-        return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, bf16=not self.full_precision)}
+        return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, bf16=not self.config.full_precision)}
 
     def save(self, folder: Path) -> dict[str, str]:
         """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``.

@@ -196,12 +196,12 @@ def _file(found: Composed, options: Mapping[str, str]) -> list[tuple[str, Any]]:
     name = options.get("--config-name", recipe).strip("'\"").removesuffix(".yaml")
     path = Path(str(options.get("--config-path", own)).strip("'\"")).expanduser() / f"{name}.yaml"
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, OmegaConfBaseException, convert.yaml.YAMLError) as error:
+        tree = {**OmegaConf.to_container(OmegaConf.load(path))}
+    except (OSError, TypeError, ValueError, OmegaConfBaseException, convert.yaml.YAMLError) as error:
         found.problems.append(f"--config-name={path}: cannot be read ({_reason(error)}); name a file that is there")
         return []
     tree.pop("hydra", None)
-    if others := [one for one in tree.pop("defaults", ()) if one not in ("ppo_trainer", "_self_")]:
+    if others := [one for one in tree.pop("defaults", None) or () if one not in ("ppo_trainer", "_self_")]:
         rule = f"its defaults list names {', '.join(map(str, others))}, and a file here is whole"
         found.problems.append(f"--config-name={path}: {rule}; write those keys into it, or type them")
     return list(_leaves("", tree, schema))

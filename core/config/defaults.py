@@ -10,7 +10,7 @@ from typing import Any
 from core.config import convert, registry
 from core.config.paths import run_folder
 from core.config.schema import Config
-from core.config.section import FULL_PRECISION, mark
+from core.config.section import mark
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # Mean difference of log-probs between engine and learner, in nats a token: what float32 explains, and what bfloat16
@@ -42,10 +42,10 @@ def _precision(config: Config, other: str) -> str:
 
 def logp_diff(config: Config) -> float | None:
     """Return the bound between engine and learner; None where more is expected and corrected."""
-    correction, part = config.algorithm.rollout_correction, config.actor_rollout_ref
+    correction = config.algorithm.rollout_correction
     if config.trainer.max_staleness or correction.weighs or correction.bypass_mode:
         return None
-    return EXACT if {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION} else ROUNDED
+    return EXACT if config.full_precision else ROUNDED
 
 
 def _implied(recipe: str) -> dict[str, Callable[[Config], Any]]:

@@ -30,7 +30,7 @@ def run_folder(config: Config) -> Path:
     """Return the run's folder on this machine: of a URL ``outputs/remote/<protocol>/<its path>``."""
     folder = config.trainer.default_local_dir
     if not is_url(folder):
-        return Path(folder)
+        return Path(os.path.expanduser(folder))
     protocol, _, path = folder.partition("://")
     return Path("outputs", "remote", protocol, *(part for part in path.split("/") if part not in ("", ".", "..")))
 

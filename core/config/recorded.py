@@ -59,6 +59,7 @@ def validated(schema: type[Config], tree: Any, problems: list[Any], line: Compos
 # --- recorded ---
 
 
+@functools.cache
 def schemas() -> list[type[Config]]:
     """Return the classes of all recipes' configurations."""
     return [Config, *(module.SCHEMA for _, module in recipes.extended())]

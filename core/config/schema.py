@@ -305,8 +305,13 @@ class Config(Section):
         return self.trainer.nnodes * self.trainer.n_gpus_per_node if self.trainer.backend == "ray" else 1
 
     @property
+    def full_precision(self) -> bool:
+        """Return whether engine and learner both compute in float32: they then agree to rounding."""
+        part = self.actor_rollout_ref
+        return {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
+
+    @property
     def one_copy(self) -> bool:
         """Return whether the engine reads the learner's own weights: one process, and float32."""
-        part = self.actor_rollout_ref
-        alone = self.trainer.backend == "local" and part.rollout.name == "hf"
-        return alone and {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
+        alone = self.trainer.backend == "local" and self.actor_rollout_ref.rollout.name == "hf"
+        return alone and self.full_precision

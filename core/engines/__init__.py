@@ -95,8 +95,6 @@ class RolloutEngine(Protocol):
 class NoEngine:
     """What stands for an engine in a run that answers nothing."""
 
-    policy_version = 0
-
     def sleep(self) -> None:
         """Do nothing."""
 

@@ -234,7 +234,7 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> HF
     """Make the engine; ``rollout.engine_kwargs.hf.*`` are keyword arguments of :class:`HFEngine`."""
     rollout = config.actor_rollout_ref.rollout
     options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
-    options |= rollout.engine_kwargs.get("hf", {})
+    options |= rollout.engine_kwargs.get("hf") or {}
     dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
     policy = model() if model is not None else load_policy(config.actor_rollout_ref.model, dtype).to(device)
     return HFEngine(policy, tokenizer, dtype=dtype, **options)

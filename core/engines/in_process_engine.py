@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.data.vocabulary import known_ids, unknown_among
+from core.data.vocabulary import end_ids, known_ids, unknown_among
 from core.engines import SampleRequest
-from core.engines.sampling import StopRule, eos_ids
+from core.engines.sampling import StopRule
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, check_weights, held_weights
+from core.learner.models import positions
 from core.types import Segment, Stop, Trajectory
 
 SETTLED_TURNS = 32  # turns of the event loop after scores from elsewhere came: more than all their effects can take
@@ -63,11 +64,6 @@ class Row:
         )
 
 
-def positions(model: nn.Module) -> int:
-    """Return how many tokens the model has positions for."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-
-
 class Engine:
     """The parts of :class:`core.engines.RolloutEngine` that do not depend on what computes.
 
@@ -80,10 +76,10 @@ class Engine:
 
     def __init__(self, tokenizer: Any, model: nn.Module, device: torch.device, max_length: int = sys.maxsize):
         self.tokenizer, self.model, self.device = tokenizer, model, device
-        self.eos = eos_ids(tokenizer, model)  # ids that end a response
+        self.eos = end_ids(tokenizer, getattr(model, "generation_config", None))  # ids that end a response
         self.vocab_size = model.config.get_text_config().vocab_size
         self.unknown = unknown_among(known_ids(tokenizer), self.vocab_size)  # ids that are never drawn
-        self.max_length = min(max_length, positions(model))
+        self.max_length = min(max_length, positions(model.config))
         self.policy_version = 0
         self.asleep = self._closed = False
         self._received: list[Checksum | None] = []

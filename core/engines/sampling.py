@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.data.vocabulary import end_ids
 from core.engines import SamplingParams
 from core.types import Stop
 
@@ -111,11 +110,6 @@ def processed_logits(logits_NV: Tensor, params: Sequence[SamplingParams]) -> Ten
 
 
 # -- what ends a response ---------------------------------------------------------------------------
-
-
-def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
-    """Return the ids that end a response: :func:`core.data.vocabulary.end_ids` of the model's generation config."""
-    return end_ids(tokenizer, getattr(model, "generation_config", None))
 
 
 class StopRule:

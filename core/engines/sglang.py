@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from core.engines import SampleRequest
-from core.engines.in_process_engine import Engine, Row, positions
+from core.engines.in_process_engine import Engine, Row
 from core.engines.weight_buckets import Proof, Weight
 from core.errors import InputError, WorkersLost
-from core.learner.models import load_policy
+from core.learner.models import load_policy, positions
 from core.types import Trajectory
 from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFailed
 
@@ -230,5 +230,5 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SG
         server.close()
         raise InputError(f"{KEY}={server.url}: {error}") from error
     longest = data.max_prompt_length + data.max_response_length
-    limits = {"max_length": min(longest, positions(skeleton)), "max_rows": rollout.max_num_seqs}
+    limits = {"max_length": min(longest, positions(skeleton.config)), "max_rows": rollout.max_num_seqs}
     return SGLangEngine(tokenizer, skeleton, server, device=device, **limits)

@@ -21,10 +21,10 @@ from torch import nn
 from core.config.section import FULL_PRECISION, thaw
 from core.data.draw_order import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
-from core.engines.in_process_engine import InProcessEngine, Row, positions
+from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, checksum
 from core.errors import InputError, WorkersLost
-from core.learner.models import load_policy, resolve_path
+from core.learner.models import load_policy, positions, resolve_path
 from core.vision.pictures import modality_of
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
         "hf_overrides": overrides,
         "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
         "tensor_parallel_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
-        "max_model_len": min(longest, positions(skeleton)),
+        "max_model_len": min(longest, positions(skeleton.config)),
         # The learner needs the GPU in its turn, unless the engine has one of its own.
         "enable_sleep_mode": DEVICE == "cuda" and rollout.free_cache_engine and part.hybrid_engine,
     }

@@ -89,7 +89,7 @@ class Stepper:
 
         ``losses`` are its partial sums: each counts once a step, however many parts and ranks add to it.
         """
-        means, skipped, learning_rate = MetricSums(), 0, self.base_lr * lr_multiplier
+        means, skipped = MetricSums(), 0
         for number, batch in enumerate(steps):
             self.number, one = number, MetricSums()
             for loss in losses:
@@ -101,9 +101,7 @@ class Stepper:
                 one.value("grad_norm", norm)
                 means.merge(one)
         metrics = self.ranks.gather_metrics(means).result(name)
-        if means.counts.get("grad_norm"):
-            learning_rate = self.optimizer.param_groups[0]["lr"]  # what was used, not what was asked for
-        return {**metrics, f"{name}/lr": learning_rate, f"{name}/skipped_updates": skipped}
+        return {**metrics, f"{name}/lr": self.base_lr * lr_multiplier, f"{name}/skipped_updates": skipped}
 
 
 class Actor(Policy):

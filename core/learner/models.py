@@ -119,20 +119,24 @@ def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
     return Modality(True, PictureFormat.of(config, path, tokenizer)) if modality.reads_media else modality
 
 
+def positions(config: Any) -> int:
+    """Return how many tokens a model of this configuration has positions for."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
 def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:
     """Check that the model has positions for the longest sequence that each key's files may lead to.
 
     ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. Raises InputError.
     """
     model, data = config.actor_rollout_ref.model, config.data
-    text = _model_config(model, resolve_path(model.path, weights=False)).get_text_config()
-    positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    most = positions(_model_config(model, resolve_path(model.path, weights=False)))
     keys = f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}"
     problems = [
         f"{keys}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
-        f"max_position_embeddings={positions}; lower them, or set data.filter_overlong_prompts=True"
+        f"max_position_embeddings={most}; lower them, or set data.filter_overlong_prompts=True"
         for key, (prompt, more) in longest.items()
-        if prompt + more > positions
+        if prompt + more > most
     ]
     if problems:
         raise InputError(problems)

@@ -128,8 +128,7 @@ def forward_inputs(
     With ``group_B`` the prompts of groups are read once. ``mesh`` are the ranks that split the pass between them.
     """
     shared = None if group_B is None else shared_prompts(ids_N, mask_N, lengths_B, group_B)
-    whole = torch.arange(len(lengths_B), device=lengths_B.device)
-    start, lengths, prompt = shared or (lengths_B.cumsum(0) - lengths_B, lengths_B, whole)
+    start, lengths, prompt = shared or (lengths_B.cumsum(0) - lengths_B, lengths_B, None)
     tokens = ranges(start, lengths)
     ids, predicts, labels = ids_N[tokens], predicting_tokens(mask_N, lengths_B)[tokens], ids_N[mask_N]
     ahead, key_index = torch.zeros_like(lengths), None  # keys before a stretch's own; the tokens whose keys are read

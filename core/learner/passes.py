@@ -296,9 +296,9 @@ class WeightSyncError(RuntimeError):
     """The engine does not compute with the learner's weights."""
 
 
-def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:
+def probe_ids(vocab_size: int) -> tuple[int, ...]:
     """Return a fixed text of random ids: it touches the embedding, every layer and the head."""
-    return tuple(int(i) for i in np.random.default_rng(0).integers(0, vocab_size, length))
+    return tuple(int(i) for i in np.random.default_rng(0).integers(0, vocab_size, 24))
 
 
 @torch.no_grad()

@@ -35,9 +35,7 @@ class StepNeeds:
     ref: bool
     baseline: bool  # a greedy answer to every prompt
     recompute_old_log_probs: Literal["always", "if_off_policy", "never"]  # never: the engine's stand for them
-    correction: bool  # of tokens that the engine sampled otherwise than the learner would
     prompts_per_mini_batch: int
-    state_masking: bool  # tokens that tools wrote carry no loss
 
     @classmethod
     def of(cls, config: Config) -> StepNeeds:
@@ -51,9 +49,7 @@ class StepNeeds:
             ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
             baseline=estimator.greedy_baseline,
             recompute_old_log_probs="never" if correction.bypass_mode else "always" if reads else "if_off_policy",
-            correction=correction.uses_old_log_probs,
             prompts_per_mini_batch=actor.ppo_mini_batch_size,
-            state_masking=actor.state_masking,
         )
 
     def old_log_probs(self, batch: TrainBatch) -> bool:

@@ -21,10 +21,9 @@ from typing import Any
 from core.checkpoint.provenance import package_versions
 from core.config import Config, convert, paths
 from core.config.defaults import resolve
-from core.config.section import command_line, hidden
-from core.data.parquet import sha256_of
+from core.config.section import command_line
 from core.errors import InputError
-from core.files import is_url, local_path
+from core.files import file_sha256, is_url, local_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "vllm", "flash-attn", "sympy", "math-verify")
@@ -53,11 +52,11 @@ def begun(
             raise InputError(f"{path}: is no manifest ({error}); restore it from a copy, or remove it") from error
     manifest.pop("stopped_because", None)
     before, after = convert.as_json(resolve(type(config)(), recipe)), convert.as_json(config)
-    changed = [key for key, value in after.items() if before.get(key) != value]
+    changed = [key for key, value in after.items() if before[key] != value]
     manifest |= {
         "status": "running",
         "seeds": {"trainer.seed": config.trainer.seed, "data.seed": config.data.seed},
-        "changed_from_defaults": {key: [hidden(one.get(key), key) for one in (before, after)] for key in changed},
+        "changed_from_defaults": {key: [before[key], after[key]] for key in changed},
         "data": data_hashes(dict.fromkeys(path for key, path in paths.named(config) if key.startswith(DATA))),
         "models": dict(models),
     }
@@ -138,7 +137,7 @@ def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
 
 @functools.cache
 def _sha256(path: Path, size: int, changed: int) -> str:  # which tell when the cache is out of date
-    return sha256_of(path)
+    return file_sha256(path)
 
 
 def contents(config: Config) -> dict[str, list[str]]:

@@ -104,8 +104,9 @@ class Tracker:
         def write() -> None:
             if is_url(folder):
                 return upload(str(folder), key, name, text.encode())
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_atomic(Path(folder) / name, text)
+            here = Path(os.path.expanduser(folder))
+            here.mkdir(parents=True, exist_ok=True)
+            write_atomic(here / name, text)
 
         attempt(f"{folder}/{name}", write)
 

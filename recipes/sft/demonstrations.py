@@ -23,16 +23,14 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from core.data import vocabulary
 from core.data.parquet import Example, Problems
 from core.data.prompts import CHAT_FIX, Choose, Encoder
-from core.data.vocabulary import ChatError
-from core.engines.sampling import eos_ids
 from core.errors import InputError
 from core.files import local_path
 from core.learner.models import resolve_path
@@ -87,7 +85,7 @@ def end_ids(tokenizer: Any, model: ModelConfig) -> frozenset[int]:
         generation = GenerationConfig.from_pretrained(resolve_path(model.path, weights=False))
     except OSError:  # not every model has one
         generation = None
-    return eos_ids(tokenizer, SimpleNamespace(generation_config=generation))
+    return vocabulary.end_ids(tokenizer, generation)
 
 
 class DemonstrationError(ValueError):
@@ -257,7 +255,7 @@ class DemonstrationFiles:
             if found.mask[0]:
                 raise DemonstrationError("a row has no prompt, so nothing predicts its first token", "give it one")
             return found
-        except ChatError as error:
+        except vocabulary.ChatError as error:
             problems.add(path, "the chat template refuses a chat", CHAT_FIX, number, str(error))
         except DemonstrationError as error:
             problems.add(path, *error.args, number)

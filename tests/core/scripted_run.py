@@ -92,7 +92,7 @@ class ScriptedWorkers:
     engine's.
     """
 
-    full_precision, ranks, threads, overlaps, reward_model = True, 1, 1, False, None
+    ranks, threads, overlaps, reward_model = 1, 1, False, None
 
     def __init__(self, config, engine: ScriptedEngine, report: Callable[[int], Values] = lambda step: {}):
         self.config, self.engine, self.report = config, engine, report

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.checkpoint.run_state import DriverState
-from core.checkpoint.store import CheckpointStore
+from core.checkpoint.store import CheckpointStore, checkpoint_at
 from core.command_line import train
 from core.errors import InputError, WorkersLost, WriteFailed
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
@@ -42,6 +42,15 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path):
     assert run.run.saved_step == 3 and CheckpointStore(run.run.run_dir).steps() == [2, 3]
     assert json.loads((run.run.store.folder(2) / "actor" / "version.json").read_text()) == 2
     assert DriverState.load(run.run.store.folder(2)).step == 2
+
+
+def test_a_home_folder_is_expanded_wherever_a_run_writes_or_reads(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folders = ("trainer.default_local_dir=~/a/run", "trainer.rollout_data_dir=~/dumps")
+    trainer = start(tmp_path, *folders, "trainer.total_training_steps=1")
+    trainer.fit()
+    assert (tmp_path / "a/run/global_step_1").is_dir() and (tmp_path / "dumps/1.jsonl").is_file()
+    assert checkpoint_at("~/a/run/global_step_1", "--run").step == 1
 
 
 def test_a_batch_beyond_the_data_and_a_training_file_that_validates_are_warned_of(tmp_path, caplog):
@@ -100,7 +109,7 @@ def test_a_stop_whose_save_fails_is_no_success(tmp_path, monkeypatch):
     def completed(metrics, *rest):
         complete(metrics, *rest)
         if metrics.step == 2:
-            run.run.stop.request()
+            run.run.stop.requested = True
 
     monkeypatch.setattr(run.run, "complete", completed)
     with pytest.raises(WriteFailed, match="step 2 could not be written"):

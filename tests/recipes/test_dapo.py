@@ -17,6 +17,7 @@ from core.config import compose, examine
 from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches
 from core.rollout.collect import Exhausted
+from core.tracking.tracker import Tracker
 from core.types import ScoredGroup, Stop
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer, overlong_punishment
 from reward_scores.score import Score, ScoreStatus
@@ -186,11 +187,15 @@ def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
     return RayDAPOTrainer(compose("dapo", arguments)).init_workers()
 
 
-def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_says_why(files, tmp_path, caplog):
+def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_says_why(
+    files, tmp_path, caplog, monkeypatch
+):
     """13 prompts, one pass, 4 groups a step of which about half are dropped: the last draws go into the next pass."""
     unlimited = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.save_freq=-1")
-    run = tiny(files, tmp_path / "epoch", 1, *unlimited)
+    run, kept = tiny(files, tmp_path / "epoch", 1, *unlimited, "trainer.test_freq=9"), []
+    monkeypatch.setattr(Tracker, "log_samples", lambda self, step, rows, last: kept.append((step, last)))
     run.fit()
+    assert kept == [(run.run.step, True)]  # the one validation is the last, of which more samples are kept
     last = json.loads((tmp_path / "epoch" / "metrics.jsonl").read_text().splitlines()[-1])
     assert run.run.finished() and last["collect/next_ordinal"] >= 13 and run.run.step <= run.run.total_steps == 3
     scarce = ("algorithm.filter_groups.max_num_gen_batches=1", "trainer.save_freq=-1")

@@ -300,7 +300,7 @@ def test_a_stopped_run_ends_as_if_it_had_never_stopped(files, whole, tmp_path):
 
     def stop_in_the_fourth(step):
         if step == 3:
-            run.run.stop.request()  # a first Ctrl-C: step 3 is not begun
+            run.run.stop.requested = True  # a first Ctrl-C: step 3 is not begun
         return draw(step)
 
     run.draw = stop_in_the_fourth

@@ -61,7 +61,7 @@ def recorded(monkeypatch, refuse=lambda name: False) -> list[str]:
 
 def test_the_manifest_is_sent_last_and_what_is_being_written_or_a_database_not_at_all(memory, tmp_path, monkeypatch):
     sent = recorded(monkeypatch)
-    kept_here = ("b.jsonl.partial", "judge/c.db", "judge/c.db-wal", "trace/step_3.partial/x", "trace/step_4.old/x")
+    kept_here = ("b.jsonl.partial", "judge/c.db", "judge/c.db-wal", "trace/step_3.partial/x")
     for name in ("a.jsonl", "trace/step_2/x", *kept_here):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("x")

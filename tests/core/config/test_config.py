@@ -169,6 +169,9 @@ def test_a_users_file_takes_the_recipes_place_and_typed_keys_win(tmp_path):
     assert examine("grpo", options).config.algorithm.adv_estimator == "gae"  # the recipe's grpo is not named
     (line,) = examine("grpo", [options[0], "--config-name=over_recipe.yaml"]).problems
     assert "its defaults list names grpo" in line
+    (tmp_path / "list.yaml").write_text("- data\n")
+    (line,) = examine("grpo", [options[0], "--config-name=list"]).problems
+    assert "list.yaml: cannot be read" in line
     (line,) = examine("grpo", ["--config-path=nowhere/at/all", "--config-name=x"]).problems
     assert line.startswith("--config-name=nowhere/at/all/x.yaml: cannot be read") and "\n" not in line
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from core.cluster.workers import LocalWorkers
-from core.data.vocabulary import known_ids, unknown_among
-from core.engines.sampling import eos_ids
+from core.data.vocabulary import end_ids, known_ids, unknown_among
 from core.learner.batching import make_batch
 from core.learner.models import load_policy
 from core.types import Prompt, ScoredGroup
@@ -79,4 +78,4 @@ def test_a_model_without_weights_has_all_ends_of_its_generation_config(tmp_path)
     GenerationConfig(eos_token_id=[1, 50, 51]).save_pretrained(tmp_path)
     for on_meta in (False, True):
         model = load_policy(config.actor_rollout_ref.model, on_meta=on_meta)
-        assert eos_ids(tiny_tokenizer(), model) == {1, 50, 51}
+        assert end_ids(tiny_tokenizer(), model.generation_config) == {1, 50, 51}
