@@ -9,8 +9,8 @@
 #   others    tools, users, figures                                results/RECIPE/lab-NAME
 #   real      recipes/real: seeds 1 to 3, controls                 results/RECIPE/real-NAME, outputs/real/answers_TASK
 #
-# Commit first: a run names the commit that made it. Runs go to outputs/ of this clone, with one thread each and two at a
-# time; a run that is finished there is published as it is, so that a recording which was stopped goes on: remove outputs/
+# Commit first: a run names the commit that made it. Runs go to outputs/ of this clone, with one thread each, those of labs two
+# at a time; a run that is finished there is published as it is, so that a recording which was stopped goes on: remove outputs/
 # for another one. Afterwards it writes the tables again; `make verified` repeats the first seeds.
 set -euo pipefail
 
@@ -47,19 +47,16 @@ labs() {
 others() {
     local figures=./outputs/lab/figures seed
     "$python" -m recipes.lab.prepare
-    {
-        run grpo lab-tools-seed1 lab/run_lab.sh tools
-        seeds grpo lab-users lab/run_lab.sh users
-        seeds grpo lab-figures lab/run_lab.sh figures
-        for seed in 1 2 3; do
-            run grpo "lab-figures-blank-seed$seed" lab/run_lab.sh figures "data.train_files=$figures/blank_train.parquet" \
-                "data.val_files=$figures/blank_test.parquet" "trainer.seed=$seed" \
-                "trainer.experiment_name=lab-figures-blank-seed$seed"
-        done
-        run search_r1 lab-ppo-seed1 search_r1/run_lab.sh ppo trainer.total_training_steps=6 trainer.test_freq=6 \
-            trainer.save_freq=-1
-    } &
-    wait $!
+    run grpo lab-tools-seed1 lab/run_lab.sh tools
+    seeds grpo lab-users lab/run_lab.sh users
+    seeds grpo lab-figures lab/run_lab.sh figures
+    for seed in 1 2 3; do
+        run grpo "lab-figures-blank-seed$seed" lab/run_lab.sh figures "data.train_files=$figures/blank_train.parquet" \
+            "data.val_files=$figures/blank_test.parquet" "trainer.seed=$seed" \
+            "trainer.experiment_name=lab-figures-blank-seed$seed"
+    done
+    run search_r1 lab-ppo-seed1 search_r1/run_lab.sh ppo trainer.total_training_steps=6 trainer.test_freq=6 \
+        trainer.save_freq=-1
 }
 
 searching=(retriever.url=null "retriever.local={index: ./outputs/real/search/index}") # for answers of the search task

@@ -13,10 +13,7 @@
 # goes to outputs/grpo/ in the current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 case "${1:-}" in
 tools | users | figures) kind="$1" && shift ;;
 *) kind=tools ;;
@@ -27,17 +24,7 @@ tools) make=(recipes.lab.sums) others=("$turns.tool_config_path=$root/recipes/la
 users) make=(recipes.lab.guesses) others=("$turns.interaction_config_path=$root/recipes/lab/users.yaml") ;;
 figures) make=(recipes.lab.figures --blank) others=() ;;
 esac
-arguments=("preset=lab_$kind" trainer.backend=ray ${others[@]+"${others[@]}"} -- "$@")
-
-case "${DRY_RUN:-}" in
-"" | 0 | false | no) ;;
-*) exec "$python" -m recipes.grpo.main_grpo "${arguments[@]}" ;;
-esac
-DRY_RUN=1 "$python" -m recipes.grpo.main_grpo "${arguments[@]}" > /dev/null # reports a wrong key now, not after a minute
-if ! "$python" -c "import ray" 2> /dev/null; then
-    echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
-    arguments=("preset=lab_$kind" trainer.backend=local ${others[@]+"${others[@]}"} -- "$@")
-fi
+settle grpo "preset=lab_$kind" ${others[@]+"${others[@]}"} -- "$@"
 "$python" -m "${make[@]}"
-"$python" -m recipes.grpo.main_grpo "${arguments[@]}"
+"${train[@]}" "${arguments[@]}"
 "$python" -m recipes.lab.report grpo "${arguments[@]}"

@@ -8,26 +8,8 @@
 set -euo pipefail
 
 recipe="$1"
-shift
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-train=("$python" -m "recipes.$recipe.main_$recipe")
-arguments=(preset=lab trainer.backend=ray -- "$@")
-
-case "${DRY_RUN:-}" in
-"" | 0 | false | no) ;;
-*) exec "${train[@]}" "${arguments[@]}" ;;
-esac
-case " $* " in
-*" --help "*) exec "${train[@]}" "${arguments[@]}" ;; # it needs neither data nor model
-esac
-DRY_RUN=1 "${train[@]}" "${arguments[@]}" > /dev/null # reports a wrong key now, not after a minute
-if [[ " $* " != *" trainer.backend="* ]] && ! "$python" -c "import ray" 2> /dev/null; then
-    echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
-    arguments=(preset=lab trainer.backend=local -- "$@")
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+settle "$recipe" preset=lab -- "${@:2}"
 "$python" -m recipes.lab.prepare
 "${train[@]}" "${arguments[@]}"
 "$python" -m recipes.lab.report "$recipe" "${arguments[@]}"

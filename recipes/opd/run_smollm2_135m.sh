@@ -9,8 +9,8 @@
 # recipes/real/train.sh does the work. The run goes to outputs/opd/.
 set -euo pipefail
 
+train=(bash "$(dirname "${BASH_SOURCE[0]}")/../real/train.sh" opd "$@")
 source "$(dirname "${BASH_SOURCE[0]}")/../real/common.sh"
-train=(bash "$root/recipes/real/train.sh" opd "$@")
 if is_dry_run; then exec "${train[@]}"; fi
 DRY_RUN=1 "${train[@]}" > /dev/null # reports a wrong key now, not after minutes
 if [[ "$*" != *distillation.teacher.path=* && ! -f outputs/real/teacher/config.json ]]; then
@@ -20,4 +20,4 @@ if [[ "$*" != *distillation.teacher.path=* && ! -f outputs/real/teacher/config.j
     "$python" -m core.export "outputs/grpo/$name" outputs/real/teacher
 fi
 "${train[@]}"
-"$python" -m results.report "$(ls -td outputs/opd/*/ | head -1)"
+"$python" -m recipes.lab.report opd "preset=$preset" -- ${keys[@]+"${keys[@]}"}

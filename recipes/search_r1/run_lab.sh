@@ -12,10 +12,7 @@
 # The hyper-parameters are in config/preset/lab.yaml and lab_ppo.yaml.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+source "$(dirname "${BASH_SOURCE[0]}")/../lab/common.sh"
 preset=lab
 case "${1:-}" in
 grpo) shift ;;
@@ -26,21 +23,11 @@ seed=1
 for argument in "$@"; do [[ "$argument" == trainer.seed=* ]] && seed="${argument#*=}"; done
 url=()
 [[ -z "${LAB_PORT:-}" ]] || url=("retriever.url='http://127.0.0.1:$port/retrieve'")
-arguments=(preset="$preset" trainer.backend=ray "${url[@]}" -- "$@")
-
-case "${DRY_RUN:-}" in
-"" | 0 | false | no) ;;
-*) exec "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" ;;
-esac
-DRY_RUN=1 "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" > /dev/null # reports a wrong key
-if ! "$python" -c "import ray" 2> /dev/null; then
-    echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
-    arguments=(preset="$preset" trainer.backend=local "${url[@]}" -- "$@")
-fi
+settle search_r1 "preset=$preset" ${url[@]+"${url[@]}"} -- "$@"
 "$python" -m recipes.search_r1.knowledge_model --seed "$seed"
 "$python" -m recipes.search_r1.retrieval_server --index "outputs/lab/knowledge/seed-$seed/index" --port "$port" \
     > /dev/null 2> "outputs/lab/knowledge/seed-$seed/server.log" &
 server=$!
 trap 'kill "$server" 2> /dev/null || true' EXIT
-"$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}"
+"${train[@]}" "${arguments[@]}"
 "$python" -m recipes.lab.report search_r1 "${arguments[@]}"

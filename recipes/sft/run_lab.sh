@@ -9,22 +9,8 @@
 # config/preset/lab.yaml. It runs over Ray or, where Ray cannot be imported, in one process.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-train=("$python" -m recipes.sft.main_sft)
-arguments=(preset=lab trainer.backend=ray -- "$@")
-
-case "${DRY_RUN:-}" in
-"" | 0 | false | no) ;;
-*) exec "${train[@]}" "${arguments[@]}" ;;
-esac
-DRY_RUN=1 "${train[@]}" "${arguments[@]}" > /dev/null # reports a wrong key now, not after a minute
-if ! "$python" -c "import ray" 2> /dev/null; then
-    echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
-    arguments=(preset=lab trainer.backend=local -- "$@")
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/../lab/common.sh"
+settle sft preset=lab -- "$@"
 "$python" -m recipes.lab.prepare
 base=outputs/lab/base/current
 answers="outputs/lab/sft/$(basename "$(readlink -f "$base")")/answers" # those of another base are other answers

@@ -187,9 +187,7 @@ def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
     return RayDAPOTrainer(compose("dapo", arguments)).init_workers()
 
 
-def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_says_why(
-    files, tmp_path, caplog, monkeypatch
-):
+def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_says_why(files, tmp_path, monkeypatch):
     """13 prompts, one pass, 4 groups a step of which about half are dropped: the last draws go into the next pass."""
     unlimited = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.save_freq=-1")
     run, kept = tiny(files, tmp_path / "epoch", 1, *unlimited, "trainer.test_freq=9"), []
