@@ -194,7 +194,7 @@ class RayPPOTrainer:
                     batch = self.estimate_advantages(batch, metrics)
                     self.update(batch, metrics)
                     self.collect_state = ahead.result(metrics) or self.collect_state  # None: nothing was begun
-                    with metrics.time("update_weights"):  # proved by checksums and a probe
+                    with metrics.time("update_weights"):  # proved by checksums and a probe, where there are two copies
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
 

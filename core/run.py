@@ -26,7 +26,7 @@ from core.checkpoint import run_state
 from core.checkpoint.provenance import MODELS, Change, Provenance, bases, check_resume
 from core.checkpoint.store import Checkpoint, CheckpointStore, RemoteCopy, resolve_resume
 from core.config import convert
-from core.config.paths import run_folder
+from core.config.paths import recipe_of, run_folder
 from core.errors import InputError, UnhealthyRun, WriteFailed, memory_phase
 from core.files import check_writable, is_url
 from core.rollout.collect import CollectState, StopRequested
@@ -212,7 +212,8 @@ class Run:
             if key in self.contents
         }
         changes = {change.key: [change.there, change.here] for change in self.changes}
-        tracker = Tracker(folder, self.config, resume_step, self.run_dir.parent.name, models=models, changes=changes)
+        recipe = recipe_of(self.config, self.run_dir)  # of a folder in it, where it only validates
+        tracker = Tracker(folder, self.config, resume_step, recipe, models=models, changes=changes)
         if not only_validates:
             tracker.set_total(self.total_steps)
         return tracker
@@ -331,7 +332,7 @@ AGAIN = " again: stopping at once; the last complete checkpoint stands, and the 
 
 
 class GracefulStop:
-    """Turns signals into ``requested``, which the loop reads at the end of a step.
+    """Turns signals into ``requested``, which the loop reads while a step collects and at its end.
 
     A second signal ends the process at once with status 128 plus its number, without clean-up: the checkpoint layer
     expects no better. Outside the main thread it does nothing.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.config.paths import run_folder
+from core.config.paths import recipe_of, run_folder
 from core.files import replacing
 from core.tracking.tracker import attempt
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
@@ -122,7 +122,7 @@ class TraceRecorder:
         meta = {
             "format": FORMAT,
             "step": step,
-            "recipe": self.folder.parent.parent.name,
+            "recipe": recipe_of(self.config, self.folder.parent),
             "run": self.folder.parent.name,
             "temperature": self.config.actor_rollout_ref.rollout.temperature,
             "clip": [1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high],

@@ -41,7 +41,6 @@ _SHORT = _scorer(short_answer)
 
 # A name that ends in * stands for every data source that starts so.
 SCORERS: dict[str, Scorer] = {
-    "lab/conflicts": _QA,
     "lab/figures": _scorer(hops),
     "lab/guesses": _scorer(hops),
     "lab/hops": _scorer(hops),

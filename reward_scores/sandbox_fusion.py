@@ -156,7 +156,7 @@ def score(
     if problems and method == "robust":
         raise FusionError(f"{len(problems)} of {len(results)} tests were not judged: {problems[0]}")
     share = sum(result is True for result in counted) / len(counted)
-    kinds = [_KIND.get(result if result is not True and result is not False else 0) for result in counted]
+    kinds = [_KIND.get(result) for result in counted]
     parts = {name: kinds.count(name) / len(counted) for name in PARTS}
     if problems:
         return Score(share, {"acc": float(share == 1), **parts}, ScoreStatus.CRASH, pred=source)
@@ -207,7 +207,7 @@ def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[R
     problems = [
         problem or f"the server says {status}"
         for (result, status), (_, problem) in zip(results, answers, strict=True)
-        if result == -1 and result is not False
+        if result == -1
     ]
     return after_compilation(results), problems
 

@@ -35,6 +35,12 @@ def run_folder(config: Config) -> Path:
     return Path("outputs", "remote", protocol, *(part for part in path.split("/") if part not in ("", ".", "..")))
 
 
+def recipe_of(config: Config, run_dir: Path) -> str:
+    """Return the recipe of a run: that of its configuration's class, or of the plain class the folder's parent."""
+    package, _, rest = type(config).__module__.partition(".")
+    return rest.partition(".")[0] if package == "recipes" else run_dir.resolve().parent.name
+
+
 def models(config: Config) -> dict[str, str | None]:
     """Return key -> the model, of every key that names one: a path, URL or hub id; None where nothing loads one."""
     model, critic, reward = config.actor_rollout_ref.model, config.critic, config.reward_model

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config import Config, to_yaml
+from core.config.paths import recipe_of
 from core.errors import WriteFailed, write_failed, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
@@ -63,7 +64,7 @@ class Tracker:
             else:
                 _drop_after(self.run_dir, resume_step)
             self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1)
-            recipe = recipe or self.run_dir.resolve().parent.name
+            recipe = recipe or recipe_of(config, self.run_dir)
             known = models or {}, changes or {}
             self.manifest = run_manifest.begun(self.run_dir / MANIFEST, config, recipe, resume_step, *known)
             self._write_manifest()

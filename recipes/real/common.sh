@@ -1,4 +1,4 @@
-# Sourced by the scripts of this folder with their arguments: the Python, and what the words before the keys choose.
+# Sourced by the scripts of the real model with their arguments: the Python, and what the words before the keys choose.
 #
 #   [passages|arithmetic|search]   the task, instructions by default      -> task, model_sft, files
 #   [naive]                        a preset of its own                    -> preset

@@ -12,7 +12,7 @@ from recipes.search_r1.index.controls import EmptyRetriever, RandomRetriever
 from recipes.search_r1.index.corpus import Corpus, read_json, scan
 from recipes.search_r1.index.passages import BACKENDS, DENSE, RetrievalError, Retriever, RetrieverOptions
 
-BUILT = "index.json"  # {"backends": {name: settings}, "encoder": settings or null}
+BUILT = "index.json"  # {"backends": {name: settings}}; a dense one has its encoder's settings
 
 
 def make_retriever(options: RetrieverOptions) -> Retriever:

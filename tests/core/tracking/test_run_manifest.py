@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from core.config import compose, to_yaml
+from core.config.defaults import resolve
 from core.errors import InputError
 from core.tracking import run_manifest
 from core.tracking.tracker import Tracker
+from recipes.dapo.config_schema import DAPOConfig
 from tests.core.synthetic import configured, make_run
 
 
@@ -55,6 +57,12 @@ def test_the_manifest_has_where_numbers_come_from(tmp_path, monkeypatch):
     assert session["hardware"]["cores"] >= 1 and session["hardware"]["cpu"]
     assert session["command"].startswith("python -m recipes.grpo.main_grpo 'a=[1, 2]'") and "geheim" not in text
     assert session["started"] <= session["ended"]
+
+
+def test_a_recipe_with_keys_of_its_own_is_known_in_any_folder(tmp_path):
+    tracker = Tracker(tmp_path / "mine" / "run", resolve(DAPOConfig(), "dapo"))
+    tracker.close("finished")
+    assert tracker.manifest["recipe"] == "dapo"
 
 
 def test_the_configuration_is_kept_whole_and_its_changes_are_those_that_were_made(tmp_path):
