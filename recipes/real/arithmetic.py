@@ -18,30 +18,9 @@ DATA_SOURCE = "real/arithmetic"
 LEAST, MOST = 2, 20
 HELD_OUT_PAIRS, DEMONSTRATION_PAIRS = 40, 60  # of 171; the others are those of reinforcement learning
 PROMPTS = {"test": 200, "demonstrations": 400, "train": 640}
-ONES = tuple(
-    [
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "eleven",
-        "twelve",
-        "thirteen",
-        "fourteen",
-        "fifteen",
-        "sixteen",
-        "seventeen",
-        "eighteen",
-        "nineteen",
-    ]
-)
+NAMES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen"""
+ONES = tuple(NAMES.split())
 TENS = ("zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 ENDING = " Answer with the number only."
 WORDING = {
@@ -62,19 +41,16 @@ Pair = tuple[int, int]
 
 
 def words_of(number: int) -> str:
-    """Return a number from 0 to 199 in words."""
-    if number >= 100:
-        return "one hundred" + (f" and {words_of(number - 100)}" if number > 100 else "")
+    """Return a number from 0 to 99 in words."""
     if number < 20:
         return ONES[number]
     return TENS[number // 10] + (f"-{ONES[number % 10]}" if number % 10 else "")
 
 
 def accepted(number: int) -> list[str]:
-    """Return the forms of a number that count: digits, and words with or without hyphens and "and"."""
+    """Return the forms of a number that count: digits, and words with or without hyphens."""
     words = words_of(number)
-    forms = [str(number), words, words.replace("-", " "), words.replace(" and ", " ")]
-    return list(dict.fromkeys([*forms, words.replace(" and ", " ").replace("-", " ")]))
+    return list(dict.fromkeys([str(number), words, words.replace("-", " ")]))
 
 
 def split_pairs() -> dict[str, list[Pair]]:

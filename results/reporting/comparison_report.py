@@ -127,7 +127,7 @@ class Compared:
             said += ": too few questions differ for the exact test"  # and the interval is an approximation
         seeds = f"{len(self.a.seeds)} and {len(self.b.seeds)} seeds"
         over = seeds if self.over_seeds is not None else f"{len(_shared(self.a, self.b))} shared questions"
-        p = "" if p is None else f", p {_p(p)}" if p < 0.001 else f", p = {_p(p)}"
+        p = f", p {_p(p)}" if p < 0.001 else f", p = {_p(p)}"
         return (
             f"{_name(self.a, self.b)} on {self.source}: {shown(self.difference, self.is_score, '+')}{unit} "
             f"({over}{p}): {said}"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from core.config import Config, compose
 from core.errors import InputError
-from core.tracking.run_manifest import ROOT
 
 PRINT_WORDS = """
 exec() { if [[ $1 == bash ]]; then builtin exec "$@"; fi; printf '%s\\0' "$@"; exit 0; }
@@ -32,15 +31,6 @@ class Script:
     recipe: str
     arguments: tuple[str, ...]
     config: Config
-
-    @property
-    def name(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}"
-
-
-def scripts(recipes: Path = ROOT / "recipes") -> list[Script]:
-    """Return the run scripts that train, sorted by name."""
-    return [one for path in sorted(recipes.glob("*/run_*.sh")) if (one := read_script(path)) is not None]
 
 
 def read_script(path: Path, typed: Sequence[str] = ()) -> Script | None:

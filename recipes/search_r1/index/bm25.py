@@ -79,7 +79,7 @@ class Bm25Retriever:
 
     backend = "bm25"
 
-    def __init__(self, folder: Path, corpus: Corpus, mmap: bool = True):
+    def __init__(self, folder: Path, corpus: Corpus, mmap: bool):
         import bm25s
 
         index = bm25s.BM25.load(folder, mmap=mmap, load_corpus=False)

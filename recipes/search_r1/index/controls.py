@@ -11,39 +11,20 @@ from recipes.search_r1.index.corpus import Corpus
 from recipes.search_r1.index.passages import Passage, fingerprint
 
 
-class RandomRetriever:
-    """A control that finds passages unrelated to the query, the same ones for the same query."""
+class ControlRetriever:
+    """A control: ``random`` finds passages unrelated to the query, the same ones for the same query; ``empty`` none."""
 
-    backend = "random"
-
-    def __init__(self, corpus: Corpus):
-        self._corpus = corpus
+    def __init__(self, corpus: Corpus, backend: str):
+        self._corpus, self.backend = corpus, backend
         self.corpus_hash = corpus.hash
-        self.fingerprint = fingerprint(self.backend, corpus.hash)
+        self.fingerprint = fingerprint(backend, corpus.hash)
 
     def __len__(self) -> int:
         return len(self._corpus)
 
     def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        return [self._draw(query, topk) for query in queries]
+        return [self._draw(query, topk) if self.backend == "random" else [] for query in queries]
 
     def _draw(self, query: str, topk: int) -> list[Passage]:
         rows = random.Random(query).sample(range(len(self)), min(topk, len(self)))
         return self._corpus.passages(rows, [0.0] * len(rows))
-
-
-class EmptyRetriever:
-    """A control that finds nothing."""
-
-    backend = "empty"
-
-    def __init__(self, corpus: Corpus):
-        self._rows = len(corpus)
-        self.corpus_hash = corpus.hash
-        self.fingerprint = fingerprint(self.backend, corpus.hash)
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        return [[] for _ in queries]

@@ -17,7 +17,7 @@ import numpy as np
 from core.files import replacing
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
 from recipes.search_r1.index.encoder import Encoder, weights_hash
-from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint, id_order
+from recipes.search_r1.index.passages import Passage, RetrievalError, RetrieverOptions, fingerprint, id_order
 
 VECTORS, ABOUT = "vectors.f32", "vectors.json"
 CHUNK = 1024  # passages encoded between two notes of how far it went
@@ -104,23 +104,12 @@ class DenseRetriever:
     """A retriever that encodes the queries and searches a faiss index.
 
     Among passages of equal score a flat index finds those whose ids come first.
-    Raises RetrievalError where rows, dimensions or (``check``) the vectors of a few passages do not agree.
+    Raises RetrievalError where rows, dimensions or (``check_encoder``) the vectors of a few passages do not agree.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        corpus: Corpus,
-        encoder: Encoder,
-        mmap: bool = True,
-        ef_search: int = 128,
-        nprobe: int = 32,
-        check: bool = True,
-        gpu: bool = True,
-        threads: int | None = None,
-    ):
-        self._index, self.backend = _opened(path, mmap)
-        self._threads = threads
+    def __init__(self, path: Path, corpus: Corpus, encoder: Encoder, options: RetrieverOptions):
+        self._index, self.backend = _opened(path, options.mmap)
+        self._threads = options.threads
         self._corpus, self._encoder = corpus, encoder
         if self._index.ntotal != len(corpus):
             raise RetrievalError(f"{path}: {self._index.ntotal} vectors, the corpus has {len(corpus)} rows: not a pair")
@@ -128,10 +117,10 @@ class DenseRetriever:
             raise RetrievalError(
                 f"{path}: vectors of {self._index.d} numbers, encoder {encoder.settings.model} makes {encoder.dim}"
             )
-        settings = self._set_search(ef_search, nprobe)
-        if check:
+        settings = self._set_search(options.ef_search, options.nprobe)
+        if options.check_encoder:
             self._check_encoder(path)
-        if self.backend == "flat" and gpu and _gpus():
+        if self.backend == "flat" and options.gpu and _gpus():
             self._index, settings = _on_gpus(self._index), {"dtype": "float16"}
         on_cpu = self.backend == "flat" and not settings
         self._vectors = _vectors(self._index) if on_cpu else None  # a view, which stays on disk where it is mapped

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recipes.search_r1.index.controls import EmptyRetriever, RandomRetriever
+from recipes.search_r1.index.controls import ControlRetriever
 from recipes.search_r1.index.corpus import Corpus, read_json, scan
-from recipes.search_r1.index.passages import BACKENDS, DENSE, RetrievalError, Retriever, RetrieverOptions
+from recipes.search_r1.index.passages import BACKENDS, CONTROLS, DENSE, RetrievalError, Retriever, RetrieverOptions
 
 BUILT = "index.json"  # {"backends": {name: settings}}; a dense one has its encoder's settings
 
@@ -29,10 +29,8 @@ def _of_folder(folder: Path, options: RetrieverOptions) -> Retriever:
     built = read_json(folder / BUILT)
     corpus = Corpus(folder, Path(options.corpus).expanduser() if options.corpus else None)
     backend = options.backend or _only(built["backends"], folder)
-    if backend == "random":
-        return RandomRetriever(corpus)
-    if backend == "empty":
-        return EmptyRetriever(corpus)
+    if backend in CONTROLS:
+        return ControlRetriever(corpus, backend)
     if backend not in built["backends"]:
         has = ", ".join(built["backends"])
         raise RetrievalError(f"{folder}: it holds {has}; add --backend {backend} with recipes.search_r1.index.cli")
@@ -55,8 +53,8 @@ def _of_file(path: Path, options: RetrieverOptions) -> Retriever:
     if not (folder / "corpus.json").exists():
         scan(source, folder)
     corpus = Corpus(folder, source)
-    if options.backend in ("random", "empty"):
-        return RandomRetriever(corpus) if options.backend == "random" else EmptyRetriever(corpus)
+    if options.backend in CONTROLS:
+        return ControlRetriever(corpus, options.backend)
     retriever = _dense(path, corpus, {}, options)
     if options.backend not in (None, retriever.backend):
         raise RetrievalError(f"backend={options.backend}: {path} is {retriever.backend}; leave backend out")
@@ -73,9 +71,7 @@ def _dense(path: Path, corpus: Corpus, built_with: dict[str, Any], options: Retr
         settings = EncoderSettings(**(built_with | given | ({"model": options.encoder} if options.encoder else {})))
     else:
         settings = settings_of(str(options.encoder), **given)
-    encoder = make_encoder(settings, options.device, options.threads)
-    names = ("mmap", "ef_search", "nprobe", "check_encoder", "gpu", "threads")
-    return DenseRetriever(path, corpus, encoder, *(getattr(options, name) for name in names))
+    return DenseRetriever(path, corpus, make_encoder(settings, options.device, options.threads), options)
 
 
 def _only(backends: dict[str, Any], folder: Path) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 DENSE = ("flat", "hnsw", "ivf")
-BACKENDS = ("bm25", *DENSE, "random", "empty")
+CONTROLS = ("random", "empty")
+BACKENDS = ("bm25", *DENSE, *CONTROLS)
 QUERY_CHARS = 4096  # the client cuts a longer query instead of failing: the policy writes it
 
 
@@ -29,15 +30,6 @@ class Passage:
     id: str
     contents: str
     score: float
-
-    @property
-    def title(self) -> str:
-        """The first line, with its quotation marks where the corpus has them."""
-        return self.contents.partition("\n")[0]
-
-    @property
-    def text(self) -> str:
-        return self.contents.partition("\n")[2]
 
 
 class Retriever(Protocol):
