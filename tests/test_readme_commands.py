@@ -26,7 +26,7 @@ FENCED = re.compile(r"^```bash\n(?!# mine/)(.*?)^```$", re.M | re.S)  # mine/: a
 
 # What a command that knows no dry run says here, in its last lines: status, text.
 REFUSALS = {
-    r"main_grpo \$KEYS": (2, "does not exist"),  # a reader's own files are not there
+    r'main_grpo "\$\{KEYS': (2, "does not exist"),  # a reader's own files are not there
     r"data_preprocess\.check my/": (1, "does not exist"),  # as above
     r"core\.evaluate generate search_r1 --run": (2, "is not a checkpoint"),  # the lab's run is not there
     r"core\.export outputs/": (2, "is not a checkpoint"),  # the stand-in for the lab's run has none
