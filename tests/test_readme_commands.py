@@ -8,6 +8,7 @@ says, or only show their help. ``make test-slow`` types the labs in fact.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -158,3 +159,21 @@ def test_the_labs_work_as_typed_in_this_order(place, tmp_path, subtests):
                 if LABS.search(one.command):
                     assert one.status == 0 and "Traceback" not in one.output, f"{one.command}\n{one.output}"
     assert (folder / "outputs/grpo/lab-30-steps/report.html").exists()
+
+
+OF_OTHERS = "EngineArgs.__init__()"  # vLLM's message
+
+
+def test_messages_on_the_page_of_troubles_are_printed_by_some_code():
+    """Of each quoted message at least seven in ten pairs of neighbouring words stand in a source file."""
+    files = git_files("core", "recipes", "reward_scores", "results", "data_preprocess", "environment", "Makefile")
+    source = "".join((ROOT / name).read_text() for name in files if name.endswith((".py", ".sh", "Makefile")))
+    source = " ".join(re.sub(r"\{[^{}]*\}|\\n", " ", re.sub(r'"\s*\n\s*f?"', "", source)).split())
+    page = (ROOT / "TROUBLESHOOTING.md").read_text().splitlines()
+    quoted = [message for line in page if line.startswith("> ") for message in re.findall(r"`([^`]+)`", line)]
+    assert len(quoted) > 60
+    for message in quoted:
+        parts = [part.split() for part in re.sub(r"\([A-Z][\w ]*: .*", "", message).split("...")]
+        pairs = [f"{a} {b}".strip("():;,.") for part in parts for a, b in itertools.pairwise(part)]
+        found = sum(pair in source for pair in pairs)
+        assert message.startswith(OF_OTHERS) or found >= 0.7 * len(pairs), message
