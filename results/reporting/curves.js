@@ -23,7 +23,7 @@ for (const figure of document.querySelectorAll("figure[data-told]")) {
       row.append(dot, label ? `${label} ` : "", text("b", String(values[at])));
       return [row];
     });
-    box.replaceChildren(text("span", `${told.x} ${place}`), ...rows);
+    box.replaceChildren(text("span", `step ${place}`), ...rows);
     figure.append(rule, box);
     const across = x + share * area.width;
     Object.assign(rule.style, { left: `${across}px`, top: `${y + top * area.height}px`, height: `${(bottom - top) * area.height}px` });

@@ -25,7 +25,6 @@ PHASE_COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#edc948", "#76b7b2", "#bab0ac", "#e15759"),
     *("#ff9da7", "#3b3f46", "#d7b5a6"),
 )
-MARKERS = ("o", "X", "D", "s")
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -77,7 +76,6 @@ class Curves:
     lines: Sequence[Line]
     stacked: bool = False
     note: str = ""
-    x: str = "step"
 
 
 @dataclass(frozen=True)
@@ -143,14 +141,14 @@ def draw(panel: Curves, index: int, ground: str = "none", wide: bool = False) ->
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e6ea", linewidth=0.7)
         axes.set_axisbelow(True)
-        axes.set_xlabel(panel.x)
-        axes.xaxis.get_major_locator().set_params(integer=panel.x != "hours")
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         if len(labels) > 1:
             figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=columns, handlelength=1.5)
         svg = _svg(figure, panel.title)
         box = axes.get_position()
         limits = [*axes.get_xlim(), *axes.get_ylim()]
-    return svg, {"box": [box.x0, box.x1, 1 - box.y1, 1 - box.y0], "limits": limits, "x": panel.x, "lines": _told(panel)}
+    return svg, {"box": [box.x0, box.x1, 1 - box.y1, 1 - box.y0], "limits": limits, "lines": _told(panel)}
 
 
 def _style(index: int, ground: str) -> dict[str, Any]:

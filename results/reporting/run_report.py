@@ -265,14 +265,9 @@ def page(
 
 def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None) -> Path:
     """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens have a page too."""
-    return write_pages(out, "report", *page(runs, baseline, _trace_links(runs, out)))[1]
-
-
-def _trace_links(runs: Sequence[RecordedRun], out: Path) -> list[Block]:
-    """Write the pages of recorded tokens and return links to them."""
     from results.reporting.trace_page import trace_links  # it loads numpy
 
-    return trace_links(runs, out)
+    return write_pages(out, "report", *page(runs, baseline, trace_links(runs, out)))[1]
 
 
 # --- in a terminal ---
@@ -299,10 +294,7 @@ def _most_changed(run: RecordedRun) -> Iterator[str]:
     steps = sorted({row["step"] for row in run.samples})
     if len(steps) < 2:
         return
-    first, last = (
-        {row.get("uid", row["input"]): row for row in run.samples if row["step"] == step}
-        for step in (steps[0], steps[-1])
-    )
+    first, last = ({_sample_key(r): r for r in run.samples if r["step"] == step} for step in (steps[0], steps[-1]))
     shared = [key for key in last if key in first]
     if not shared:
         return
