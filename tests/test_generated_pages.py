@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from results.reporting import readme_tables
 from results.reporting.run_reader import load_run
 from results.reporting.summaries import summarise
@@ -17,8 +15,16 @@ from results.reporting.summaries import summarise
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
-@pytest.mark.slow
+def rounded(value):
+    """Numbers to nine digits: the last ones are the library's."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(one) for one in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
 def test_the_tables_of_results_are_what_the_committed_runs_give():
     assert readme_tables.update(RESULTS, check=True) == 0
     for path in sorted(RESULTS.glob("*/*/summary.json")):
-        assert json.loads(path.read_text()) == summarise(load_run(path.parent)), path
+        assert rounded(json.loads(path.read_text())) == rounded(summarise(load_run(path.parent))), path

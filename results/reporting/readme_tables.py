@@ -247,8 +247,8 @@ def headline_table(summaries: Sequence[Summary]) -> Table:
 
 
 def render_curve(results: Path) -> str:
-    """Return the picture of the headlines."""
-    found = headlines(read_summaries(results))
+    """Return the picture of the headlines: each recipe's own lab, and the real model, a colour each."""
+    found = [each for each in headlines(read_summaries(results)) if "/lab-" not in each.name]
     return learning_curve([[load_run(results / run["recipe"] / run["run"]) for run in each.runs] for each in found])
 
 
