@@ -90,16 +90,18 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
 
 
 def not_checked(config: Config) -> list[str]:
-    """Return what a dry run leaves open: what is not on this machine, packages, devices, logins, checkpoints."""
+    """Return what a dry run leaves open: what is elsewhere, packages, servers, devices, logins, checkpoints."""
     trainer, over_ray = config.trainer, config.trainer.backend == "ray"
     found = [*named(config), *models(config).items()]
     away = [one for one in found if one[1] and (is_url(one[1]) or not os.path.exists(os.path.expanduser(one[1])))]
     loggers = {name: entry for name in trainer.logger if (entry := registry.logger(name)).function}
     packages = [registry.ENGINES[config.actor_rollout_ref.rollout.name].package, "ray" if over_ray else None, *loggers]
+    values = convert.as_json(config)
     devices = f"{trainer.nnodes} x {trainer.n_gpus_per_node} " if over_ray else ""
     return [
         *(f"not on this machine: {key}={path}" for key, path in dict.fromkeys(away)),
         *(f"package: {name} can be imported" for name in packages if name),
+        *(f"server: {key}={value} answers" for key, value in values.items() if value and key.endswith(".url")),
         f"devices: {devices}{trainer.device or 'cuda if there is one, else cpu'}; the weights fit on them",
         *(f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login),
         f"run folder: {trainer.default_local_dir} can be written; its checkpoints, if any, are complete",

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from core.command_line import is_dry_run
 from core.errors import InputError
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.types import Prompt
@@ -118,7 +119,7 @@ class SearchLoop(AgentLoop):
 
                 options = ClientOptions(url=retriever.url, **retriever.client)
                 self.client = RetrievalClient(options)
-                if not options.offline:
+                if not (options.offline or is_dry_run()):
                     asyncio.run(self.client.health())  # a server that is away is known before a model loads
                 self.retrieve = self.client.retrieve
             else:

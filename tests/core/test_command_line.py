@@ -17,12 +17,12 @@ class Strict(RayPPOTrainer):
         return "yes"
 
 
-def dry(folder, monkeypatch, capsys, trainer="core.ray_trainer:RayPPOTrainer", *overrides):
+def dry(folder, monkeypatch, capsys, trainer="core.ray_trainer:RayPPOTrainer", *overrides, recipe="grpo"):
     """The exit status of a dry run, its output and its errors."""
     monkeypatch.setenv("DRY_RUN", "1")
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        command_line.prepare("grpo", arguments(folder, "run", *overrides), trainer)
+        command_line.prepare(recipe, arguments(folder, "run", *overrides), trainer)
     return (end.value.code, *capsys.readouterr())
 
 
@@ -37,6 +37,21 @@ def test_a_dry_run_opens_what_is_here_and_writes_nothing(tmp_path, monkeypatch, 
     drop_column(tmp_path)
     status, out, err = dry(tmp_path, monkeypatch, capsys, *elsewhere)
     assert status == 2 and "no column 'data_source'" in err
+
+
+def test_a_dry_run_asks_no_server_and_lists_it(tmp_path, monkeypatch, capsys):
+    """The lab's script makes one, and starts the server after it: also where data and model are there already."""
+    prepare(tmp_path)
+    search = "recipes.search_r1.search_r1_ray_trainer:SearchR1Trainer"
+    url = "http://127.0.0.1:9/retrieve"
+    keys = (
+        f"retriever.url='{url}'",
+        "retriever.client={give_up_s: 1}",
+        "data.max_start_length=64",
+        "data.max_prompt_length=700",
+    )
+    status, out, err = dry(tmp_path, monkeypatch, capsys, search, *keys, recipe="search_r1")
+    assert (status, err) == (0, "") and f"server: retriever.url={url} answers" in out
 
 
 def test_a_dry_run_reports_what_is_wrong_with_each_file(tmp_path, monkeypatch, capsys):
