@@ -62,13 +62,14 @@ class ProcessRanks(Ranks):
 
 
 def make_mesh(device: torch.device, copy_size: int, layer_size: int = 1) -> DeviceMesh:
-    """Return the ranks as ``replicate`` copies of the model, each of ``copy_size`` ranks (``fsdp_size``; -1: all).
+    """Return the ranks as ``replicate`` copies of the model, each of ``copy_size`` ranks (``fsdp_size``).
 
+    A size below 1, or of more ranks than there are, stands for all of them.
     Of a copy ``tensor`` neighbours share each layer (``layer_size``) and ``shard`` such groups the rest. Axes of one
     rank are left out, but for ``shard``.
     """
     world = dist.get_world_size()
-    size = world if copy_size == -1 else copy_size
+    size = copy_size if 0 < copy_size < world else world
     axes = {"replicate": world // size, "shard": size // layer_size, "tensor": layer_size}
     axes = {name: ranks for name, ranks in axes.items() if ranks > 1 or name == "shard"}
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

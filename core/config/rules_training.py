@@ -64,7 +64,7 @@ def parts_divide_ranks(c: View) -> Broken:
             rule = f"{ULYSSES}={ulysses} times {LAYERS}={layers} must divide the {c.ranks} ranks"
             yield f"{section}.{ULYSSES if layers == 1 else LAYERS}", rule, "change one of them"
         size = (c.critic.model if part is c.critic else part).fsdp_config.fsdp_size
-        if c.cluster and runs and size > 0 and (c.ranks % size or size % layers):
+        if c.cluster and runs and 0 < size < c.ranks and (c.ranks % size or size % layers):
             rule = f"must divide the {c.ranks} ranks, and be a multiple of {LAYERS}={layers}"
             yield f"{section}.{'model.' if part is c.critic else ''}fsdp_config.fsdp_size", rule, "set -1 for all ranks"
         if c.cluster and runs and layers > 1 and model.lora_rank:

@@ -63,8 +63,8 @@ class InProcess:
 class GraderPool:
     """Grades in ``num_workers`` graders, which start with the first answers.
 
-    An answer that takes longer than ``timeout_s`` gets status timeout; one whose grader dies, or whose scorer raises,
-    gets crash. A grader may map ``memory_limit_mb`` MiB (None: no limit).
+    An answer that takes longer than ``timeout_s`` gets status timeout; one whose grader dies twice, or whose scorer
+    raises, gets crash. A grader may map ``memory_limit_mb`` MiB (None: no limit).
     """
 
     def __init__(
@@ -124,19 +124,20 @@ class Grader:
 
     def grade(self, job: str, seconds: float) -> Score | Failure:
         """Return the result of a job. Raises WorkersLost where no process starts."""
-        if not self.closed and (self.process is None or self.process.poll() is not None):
-            self._start()
-        process = self.process
-        if self.closed or process is None:  # before or while it started
-            return Failure(ScoreStatus.CRASH, "the graders were closed")
-        try:
-            reply = self._ask(process, job, seconds)
-        except TimeoutError:
+        for _ in range(2):  # a death from outside is no fault of the answer; one that kills its grader does so again
+            if not self.closed and (self.process is None or self.process.poll() is not None):
+                self._start()
+            process = self.process
+            if self.closed or process is None:  # before or while it started
+                return Failure(ScoreStatus.CRASH, "the graders were closed")
+            try:
+                reply = self._ask(process, job, seconds)
+            except TimeoutError:
+                self.kill()
+                return Failure(ScoreStatus.TIMEOUT, f"killed after {seconds:g} s (reward_model.timeout_s)")
+            if reply:
+                return self._result(reply)
             self.kill()
-            return Failure(ScoreStatus.TIMEOUT, f"killed after {seconds:g} s (reward_model.timeout_s)")
-        if reply:
-            return self._result(reply)
-        self.kill()
         return Failure(ScoreStatus.CRASH, f"the grader {_end(process)} before it returned a score")
 
     def _start(self) -> None:

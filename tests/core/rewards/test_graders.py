@@ -65,6 +65,19 @@ def test_what_misbehaves_costs_its_own_score_alone(make_pool):
     assert "MemoryError" in detail["allocate_at_once"] and "in allocate_at_once" in detail["allocate_at_once"]
 
 
+def test_a_grader_that_is_killed_from_outside_costs_no_score(make_pool, write, tmp_path):
+    path = write(f"""
+        import os, pathlib, signal
+        def compute_score(solution_str, **kwargs):
+            seen = pathlib.Path({str(tmp_path)!r}, "seen")
+            if solution_str == "kills" or not seen.exists():
+                seen.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 1.0
+    """)
+    assert statuses(grade(make_pool(path), [job("right"), job("kills"), job("right")])) == ["ok", "crash", "ok"]
+
+
 def test_what_a_scorer_started_is_killed_with_its_grader(make_pool):
     pool = make_pool(UNRULY, timeout_s=0.3)
     with marked() as processes:
