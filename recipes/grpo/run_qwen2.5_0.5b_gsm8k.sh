@@ -33,7 +33,7 @@ exec "$python" -m recipes.grpo.main_grpo \
     trainer.backend=ray \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=1 \
-    trainer.experiment_name='qwen2.5_0.5b_gsm8k-seed${trainer.seed}' \
+    trainer.experiment_name="qwen2.5_0.5b_gsm8k-seed\${trainer.seed}" \
     trainer.save_freq=20 \
     trainer.test_freq=5 \
     -- "$@"

@@ -38,7 +38,7 @@ exec "$python" -m recipes.grpo.main_grpo \
     trainer.backend=ray \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
-    trainer.experiment_name='qwen2.5_vl_7b_geo3k-seed${trainer.seed}' \
+    trainer.experiment_name="qwen2.5_vl_7b_geo3k-seed\${trainer.seed}" \
     trainer.save_freq=20 \
     trainer.test_freq=5 \
     -- "$@"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the lab's scripts: the Python, and a check of what was typed before anything is made.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

@@ -42,7 +42,7 @@ exec "$python" -m recipes.ppo.main_ppo \
     trainer.backend=ray \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
-    trainer.experiment_name='deepseek7b_gsm8k-seed${trainer.seed}' \
+    trainer.experiment_name="deepseek7b_gsm8k-seed\${trainer.seed}" \
     trainer.total_epochs=15 \
     trainer.save_freq=20 \
     trainer.test_freq=1 \

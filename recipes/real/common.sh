@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034 # the variables are those of the scripts that source it
 # Sourced by the scripts of the real model with their arguments: the Python, and what the words before the keys choose.
 #
 #   [passages|arithmetic|search]   the task, instructions by default      -> task, model_sft, files

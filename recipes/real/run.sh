@@ -18,7 +18,7 @@ case "$task" in
 # Three times the preset's rate: 20 steps gain what 40 with it do (results/LOG.md, "A larger rate").
 instructions) scores=("${guarded[@]}") steps=20 rate=(actor_rollout_ref.actor.optim.lr=3.0e-5) ;;
 search)
-    recipe=search_r1 evaluated=(preset=smollm2_135m) words=($control)
+    recipe=search_r1 evaluated=(preset=smollm2_135m) words=(${control:+"$control"})
     searching=(retriever.url=null "retriever.local={index: $files/index}")
     ;;
 esac

@@ -28,7 +28,7 @@ exec "$python" -m recipes.sft.main_sft \
     trainer.backend=ray \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=1 \
-    trainer.experiment_name='qwen2.5_0.5b_gsm8k-seed${trainer.seed}' \
+    trainer.experiment_name="qwen2.5_0.5b_gsm8k-seed\${trainer.seed}" \
     trainer.save_freq=29 \
     trainer.test_freq=29 \
     -- "$@"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_a_script_parses_and_stops_at_its_first_error(subtests):
             assert text.startswith("#!/usr/bin/env bash\n") and os.access(path, os.X_OK)
             assert "\nset -euo pipefail\n" in text and '"$@"' in text
             assert not is_large(path) or text.endswith('"$@"\n')  # what is typed comes last
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing_in_any_script():
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "outputs"))]
+    found = [path for folder in folders for kind in ("*.sh", "*.sbatch") for path in folder.rglob(kind)]
+    assert len(found) > 50
+    command = ["shellcheck", *map(str, found), str(ROOT / ".ci" / "run")]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_a_dry_run_validates_anywhere_and_writes_nothing(run, elsewhere, subtests):
