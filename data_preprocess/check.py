@@ -1,6 +1,6 @@
-"""Report what a parquet file of examples holds, and what is wrong with it.
+"""Report what a file of examples, parquet or JSON lines, holds, and what is wrong with it.
 
-    python -m data_preprocess.check FILE.parquet... [--tokenizer PATH] [--max_prompt_length N]
+    python -m data_preprocess.check FILE... [--tokenizer PATH] [--max_prompt_length N]
 
 Exit status: 0; 1 where a file has a problem (a note, such as copies of a question, is none); 2 for wrong arguments.
 """
@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m data_preprocess.check",
-        description="Check parquet files of examples: counts, lengths, copies, problems.",
+        description="Check files of examples, parquet or JSON lines: counts, lengths, copies, problems.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE.parquet", help="The files to check.")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="The files to check.")
     parser.add_argument(
         "--tokenizer", metavar="PATH", help="Count tokens too, with the chat template of this tokenizer."
     )

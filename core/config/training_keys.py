@@ -48,8 +48,12 @@ KLKind = Literal[*registry.KL_KINDS]
 
 
 class DataConfig(Section):
-    train_files: Paths = files(("~/data/rlhf/gsm8k/train.parquet",), "parquet files of training examples")
-    val_files: Paths = files(("~/data/rlhf/gsm8k/test.parquet",), "parquet files of validation questions")
+    train_files: Paths = files(
+        ("~/data/rlhf/gsm8k/train.parquet",), "files of training examples, parquet or JSON lines (.jsonl)"
+    )
+    val_files: Paths = files(
+        ("~/data/rlhf/gsm8k/test.parquet",), "files of validation questions, parquet or JSON lines (.jsonl)"
+    )
     prompt_key: str = key("prompt", "column that holds the prompt, a list of chat messages")
     image_key: str = key("images", "column that holds the pictures of a prompt, one for each <image> in it")
     reward_fn_key: str = key("data_source", "column that names the data source, which chooses the scorer")

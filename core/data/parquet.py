@@ -8,17 +8,20 @@ extra_info     optional: ``split`` and ``index`` name the question, the rest is 
 images         optional: the prompt's pictures, a list (``data.image_key``)
 =============  ==========================================================================================
 
-A file stays a columnar Arrow table; an example becomes Python objects when it is drawn. Files are never
-concatenated, so one may hold strings as ground truth and the next one structs.
+A parquet file stays a columnar Arrow table and JSON lines stay bytes; an example becomes Python
+objects when it is drawn. Lines are parsed one by one, without types for a column: every value is
+the one that stands in the file. Files are never concatenated, so one may hold strings as ground
+truth and the next one structs.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +37,10 @@ from core.vision.pictures import MediaError, stored_bytes
 log = logging.getLogger(__name__)
 MEDIA = ("images", "videos", "audios")  # columns of media in verl's schema
 MAKE_ONE = "python -m data_preprocess.gsm8k writes one, and pandas.read_csv(...).to_parquet(...) converts a table"
+JSON_LINES = (".jsonl", ".ndjson", ".json")  # endings of files that hold an example a line
+LINE_RULE = "a line is not one JSON object in UTF-8"
+LINE_FIX = "mend the line, write one object a line, or convert the file to UTF-8"
+LINE_ERRORS = (ValueError, RecursionError)
 BATCH = 1024  # examples of a large file that are Python objects at a time
 
 
@@ -124,17 +131,32 @@ class ExampleFile:
         image_key: str = "images",
     ):
         self.path, self.prompt_key, self.reward_fn_key = str(path), prompt_key, reward_fn_key
+        self.image_key = image_key
         here = Path(local_path(self.path, "data")).expanduser()
-        self._table = _read_table(self.path, here, prompt_key, reward_fn_key, image_key)
-        self.image_key = image_key if image_key in self._table.column_names else None
+        where = self.path if is_url(self.path) else str(here)
+        if not here.is_file():
+            rule = "is a folder" if here.is_dir() else "does not exist"
+            raise InputError([f"{where}: the file {rule}; {MAKE_ONE}"])
+        required = {
+            prompt_key: "data.prompt_key",
+            reward_fn_key: "data.reward_fn_key",
+            "reward_model": "the schema",
+        }
+        # A table, or a list of lines, neither of which is Python objects yet
+        if here.suffix.lower() in JSON_LINES:
+            self._stored: Any = _read_lines(where, here, required)
+        else:
+            self._stored = _read_table(where, here, required, ("extra_info", image_key, *MEDIA))
+        if len(self) == 0:
+            raise InputError([f"{where}: the file has no rows; {MAKE_ONE}"])
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return len(self._stored)
 
     def example(self, number: int) -> Example:
         """Return the example of this number. Raises InputError where it breaks the schema."""
         problems = Problems()
-        example = self._checked(self._table.slice(number, 1).to_pylist()[0], number, problems)
+        example = self._checked(self._rows(number, 1)[0], number, problems)
         problems.raise_if_any()
         return example
 
@@ -145,19 +167,43 @@ class ExampleFile:
         """
         wanted = None if numbers is None else set(numbers.tolist())
         for start in range(0, len(self), BATCH):
-            for number, raw in enumerate(self._table.slice(start, BATCH).to_pylist(), start):
+            for number, raw in enumerate(self._rows(start, BATCH), start):
                 if wanted is None or number in wanted:
                     example = self._checked(raw, number, problems)
                     if example is not None:
                         yield example
 
-    def _checked(self, raw: Mapping[str, Any], number: int, problems: Problems) -> Example | None:
-        bad, media = list(_findings(raw, self.prompt_key, self.reward_fn_key)), []
+    def _rows(self, start: int, count: int) -> list[Any]:
+        """Return the rows from ``start`` on: dictionaries, or lines that are not parsed yet."""
+        if isinstance(self._stored, list):
+            return self._stored[start : start + count]
+        return self._stored.slice(start, count).to_pylist()
+
+    def _checked(
+        self,
+        raw: Mapping[str, Any] | bytes,  # bytes are a line that is not parsed yet
+        number: int,
+        problems: Problems,
+    ) -> Example | None:
+        if isinstance(raw, bytes):
+            try:
+                raw = parse_line(raw)
+            except LINE_ERRORS as error:
+                problems.add(self.path, LINE_RULE, LINE_FIX, number, str(error))
+                return None
+        bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
+        media: list[bytes] = []
         if others := [name for name in MEDIA if name != self.image_key and raw.get(name)]:
             fix = "leave the column out, or name it in data.image_key if it holds pictures"
             bad.append((f"column {others[0]!r} holds media, which nothing here reads", fix, ""))
+        pictures = raw.get(self.image_key) or []
+        if not isinstance(pictures, list):
+            fix = "write one for each <image> in the prompt"
+            rule = f"{self.image_key} must be a list of pictures"
+            bad.append((rule, fix, type(pictures).__name__))
+            pictures = []
         try:
-            media += map(stored_bytes, (raw[self.image_key] or ()) if self.image_key else ())
+            media += map(stored_bytes, pictures)
         except MediaError as error:
             bad.append((error.rule, error.fix, error.value))
         for rule, fix, value in bad:
@@ -179,47 +225,80 @@ def sha256_of(path: str | Path) -> str:
     return file_sha256(Path(local_path(str(path))).expanduser())
 
 
-def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, image_key: str) -> Any:
-    """Return the columns that examples need. ``path`` is where the file lies here, ``where`` how it was named."""
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return the object of one JSON line, its values as they stand there. Raises LINE_ERRORS."""
+    text = line.decode("utf-8")
+    try:
+        row = json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:  # whose message counts lines inside this one
+        raise ValueError(f"{error.msg} at character {error.pos + 1}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"it holds a {type(row).__name__}")
+    if "\\ud" in text.lower():  # half a surrogate pair is no text that a tokenizer reads
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    return row
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return found
+
+
+def _read_lines(where: str, path: Path, required: Mapping[str, str]) -> list[bytes]:
+    """Return the lines of a file that are not blank. The first one must have the required keys."""
+    try:
+        stored = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise InputError([f"{where}: cannot be read ({error}); check its rights"]) from error
+    lines = [line for line in stored.split(b"\n") if line.strip()]
+    if lines:
+        try:
+            first = parse_line(lines[0])
+        except LINE_ERRORS as error:
+            raise InputError([f"{where}: {LINE_RULE} in 1 row (0: {error}); {LINE_FIX}"]) from error
+        _check_columns(where, required, first)
+    return lines
+
+
+def _read_table(
+    where: str,
+    path: Path,
+    required: Mapping[str, str],
+    optional: Sequence[str],
+) -> Any:
+    """Return the columns of a parquet file that examples need."""
     import pyarrow as pa
-    import pyarrow.json
     import pyarrow.parquet
 
-    where = where if is_url(where) else str(path)
-    if not path.is_file():
-        rule = "is a folder" if path.is_dir() else "does not exist"
-        raise InputError([f"{where}: the parquet file {rule}; {MAKE_ONE}"])
     try:
-        if path.suffix == ".jsonl":
-            whole = pa.json.read_json(path, pa.json.ReadOptions(block_size=2**26))  # bytes: a line must fit
-            names, read = whole.column_names, whole.select
-        else:
-            file = pa.parquet.ParquetFile(path)  # not read_table, which takes a folder named a=b for a column
-            names, read = file.schema_arrow.names, file.read
-        columns = {prompt_key: "data.prompt_key", reward_fn_key: "data.reward_fn_key", "reward_model": "the schema"}
-        if missing := [f"{name!r} ({key})" for name, key in columns.items() if name not in names]:
-            has = ", ".join(names) or "no column"
-            raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        table = read([*columns, *(name for name in dict.fromkeys(("extra_info", image_key, *MEDIA)) if name in names)])
+        # Not read_table, which takes a folder named a=b for a column
+        file = pa.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        _check_columns(where, required, names)
+        return file.read([*required, *(name for name in dict.fromkeys(optional) if name in names)])
     except (pa.ArrowInvalid, OSError) as error:
-        raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
-    for name in {image_key, *MEDIA} & set(names):
-        if table[name].null_count == table.num_rows:
-            table = table.drop_columns([name])
-        elif not pa.types.is_nested(kind := table[name].type):
-            raise InputError([f"{where}: column {name!r} of media holds {kind}; it must hold lists"])
-    if table.num_rows == 0:
-        raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
-    return table
+        rule = f"not a readable parquet file ({error})"
+        fix = f"name a file of JSON lines .jsonl; {MAKE_ONE}"
+        raise InputError([f"{where}: {rule}; {fix}"]) from error
+
+
+def _check_columns(where: str, required: Mapping[str, str], names: Collection[str]) -> None:
+    if missing := [f"{name!r} ({key})" for name, key in required.items() if name not in names]:
+        rule = f"no column {', '.join(missing)}; it has {', '.join(names) or 'no column'}"
+        raise InputError([f"{where}: {rule}: rename a column or set the key"])
 
 
 def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Iterator[tuple[str, str, str]]:
     """Yield what breaks the schema, at most one finding a column: the rule, the fix, the value that breaks it."""
-    source, reward, extra = raw[source_key], raw["reward_model"], raw.get("extra_info")
+    source, reward, extra = raw.get(source_key), raw.get("reward_model"), raw.get("extra_info")
     if not isinstance(source, str) or not source:
         rule = f"{source_key} must be a non-empty string"
         yield rule, "name the data set, its scorer is looked up by it", repr(source)
-    if finding := _prompt_finding(raw[prompt_key]):
+    if finding := _prompt_finding(raw.get(prompt_key)):
         rule, value = finding
         yield f"{prompt_key} {rule}", "see core/data/parquet.py, or leave the row out", value
     if not isinstance(reward, dict):

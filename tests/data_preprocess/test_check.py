@@ -71,7 +71,7 @@ def test_problems_of_every_kind_end_with_1(tmp_path, capsys):
     )
     good = rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k")
     code, out = checked(capsys, tmp_path / "none.parquet", bad, good)  # the first hides neither other
-    assert code == 1 and "none.parquet: the parquet file does not exist" in out
+    assert code == 1 and "none.parquet: the file does not exist" in out
     assert "prompt must not be empty in 1 row (3)" in out
     assert "the ground truth is empty in 1 row (1)" in out
     assert "no scorer for data_source='openai/gsm8'; nearest: openai/gsm8k in 1 row (2)" in out

@@ -44,9 +44,53 @@ def test_json_lines_are_examples_too(tmp_path):
     written = ExampleFile(write_parquet(tmp_path / "a.parquet", rows))
     lines = ExampleFile(tmp_path / "a.jsonl")
     assert [lines.example(n).content_hash for n in (0, 1)] == [written.example(n).content_hash for n in (0, 1)]
-    (tmp_path / "bad.jsonl").write_text('{"prompt": 1')
-    with pytest.raises(InputError, match="not a readable parquet file"):
-        ExampleFile(tmp_path / "bad.jsonl")
+
+
+def lines_file(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ExampleFile(path)
+
+
+@pytest.mark.parametrize(
+    "golds",
+    [
+        ["2020-01-05", "1999-12-31 10:00:00"],
+        [34, 0.5],
+        [12345678901234567890, 9007199254740993, 0.5],
+        ["5", 5, ["5", "five"], {"a": 1}, True],
+        [{"a": 1}, {"b": {"c": ["2020-01-05"]}}],
+        [[], [1, "x", None]],
+    ],
+)
+def test_values_of_json_lines_are_those_of_the_file(tmp_path, golds):
+    rows = [plain_row(0, reward_model={"ground_truth": gold}, extra_info={"seen": gold}) for gold in golds]
+    for row, unread in zip(rows, [1, "a", None, [2], {"b": 3}], strict=False):
+        row["unread"] = unread
+    examples = list(lines_file(tmp_path / "a.jsonl", rows).examples(Problems()))
+    read = [(row.ground_truth, row.extra_info["seen"]) for row in examples]
+    assert read == [(gold, gold) for gold in golds]
+    kinds = [(type(gold), type(seen)) for gold, seen in read]
+    assert kinds == [(type(gold), type(gold)) for gold in golds]
+
+
+def test_a_line_that_is_no_row_is_named_and_hides_no_other(tmp_path):
+    good = json.dumps(plain_row(0)).encode()
+    twice = good.replace(b'"data_source"', b'"prompt"')
+    bad = [good[:50], b"[1]", b"3", good.replace(b"s0", b"\xe9"), b"[" * 100_000, twice]
+    bad += [good.replace(b"s0", b"\\ud800"), good.replace(b'"prompt"', b'"question"')]
+    (tmp_path / "a.JSONL").write_bytes(b"\xef\xbb\xbf" + b"\r\n\n".join([good, *bad, good]))
+    file, problems = ExampleFile(tmp_path / "a.JSONL"), Problems()
+    assert len(file) == len(bad) + 2
+    assert [row.number for row in file.examples(problems)] == [0, len(bad) + 1]
+    (line, rows), (missing, last) = ((rule, rows) for (_, rule, _), rows in problems.found.items())
+    assert "JSON" in line and [row.partition(":")[0] for row in rows] == [*"1234567"]
+    assert missing == "prompt must not be empty" and last == ["8"]
+    for place, text in enumerate([*bad, b"[{}]", "{}".encode("utf-16")]):
+        (tmp_path / "first.jsonl").write_bytes(text)
+        said = "no column" if place == len(bad) - 1 else "JSON"
+        with pytest.raises(InputError, match=said) as caught:
+            ExampleFile(tmp_path / "first.jsonl")
+        assert len(caught.value.problems) == 1 and "parquet file" not in str(caught.value)
 
 
 def test_batches_and_choices_give_the_same_rows(tmp_path, monkeypatch):
@@ -100,6 +144,7 @@ def test_rows_that_are_fine_though_they_look_odd(tmp_path):
             dict(text='[{"role": "user", "content": "q"}]'),
             "prompt must not be a chat that was written as text",
         ),
+        (dict(images="a.png"), "images must be a list of pictures in 1 row (0: str)"),
         (dict(videos=[b"frames"]), "column 'videos' holds media, which nothing here reads in 1 row (0); leave the"),
     ],
 )
