@@ -253,7 +253,7 @@ class RayPPOTrainer:
                 ahead=looks_ahead,
             )
             self.collected = self.runner.run(collecting)
-        self.reward.failures.stop_if_all()
+        self.reward.failures.stop_if_none_is_graded(self.collected.groups)
         self.collect_state = self.collected.state
         if not looks_ahead:
             # Which groups beyond the step were answered depends on timing, and must not reach a checkpoint
@@ -402,7 +402,7 @@ class RayPPOTrainer:
         step = metrics.step
         with metrics.time("testing"):
             groups = self.runner.run(self.evaluate())
-        self.reward.failures.stop_if_all()
+        self.reward.failures.stop_if_none_is_graded(groups)
         metrics.add(self.reward.usage("perf/val_judge"))
         metrics.add(self.reward.failures.rate("reward/val_failed_rate"))
         self.clock.take()  # of validation, which is one part of the step

@@ -55,6 +55,16 @@ class Score:
         return self.parts["acc"]
 
     @property
+    def ungraded(self) -> bool:
+        """Return whether the scorer failed, so that the value is no judgement of the answer."""
+        return self.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
+
+    @property
+    def left_out(self) -> bool:
+        """Return whether the answer enters neither the loss nor its group's statistics."""
+        return self.masked and self.ungraded
+
+    @property
     def raw(self) -> float:
         """Return what the scorer gave, whatever a recipe has made of ``value``."""
         return self.parts[RAW]

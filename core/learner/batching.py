@@ -18,7 +18,6 @@ from core.algorithm.sequences import count_by_sequence
 from core.config import code_by_path, registry
 from core.data.draw_order import permutation
 from core.types import ScoredGroup, TrainBatch, Trajectory
-from reward_scores.score import ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.training_keys import ActorConfig, CriticConfig
@@ -31,6 +30,7 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
 
     A sequence whose score is masked has an empty ``loss_mask``: no loss, and out of every denominator. An
     answer that could not be graded is out of its group's statistics too; one that was cut short is not.
+    Where the greedy answer could not be graded its group has no baseline, and all of it is left out.
     Without ``state_masking`` what tools wrote is trained on as if the policy had written it: Search-R1's ablation.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -45,9 +45,11 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     ids = np.concatenate([part for t in trajectories for part in (t.prompt_ids, t.response_ids)], dtype=np.int32)
     sampled = flat(lambda t: t.response_mask, np.bool_)
     response_mask = sampled if state_masking else flat(lambda t: np.ones(len(t.response_ids)), np.bool_)
-    live = torch.tensor([not score.masked for score in scores])
-    errored = torch.tensor([s.masked and s.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH) for s in scores])
     sizes = torch.tensor([len(group) for group in groups])
+    no_baseline = [group.baseline is not None and group.baseline.left_out for group in groups]
+    errored = torch.tensor([score.left_out for score in scores])
+    errored |= torch.tensor(no_baseline).repeat_interleave(sizes)
+    live = torch.tensor([not score.masked for score in scores]) & ~errored
     baseline = None
     if all(group.baseline is not None for group in groups):
         baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)

@@ -10,14 +10,14 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.graders import GraderPool, InProcess
 from core.rewards.grading import Answer, CustomFunction, Failure, Job, JoinedCalls, RewardModelCall, Scorers
 from core.rewards.scorer_check import MODEL_STYLE, check_scorers, written
-from core.types import Prompt, Trajectory
+from core.types import Prompt, ScoredGroup, Trajectory
 from reward_scores import SCORERS
 from reward_scores.score import Score
 
@@ -31,7 +31,7 @@ FUSION_GIVE_UP_S = 120.0  # for which a Sandbox Fusion server that is away is tr
 
 
 class RewardError(InputError):
-    """Answers could not be scored, and the run cannot go on: by ``reward_model.on_error``, or since none ever could."""
+    """Answers could not be scored, and the run cannot go on: by ``reward_model.on_error``, or as none could."""
 
 
 class RewardLayer:
@@ -162,16 +162,15 @@ class Failures:
 
     def __init__(self) -> None:
         self.answers = self.failed = 0  # since the last rate
-        self.all_answers = self.all_failed = 0
-        self.first = ""  # the report of the first failure
+        self.first = self.latest = ""  # reports of failures
 
     def count(self, report: str) -> None:
         """Count an answer. ``report`` tells why it has no score, and is empty for one that has."""
-        self.answers, self.all_answers = self.answers + 1, self.all_answers + 1
-        self.failed, self.all_failed = self.failed + bool(report), self.all_failed + bool(report)
+        self.answers, self.failed = self.answers + 1, self.failed + bool(report)
         if report and not self.first:
             self.first = report
             log.warning("%sShown once; reward/failed_rate has the share of each step", report)
+        self.latest = report or self.latest
 
     def rate(self, name: str) -> dict[str, float]:
         """Return the share of failures since the last call, dropped groups included; nothing without answers."""
@@ -179,11 +178,21 @@ class Failures:
         self.answers = self.failed = 0
         return share
 
-    def stop_if_all(self, least: int = 1) -> None:
-        """Raise RewardError where at least ``least`` answers were scored so far and every one failed."""
-        if self.all_failed == self.all_answers >= least:
-            rule = f"the scorer failed on each of the {self.all_answers} answers so far"
-            raise RewardError(f"{rule}, so that nothing can be learnt or measured; the first one:\n{self.first}")
+    def stop_if_all(self, least: int) -> None:
+        """Raise RewardError where ``least`` answers were scored since the last rate and every one failed."""
+        if self.failed == self.answers >= least:
+            self._stop(self.answers)
+
+    def stop_if_none_is_graded(self, groups: Iterable[ScoredGroup]) -> None:
+        """Raise RewardError where the scorer failed on every answer of a step or a validation."""
+        scores = [score for group in groups for score in group.scores]
+        if scores and all(score.ungraded for score in scores):
+            self._stop(len(scores))
+
+    def _stop(self, answers: int) -> NoReturn:
+        rule = f"the scorer failed on each of {answers} answers, of which nothing can be learnt"
+        fix = "correct the scorer, or what it needs, and repeat the command"
+        raise RewardError(f"{rule}; {fix}. The latest one:\n{self.latest}")
 
 
 def facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:

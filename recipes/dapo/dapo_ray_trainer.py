@@ -12,11 +12,10 @@ from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rollout.collect import CollectLimits
 from core.types import ScoredGroup, Trajectory
-from reward_scores.score import Score, ScoreStatus
+from reward_scores.score import Score
 
 SHAPED = ("seq_reward", "seq_final_reward")  # verl's names of the shaped score; the second is refused with KL in reward
 SAME = 1e-6  # rewards this close are equal: what is left is rounding
-FAILED = (ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
 
 
 class RayDAPOTrainer(RayPPOTrainer):
@@ -46,7 +45,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         filters = self.config.algorithm.filter_groups
         if not filters.enable:
             return True
-        counted = (score for score in group.scores if not (score.masked and score.status in FAILED))
+        counted = (score for score in group.scores if not score.left_out)
         values = [compared_value(score, group, filters.metric or "acc") for score in counted]
         return len(values) > 1 and max(values) - min(values) > SAME
 
@@ -70,7 +69,7 @@ def overlong_punishment(length: int, limit: int, buffer: int) -> float:
 
 def compared_value(score: Score, group: ScoredGroup, metric: str) -> float:
     """Return the value that the filter compares. Raises InputError where the scorer gives no such part."""
-    if metric in SHAPED or (score.status in FAILED and metric not in score.parts):
+    if metric in SHAPED or (score.ungraded and metric not in score.parts):
         return score.value
     if metric not in score.parts:
         raise InputError(

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.advantages import AdvantageInputs, grpo
+from core.algorithm.advantages import AdvantageInputs, grpo, inputs_of, remax
 from core.algorithm.losses import loss_weights
+from core.config.training_keys import AlgorithmConfig
 from core.learner.batching import (
     contributing_sequences,
     make_batch,
@@ -17,7 +18,7 @@ from core.learner.batching import (
     mini_batches,
     split_zero_gradient,
 )
-from core.types import BATCH_FIELDS, Prompt, ScoredGroup, Stop, Trajectory
+from core.types import BATCH_FIELDS, Prompt, ScoredGroup, Stop, Trajectory, pad
 from reward_scores.score import Score, ScoreStatus
 
 PAD = 99
@@ -63,6 +64,23 @@ def test_sequences_are_prompt_then_response(groups):
     assert batch.rollout_log_probs[:5].tolist() == [0, 0, -0.5, -0.5, -0.5]
     based = [scored([1], [trajectory([1], [2])] * 2, [Score(1.0)] * 2, baseline=Score(0.75))]
     assert make_batch(based, PAD).baseline.tolist() == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("status", [ScoreStatus.CRASH, ScoreStatus.TIMEOUT])
+def test_a_greedy_answer_that_could_not_be_graded_is_no_baseline_of_0(status):
+    """With on_error=mask its group trains nothing, and the other group is trained as if alone."""
+    failed = Score(0.0, {"acc": 0.0}, status, masked=True)
+    answers = [trajectory([1], [2, 3]), trajectory([1], [4])]
+    lost = scored([1], answers, [Score(1.0), Score(2.0)], baseline=failed)
+    kept = scored([5], answers, [Score(1.0), Score(2.0)], ordinal=1, baseline=Score(0.75))
+    batch = make_batch([lost, kept], PAD)
+    assert batch.in_group_stats.tolist() == [False, False, True, True]
+    assert batch.padded("loss_mask").any(1).tolist() == [False, False, True, True]
+    advantages, _ = remax(inputs_of(batch, AlgorithmConfig(adv_estimator="remax")))
+    assert pad(advantages, batch.lengths).amax(1).tolist() == [0.0, 0.0, 0.25, 1.25]
+    cut_short = Score(0.75, masked=True)  # a penalty for length masks an answer that was graded
+    batch = make_batch([scored([1], answers, [Score(1.0), Score(2.0)], baseline=cut_short)], PAD)
+    assert batch.in_group_stats.all() and batch.baseline.tolist() == [0.75, 0.75]
 
 
 def test_two_groups_with_one_prompt_stay_two():

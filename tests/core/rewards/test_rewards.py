@@ -234,16 +234,18 @@ def test_the_first_failure_is_printed_once_and_the_rate_counted(make_layer, capl
     assert "uid='row-7'" in said and "Traceback" in said and "KeyError: 'bad'" in said and "on_error=mask" in said
     assert layer.failures.rate("reward/failed_rate") == {"reward/failed_rate": 2 / 3}
     assert layer.failures.rate("reward/failed_rate") == {}
-    layer.failures.stop_if_all()
 
 
-def test_a_run_in_which_no_answer_ever_had_a_score_stops(make_layer):
+def test_a_step_in_which_no_answer_had_a_score_stops_the_run(make_layer):
+    """Whatever earlier steps had; the rate is taken once a step."""
     layer = make_layer("return {'7': 1.0}[solution_str]")
     layer.check([row()])  # what was graded at start is no answer of the run
+    grade(layer, prompt("tests/a"), trajectory("7"))
+    layer.failures.rate("reward/failed_rate")
     grade(layer, prompt("tests/a"), *map(trajectory, ("bad", "worse")))
     layer.failures.stop_if_all(least=3)
-    with pytest.raises(RewardError, match="(?s)each of the 2 answers.*KeyError: 'bad'"):
-        layer.failures.stop_if_all()
+    with pytest.raises(RewardError, match="(?s)each of 2 answers.*KeyError: 'worse'"):
+        layer.failures.stop_if_all(least=2)
 
 
 # --- at start ---

@@ -27,9 +27,20 @@ def test_a_run_whose_every_answer_fails_stops_before_its_first_update(folder, re
     config = configured(folder, recipe, *given, recipe=recipe, steps=3)
     trainer = RayDAPOTrainer if recipe == "dapo" else RayPPOTrainer
     run = scripted(trainer)(config, lambda request, _: "x").init_workers()
-    with pytest.raises(RewardError, match="(?s)answers so far.*ValueError: x"):
+    with pytest.raises(RewardError, match="(?s)failed on each of .* answers.*ValueError: x"):
         run.fit()
     assert run.run.step == 0 and run.workers.version == 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_whose_every_answer_fails_stops_the_run_after_steps_that_had_scores(folder, staleness):
+    """A server that went away would be a reward of 0 for ever; also where its answers were drawn a step ahead."""
+    keys = [f"trainer.max_staleness={staleness}", "algorithm.rollout_correction.rollout_is=token"]
+    config = configured(folder, f"away-{staleness}", *keys[: 2 * staleness], steps=9)
+    run = scripted()(config, lambda request, version: "x" if version > 2 else str(request.seed % 5)).init_workers()
+    with pytest.raises(RewardError, match="(?s)failed on each of 8 answers.*ValueError: x"):
+        run.fit()
+    assert run.run.step == run.workers.version == 3 + staleness
 
 
 def test_the_rate_counts_dropped_groups_and_stands_in_the_steps_line(folder, capsys):

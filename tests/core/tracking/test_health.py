@@ -29,11 +29,12 @@ def folder(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("health"))
 
 
-def answers(bad=(), text="3"):
-    """Groups of unequal answers 0..4, but ``text`` from the versions in ``bad``."""
+def answers(bad=(), text="3", spared=False):
+    """Groups of unequal answers 0..4, but ``text`` from the versions in ``bad``, with a fifth ``spared``."""
 
     def respond(request, version):
-        return text if version + 1 in bad else str(request.seed % 5)
+        digit = request.seed % 5
+        return text if version + 1 in bad and not (spared and digit == 0) else str(digit)
 
     return respond
 
@@ -50,7 +51,7 @@ PLANTED = {
     "logp_diff": (0.5, {}, at("rollout_corr/logp_diff_mean", 0.7)),
     "entropy_gap": (6, {}, at("rollout_corr/entropy_gap_z", -6.1)),
     "zero_variance": (0.99, {"bad": (4, 5)}, at("", 0, ())),
-    "scorer_errors": (0.9, {"bad": (4, 5), "text": "x"}, at("", 0, ())),
+    "scorer_errors": (0.5, {"bad": (4, 5), "text": "x", "spared": True}, at("", 0, ())),
 }
 WINDOW = {"reward_drop": 2, "scorer_errors": 1}
 
