@@ -289,7 +289,7 @@ class RayPPOTrainer:
 
         It compares with old log-probs: without them the batch stays as it is.
         """
-        if "old_log_probs" not in batch.stored:
+        if not batch.has("old_log_probs"):
             return batch
         batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
         metrics.add(corrected)

@@ -141,60 +141,81 @@ class Dropped:
     tokens: int
 
 
-class BatchField:
-    """A field of a batch: its axes, and the phase that sets it. As an attribute it is the tensor that is stored.
-
-    One of another phase than ``make_batch`` is None until it is set.
-    """
-
-    def __init__(self, axes: str, phase: str = "make_batch"):
-        self.axes, self.phase = axes, phase
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, batch: TrainBatch | None, owner: type) -> Any:
-        if batch is None:
-            return self
-        return batch.require(self.name) if self.phase == "make_batch" else batch.stored.get(self.name)
+def token_field(phase: str) -> Any:
+    """Declare a field of a batch with one entry for each of its N tokens, which ``phase`` sets."""
+    return field(init=False, metadata={"axes": "N", "phase": phase})
 
 
-@dataclass(frozen=True, eq=False)
+def sequence_field(phase: str) -> Any:
+    """Declare a field of a batch with one entry for each of its B sequences, which ``phase`` sets."""
+    return field(init=False, metadata={"axes": "B", "phase": phase})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class TrainBatch:
     """What a step trains on: the tokens of all sequences, one sequence after another, without padding.
 
-    Phases set fields with :meth:`adding`. Two phases replace one: rollout correction takes rejected tokens out of
-    ``loss_mask``, and a KL penalty lowers ``reward``. A batch is pickled as numpy arrays, whose memory Ray shares
-    between the processes of a node; what was cut from a larger batch does not carry the rest of it along.
+    Phases set fields with :meth:`adding`. A field that is read before its phase has set it raises an
+    error that names the phase; :meth:`has` tells which are set. Two phases replace a field: rollout
+    correction takes rejected tokens out of ``loss_mask``, and a KL penalty lowers ``reward``.
 
-    Shapes: each field has N tokens (prompts included) or B sequences, as its first argument says. Ids are int32, masks
-    bool, ``group`` and ``trace_row`` int64, all others float32. Numbers of tokens are 0 outside ``response_mask``.
+    A batch is pickled as numpy arrays, whose memory Ray shares between the processes of a node. What
+    was cut from a larger batch does not carry the rest of it along.
+
+    Shapes: a token field has [N] entries (prompts included), a sequence field [B]. Ids are int32,
+    masks bool, ``group`` and ``trace_row`` int64, all others float32. Token fields of numbers are 0
+    outside ``response_mask``.
     """
 
     lengths: Tensor  # [B] int64: tokens of each sequence
-    stored: Mapping[str, Tensor]  # of each field that is set
     pad_id: int = 0  # for padded()
-    media: Mapping[int, Any] = field(default_factory=dict)  # Prompt.media of each group, once a group
+    media: Mapping[int, Any] = field(default_factory=dict)  # group -> Prompt.media
 
-    input_ids = BatchField("N")  # prompt, then response
-    response_mask = BatchField("N")  # written by the policy
-    loss_mask = BatchField("N")  # response_mask less the sequences and tokens that carry no loss
-    group = BatchField("B")  # index of the sequence's prompt in the step
-    reward = BatchField("B")  # the shaped score; less its KL penalty once that is taken off
-    in_group_stats = BatchField("B")  # the sequence's reward enters its group's statistics
-    rollout_log_probs = BatchField("N")  # as the engine reported them
-    sampled_mask = BatchField("N", "make_batch, without state masking")  # has one, where that is not response_mask
-    baseline = BatchField("B", "make_batch, for an estimator with a greedy baseline")  # that answer's score
-    old_log_probs = BatchField("N", "compute_log_probs")  # the learner's, before the step's first update
-    entropy = BatchField("N", "compute_log_probs")  # of the distribution of the old log-probs, until it is measured
-    ref_log_prob = BatchField("N", "compute_log_probs, with a KL term")  # the reference policy's
-    values = BatchField("N", "compute_log_probs, with a critic")
-    rollout_is_weights = BatchField("N", "rollout correction, with rollout_correction.rollout_is")  # of the loss
-    advantages = BatchField("N", "compute_advantages")
-    returns = BatchField("N", "compute_advantages")  # the critic's target
-    loss_weight = BatchField("N", "mini_batches, once a mini-batch")  # the token's share of the objective
-    selected = BatchField("N", "mini_batching, for a policy loss that selects tokens")  # treated apart by it
-    trace_row = BatchField("B", "update, in steps that trainer.trace records")  # one more than the index in the step
+    # The prompt's tokens, then the response's
+    input_ids: Tensor = token_field("make_batch")
+    # True where the policy wrote the token
+    response_mask: Tensor = token_field("make_batch")
+    # response_mask without the sequences and tokens that carry no loss
+    loss_mask: Tensor = token_field("make_batch")
+    # Index of the sequence's prompt in the step
+    group: Tensor = sequence_field("make_batch")
+    # The shaped score; later less its KL penalty
+    reward: Tensor = sequence_field("make_batch")
+    # True where the sequence's reward enters its group's statistics
+    in_group_stats: Tensor = sequence_field("make_batch")
+    # As the engine reported them
+    rollout_log_probs: Tensor = token_field("make_batch")
+    # True where the policy sampled the token, if that is not response_mask
+    sampled_mask: Tensor = token_field("make_batch, without state masking")
+    # Score of the greedy answer to the sequence's prompt
+    baseline: Tensor = sequence_field("make_batch, for an estimator with a greedy baseline")
+    # The learner's log-probs before the step's first update
+    old_log_probs: Tensor = token_field("compute_log_probs")
+    # Entropy of the distribution behind the old log-probs
+    entropy: Tensor = token_field("compute_log_probs")
+    # The reference policy's log-probs
+    ref_log_prob: Tensor = token_field("compute_log_probs, with a KL term")
+    values: Tensor = token_field("compute_log_probs, with a critic")
+    # Factors of the loss
+    rollout_is_weights: Tensor = token_field("rollout correction, with rollout_is")
+    advantages: Tensor = token_field("compute_advantages")
+    # The critic's target
+    returns: Tensor = token_field("compute_advantages")
+    # The token's share of the objective of its mini-batch
+    loss_weight: Tensor = token_field("mini_batches, once a mini-batch")
+    # Tokens that the policy loss treats apart
+    selected: Tensor = token_field("mini_batching, for a policy loss that selects tokens")
+    # One more than the sequence's index in the step
+    trace_row: Tensor = sequence_field("update, in steps that trainer.trace records")
+
+    if not TYPE_CHECKING:  # a type checker knows the fields above and no others
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError for a field that is not set, which names the phase that sets it."""
+            if name not in BATCH_FIELDS:
+                raise AttributeError(f"TrainBatch has no field {name!r}")
+            phase = BATCH_FIELDS[name].metadata["phase"]
+            raise AttributeError(f"TrainBatch.{name} is not set yet: {phase} sets it")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -204,34 +225,42 @@ class TrainBatch:
         """Return N, the number of tokens."""
         return int(self.lengths.sum())
 
-    def require(self, name: str) -> Tensor:
-        """Return a field, or raise an error that names the phase which should have set it."""
-        if name not in self.stored:
-            raise ValueError(f"TrainBatch.{name} is not set yet: {BATCH_FIELDS[name].phase} sets it")
-        return self.stored[name]
+    def has(self, name: str) -> bool:
+        """Return whether a field is set."""
+        return BATCH_FIELDS[name].name in vars(self)
+
+    def optional(self, name: str) -> Tensor | None:
+        """Return a field, or None where it is not set."""
+        return getattr(self, name) if self.has(name) else None
+
+    @property
+    def stored(self) -> dict[str, Tensor]:
+        """Return the fields that are set."""
+        return {name: vars(self)[name] for name in BATCH_FIELDS if name in vars(self)}
 
     def padded(self, name: str) -> Tensor:
         """Return a field of tokens as [B, T], padded on the right; T is the longest sequence."""
-        return pad(self.require(name), self.lengths, self.pad_id if name == "input_ids" else 0)
+        fill = self.pad_id if name == "input_ids" else 0
+        return pad(getattr(self, name), self.lengths, fill)
 
     def adding(self, **fields: Tensor | None) -> TrainBatch:
         """Return a batch with these fields set as well; None takes a field away."""
-        stored = dict(self.stored)
+        stored = self.stored
         for name, value in fields.items():
             if value is None:
                 stored.pop(name, None)
                 continue
-            axes = BATCH_FIELDS[name].axes
+            axes = BATCH_FIELDS[name].metadata["axes"]
             shape = (len(self) if axes == "B" else self.tokens,)
             if tuple(value.shape) != shape:
                 raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {shape} ({axes})")
             stored[name] = value.int() if name == "input_ids" else value
-        return dataclasses.replace(self, stored=stored)
+        return self._with(stored)
 
     def only(self, names: Collection[str]) -> TrainBatch:
         """Return a batch that has no other fields than these: what a process reads, and is sent."""
         kept = {*names, "group"} if self.media else names
-        return dataclasses.replace(self, stored={name: value for name, value in self.stored.items() if name in kept})
+        return self._with({name: value for name, value in self.stored.items() if name in kept})
 
     def rows(self, index: Any) -> TrainBatch:
         """Return the sequences of ``index`` (a slice, a list or a tensor of numbers), with every field that is set.
@@ -266,29 +295,42 @@ class TrainBatch:
     def blank_row(self) -> TrainBatch:
         """Return a sequence of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
         blank = self._map(lambda value, axes: value.new_zeros(2 if axes == "N" else 1), self.lengths.new_full((1,), 2))
-        return dataclasses.replace(blank, media={})
+        return blank._with(blank.stored, media={})
 
     def to(self, device: Any) -> TrainBatch:
         lengths = self.lengths.to(device, non_blocking=True)
         return self._map(lambda value, axes: value.to(device, non_blocking=True), lengths)
 
     def _map(self, f: Callable[[Tensor, str], Tensor], lengths: Tensor) -> TrainBatch:
-        stored = {name: f(value, BATCH_FIELDS[name].axes) for name, value in self.stored.items()}
-        return dataclasses.replace(self, lengths=lengths, stored=stored)
+        """Return a batch whose fields are ``f(field, axes)`` and whose sequences have ``lengths``."""
+        axes = {name: BATCH_FIELDS[name].metadata["axes"] for name in self.stored}
+        stored = {name: f(value, axes[name]) for name, value in self.stored.items()}
+        return self._with(stored, lengths=lengths)
+
+    def _with(self, stored: Mapping[str, Tensor], **changes: Any) -> TrainBatch:
+        """Return a batch with exactly the fields ``stored``; ``changes`` are arguments of the class."""
+        same = {"lengths": self.lengths, "pad_id": self.pad_id, "media": self.media}
+        batch = TrainBatch(**{**same, **changes})
+        vars(batch).update(stored)
+        return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        stored = {name: value.cpu().numpy() for name, value in self.stored.items()}
-        here = set(stored["group"].tolist()) if self.media else ()
-        media = {group: value for group, value in self.media.items() if group in here}
-        return {**vars(self), "lengths": self.lengths.cpu().numpy(), "stored": stored, "media": media}
+        media = self.media
+        if media:
+            groups_here = set(self.group.tolist())
+            media = {group: value for group, value in media.items() if group in groups_here}
+        arrays = {name: value.cpu().numpy() for name, value in self.stored.items()}
+        return {"lengths": self.lengths.cpu().numpy(), "arrays": arrays, "pad_id": self.pad_id, "media": media}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         import torch
 
-        with warnings.catch_warnings():  # Ray maps what it holds into every process of a node; nothing writes to it
+        arrays = {"lengths": state["lengths"], **state["arrays"]}
+        with warnings.catch_warnings():
+            # Ray maps what it holds into every process of a node; nothing writes to it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            stored = {name: torch.from_numpy(value) for name, value in state["stored"].items()}
-            vars(self).update({**state, "lengths": torch.from_numpy(state["lengths"]), "stored": stored})
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        vars(self).update(tensors, pad_id=state["pad_id"], media=state["media"])
 
 
 def pad(value_N: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
@@ -305,7 +347,7 @@ def token_places(lengths_B: Tensor) -> Tensor:
     return torch.arange(longest, device=lengths_B.device) < lengths_B[:, None]
 
 
-BATCH_FIELDS = {name: one for name, one in vars(TrainBatch).items() if isinstance(one, BatchField)}
+BATCH_FIELDS = {part.name: part for part in dataclasses.fields(TrainBatch) if "phase" in part.metadata}
 
 
 class StepMetrics:

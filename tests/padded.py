@@ -47,9 +47,11 @@ class PaddedAdvantageInputs:
 
 def batch_of_padded(*, attention_mask: Tensor, pad_id: int = 0, **fields: Tensor | None) -> TrainBatch:
     """Return the batch of fields of which those of tokens are padded on the right."""
-    of_tokens = {name for name, value in fields.items() if value is not None and BATCH_FIELDS[name].axes == "N"}
+    of_tokens = {
+        name for name, value in fields.items() if value is not None and BATCH_FIELDS[name].metadata["axes"] == "N"
+    }
     flat = {name: value[attention_mask] if name in of_tokens else value for name, value in fields.items()}
-    return TrainBatch(attention_mask.sum(dim=1), {}, pad_id).adding(**flat)
+    return TrainBatch(attention_mask.sum(dim=1), pad_id).adding(**flat)
 
 
 def on_padded(estimator: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:

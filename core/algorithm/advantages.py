@@ -168,7 +168,7 @@ def inputs_of(batch: TrainBatch, config: AlgorithmConfig, token_rewards_N: Tenso
         gamma=config.gamma,
         lam=config.lam,
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
-        **{name: getattr(batch, name) for name in OPTIONAL},
+        **{name: batch.optional(name) for name in OPTIONAL},
     )
 
 

@@ -108,7 +108,7 @@ def batch_is_sampled(groups: Sequence[ScoredGroup], batch: TrainBatch) -> None:
     ids = np.concatenate([ids for t in trajectories for ids in (t.prompt_ids, t.response_ids)])
     require(np.array_equal(batch.input_ids.numpy(), ids), "batch", "input_ids are not what was sampled", remedy)
     wrote = np.concatenate([m for t in trajectories for m in (np.zeros(len(t.prompt_ids), np.bool_), t.response_mask)])
-    mask = batch.response_mask if batch.sampled_mask is None else batch.sampled_mask
+    mask = batch.sampled_mask if batch.has("sampled_mask") else batch.response_mask
     wrong = int((mask.numpy() != wrote).sum())
     require(not wrong, "batch", f"the mask of {wrong} tokens is not whether the policy wrote them", remedy)
     sampled = np.concatenate([t.logprobs[t.response_mask] for t in trajectories])
@@ -118,7 +118,7 @@ def batch_is_sampled(groups: Sequence[ScoredGroup], batch: TrainBatch) -> None:
 
 def weights_sum_to_one(step: TrainBatch, mode: str) -> None:
     """Check that an optimizer step weighs the tokens that carry loss alone, and that a mean's weights sum to one."""
-    weight = step.require("loss_weight")
+    weight = step.loss_weight
     left = int((step.loss_mask.bool() != (weight != 0)).sum())
     found = f"{left} tokens have a loss weight and carry no loss, or carry loss and have no weight"
     require(not left, "update", found, "an answer's end of the sequence carries loss like its other tokens")
@@ -144,7 +144,7 @@ def advantages_fit(batch: TrainBatch, token_rewards_N: Tensor | None, config: Al
     reward_B = batch.reward.double()
     if token_rewards_N is not None:
         reward_B = reward_B + sum_by_sequence(token_rewards_N, batch.lengths)
-    kept_N = batch.require("advantages").double().masked_fill(~batch.response_mask, 0)
+    kept_N = batch.advantages.double().masked_fill(~batch.response_mask, 0)
     mine_B = sum_by_sequence(kept_N, batch.lengths) / tokens_B.clamp(min=1)
     _, group_B = batch.group.unique(return_inverse=True)
     size_G = group_B.bincount()
@@ -168,8 +168,8 @@ def advantages_fit(batch: TrainBatch, token_rewards_N: Tensor | None, config: Al
 def finite(batch: TrainBatch, phase: str, *names: str) -> None:
     """Check that fields which a phase has set hold neither an infinity nor NaN."""
     for name in names:
-        if name in batch.stored:
-            count = int((~batch.require(name).isfinite()).sum())
+        if batch.has(name):
+            count = int((~getattr(batch, name).isfinite()).sum())
             found = f"{count} numbers of {name} are not finite"
             require(not count, phase, found, "look at the weights and at the scores")
 

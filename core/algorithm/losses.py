@@ -339,7 +339,7 @@ def kl_rewards(batch: TrainBatch, controller: KLController, kind: str) -> tuple[
     token means, an empty one counts as 0, as published; ``actor/reward_kl_penalty_coeff`` is the coefficient that was
     used, the one before the update.
     """
-    old, ref, mask = batch.require("old_log_probs"), batch.require("ref_log_prob"), batch.response_mask
+    old, ref, mask = batch.old_log_probs, batch.ref_log_prob, batch.response_mask
     kl_N = kl_penalty(old.detach(), ref.detach(), kind, mask)
     mean = float(mean_by_sequence(kl_N, mask.bool(), batch.lengths).mean())
     metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": controller.value}

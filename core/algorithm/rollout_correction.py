@@ -38,7 +38,7 @@ PERPLEXITY_BOUND = 80.0  # nats: a metric must be finite
 
 def sampled(batch: TrainBatch) -> Tensor:
     """Return the tokens for which the engine has a log-prob, [N] bool."""
-    return batch.response_mask if batch.sampled_mask is None else batch.sampled_mask
+    return batch.sampled_mask if batch.has("sampled_mask") else batch.response_mask
 
 
 def log_ratio(log_prob_N: Tensor, rollout_log_prob_N: Tensor, mask_N: Tensor) -> Tensor:
@@ -110,10 +110,10 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
     """
     remedies = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
     mask, lengths, metrics = sampled(batch), batch.lengths, {}
-    if not bool(mask.any()) or (batch.sampled_mask is None and all(remedy is None for remedy in remedies)):
+    if not bool(mask.any()) or (not batch.has("sampled_mask") and all(remedy is None for remedy in remedies)):
         return batch, metrics
     others, kept = batch.response_mask & ~mask, mask
-    ratio = log_ratio(batch.require("old_log_probs"), batch.rollout_log_probs, mask)
+    ratio = log_ratio(batch.old_log_probs, batch.rollout_log_probs, mask)
     if config.rollout_is is not None:
         bounds = weight_bounds(config.rollout_is_threshold)
         applied, raw = importance_weights(ratio, mask, lengths, config.rollout_is, bounds)

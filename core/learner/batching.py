@@ -54,7 +54,7 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     if all(group.baseline is not None for group in groups):
         baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)
     media = {number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media}
-    return TrainBatch(lengths, {}, pad_id, media).adding(
+    return TrainBatch(lengths, pad_id, media).adding(
         input_ids=torch.from_numpy(ids),
         response_mask=response_mask,
         loss_mask=response_mask & live.repeat_interleave(lengths),
@@ -82,7 +82,7 @@ def mini_batching(
     select = code_by_path.load_object(entry.selects) if entry.selects else None
 
     def split(batch: TrainBatch) -> Iterator[TrainBatch]:
-        old = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs"
+        old = "old_log_probs" if batch.has("old_log_probs") else "rollout_log_probs"
         for mini_batch in mini_batches(
             batch,
             prompts=part.ppo_mini_batch_size,
@@ -93,7 +93,7 @@ def mini_batching(
         ):
             checks.weights_sum_to_one(mini_batch, mode)
             if select is not None:
-                tensors = map(mini_batch.require, (old, "advantages", "loss_weight"))
+                tensors = getattr(mini_batch, old), mini_batch.advantages, mini_batch.loss_weight
                 mini_batch = mini_batch.adding(selected=select(*tensors, part.policy_loss))
             yield mini_batch
 
@@ -129,9 +129,9 @@ def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) ->
 
     One without weight moves nothing, nor does one whose advantages are all zero where no other term trains.
     """
-    contributes = count_by_sequence(batch.require("loss_weight") != 0, batch.lengths) > 0
+    contributes = count_by_sequence(batch.loss_weight != 0, batch.lengths) > 0
     if only_advantages_train:
-        contributes &= count_by_sequence(batch.require("advantages") != 0, batch.lengths) > 0
+        contributes &= count_by_sequence(batch.advantages != 0, batch.lengths) > 0
     return contributes
 
 

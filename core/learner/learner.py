@@ -32,7 +32,8 @@ def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected", "trace_row")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
-    if batch.old_log_probs is None:  # the update then measures the distance to the engine, or trains on its log-probs
+    if not batch.has("old_log_probs"):
+        # The update measures the distance to the engine, or trains on its log-probs
         return (*fields, "rollout_log_probs", "sampled_mask")
     return (*fields, "old_log_probs")
 
@@ -134,7 +135,7 @@ class Actor(Policy):
         contributing, idle = split_zero_gradient(batch, only_advantages_train=only_advantages_train(self.config))
         for _, micro in self.micro_batches_of_rank(self.size, contributing):
             self.micro_batch_loss(micro.to(self.device), means).backward()
-        if batch.old_log_probs is None and self.ranks.all_reduce_max(len(idle)):
+        if not batch.has("old_log_probs") and self.ranks.all_reduce_max(len(idle)):
             # Nothing trains on them, but the metrics are of every sequence.
             log_prob, entropy = self.log_probs(idle, self.size)
             self.traced.keep(idle, log_prob, entropy=entropy, loss_weight=idle.loss_weight)
@@ -144,31 +145,32 @@ class Actor(Policy):
 
     def measure(self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch) -> None:
         """Add the difference to an engine that wrote the tokens, which means something before a weight has moved."""
-        if self.stepper.number == 0 and "rollout_log_probs" in batch.stored:
+        if self.stepper.number == 0 and batch.has("rollout_log_probs"):
             add_mismatch(self.mismatch, log_prob_N, batch, entropy_N)
 
     def micro_batch_loss(self, micro: TrainBatch, means: MetricSums) -> Tensor:
         """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
-        config, mask, weight = self.config, micro.response_mask, micro.require("loss_weight")
+        config, mask, weight = self.config, micro.response_mask, micro.loss_weight
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
-        old = micro.old_log_probs
-        if old is None:
+        if micro.has("old_log_probs"):
+            old = micro.old_log_probs
+        else:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
-        inputs = log_prob, old, micro.require("advantages"), mask, config, micro.lengths, micro.selected
+        inputs = log_prob, old, micro.advantages, mask, config, micro.lengths, micro.optional("selected")
         loss_N, stats = of_tokens(self.policy_loss, LossInputs(*inputs), log_prob.shape, dict)
         clip = clipped_how(stats)
         self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_N, loss_weight=weight)
-        if micro.rollout_is_weights is not None:
+        if micro.has("rollout_is_weights"):
             loss_N = loss_N * micro.rollout_is_weights
         loss = pg_loss = (weight * loss_N).sum()
         means.value("pg_loss", float(pg_loss.detach()), counts=False)
         if config.entropy_coeff != 0:
             loss = loss - config.entropy_coeff * (weight * entropy).sum()
         if config.use_kl_loss:
-            kl_loss = (weight * kl_penalty(log_prob, micro.require("ref_log_prob"), config.kl_loss_type, mask)).sum()
+            kl_loss = (weight * kl_penalty(log_prob, micro.ref_log_prob, config.kl_loss_type, mask)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             means.value("kl_loss", float(kl_loss.detach()), counts=False)
-        if micro.old_log_probs is None:  # the pass that would have measured these was skipped
+        if not micro.has("old_log_probs"):  # the pass that would have measured these was skipped
             stats = {**stats, "entropy": entropy}
             self.measure(log_prob, entropy, micro)
         means.tokens(stats, mask)
@@ -214,9 +216,9 @@ class Critic(LearnerModel):
     def micro_batch_loss(self, micro: TrainBatch, means: MetricSums) -> Tensor:
         """Return the micro-batch's partial sum of the clipped value loss."""
         values, mask = self.token_values(micro), micro.response_mask
-        returns, old = micro.require("returns"), micro.require("values")
+        returns, old = micro.returns, micro.values
         loss_N, stats = value_loss(values, returns, old, self.config.cliprange_value, mask)
-        loss = (micro.require("loss_weight") * loss_N).sum()
+        loss = (micro.loss_weight * loss_N).sum()
         means.value("vf_loss", float(loss.detach()), counts=False)
         means.tokens({**stats, "vpred_mean": values}, mask)
         return loss

@@ -216,7 +216,7 @@ class TracedTokens:
 
     def keep(self, batch: TrainBatch, log_prob_N: Tensor, **values_N: Tensor | None) -> None:
         """Keep values of tokens, [N] each; None is left out, and ``old`` are the log-probs that the ratio is to."""
-        if batch.trace_row is None or not len(batch):
+        if not batch.has("trace_row") or not len(batch):
             return
         log_prob_N, mask = log_prob_N.detach(), batch.response_mask
         if (old := values_N.pop("old", None)) is not None:

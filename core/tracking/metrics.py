@@ -50,9 +50,9 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         "prompt_length": [len(t.prompt_ids) for t in trajectories],
         "num_turns": [t.turns for t in trajectories],
     }
-    critic = ("returns", "values") if "values" in batch.stored else ()
-    there = [name for name in ("advantages", *critic) if name in batch.stored]
-    spreads |= {f"critic/{name}": batch.stored[name][written] for name in there}
+    critic = ("returns", "values") if batch.has("values") else ()
+    there = [name for name in ("advantages", *critic) if batch.has(name)]
+    spreads |= {f"critic/{name}": getattr(batch, name)[written] for name in there}
     means = {
         "critic/acc/mean": [score.acc for score in scores],
         "response_length/clip_ratio": [t.truncated for t in trajectories],
@@ -69,7 +69,7 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         values = np.asarray(values) if len(values) else np.zeros(1)  # a step in which no answer holds a token
         metrics |= {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
     if critic:  # 1 - Var(returns - values) / Var(returns) over the policy's tokens: 1 is a perfect critic
-        returns, values = batch.returns[written], batch.stored["values"][written]
+        returns, values = batch.returns[written], batch.values[written]
         left = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
         metrics["critic/vf_explained_var"] = float(1 - left)
     tokens = sum(len(t.response_ids) + len(t.prompt_ids) for t in trajectories)

@@ -40,7 +40,7 @@ class RayOPDTrainer(RayPPOTrainer):
         keys, batch = self.config.distillation, super().compute_advantages(batch, metrics)
         with metrics.time("teacher"):
             teacher_N = self.workers.compute_ref_log_prob(batch, "teacher")
-        student_N = batch.rollout_log_probs if batch.old_log_probs is None else batch.old_log_probs
+        student_N = batch.old_log_probs if batch.has("old_log_probs") else batch.rollout_log_probs
         reward_N = token_reward(student_N, teacher_N, batch.response_mask)
         metrics.add({"distillation/reverse_kl": -float(masked_mean(reward_N, batch.response_mask))})
         return batch.adding(advantages=keys.reward_weight * batch.advantages + keys.coef * reward_N)

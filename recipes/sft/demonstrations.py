@@ -357,7 +357,7 @@ def demonstration_batch(demonstrations: Sequence[Demonstration], pad_id: int) ->
     """Return the demonstrations as a batch of a step, each a group of its own with the advantage 1 at every token."""
     lengths = torch.tensor([len(one) for one in demonstrations])
     mask = torch.from_numpy(np.concatenate([one.mask for one in demonstrations]))
-    return TrainBatch(lengths, {}, pad_id).adding(
+    return TrainBatch(lengths, pad_id).adding(
         input_ids=torch.from_numpy(np.concatenate([one.ids for one in demonstrations])),
         response_mask=mask,
         loss_mask=mask,

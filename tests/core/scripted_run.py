@@ -104,7 +104,7 @@ class ScriptedWorkers:
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         self.version += 1
         metrics = {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0, "actor/skipped_updates": 0.0, "actor/entropy": 1.0}
-        if batch.old_log_probs is not None:
+        if batch.has("old_log_probs"):
             del metrics["actor/entropy"]
         return {**metrics, **self.report(self.version)}
 

@@ -75,7 +75,7 @@ def masked(mask):
 
 
 def advantages(change):
-    return lambda b: b.adding(advantages=change(b.require("advantages"), b))
+    return lambda b: b.adding(advantages=change(b.advantages, b))
 
 
 def engine_late(b):

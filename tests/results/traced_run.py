@@ -132,7 +132,7 @@ def record(
 def update(one: TrainBatch, old: torch.Tensor, traced: TracedTokens, config: Config, passing: Callable, rng) -> None:
     """Compute the loss as the learner does, with log-probs that a few updates have moved, and keep it."""
     actor, old_N = config.actor_rollout_ref.actor, one.adding(entropy=old).entropy
-    moved = 0.2 * torch.randn(one.tokens, generator=rng) if one.old_log_probs is not None else torch.zeros(one.tokens)
+    moved = 0.2 * torch.randn(one.tokens, generator=rng) if one.has("old_log_probs") else torch.zeros(one.tokens)
     now = (old_N + moved) * one.response_mask
     loss, stats = vanilla(LossInputs(now, old_N, one.advantages, one.response_mask, actor, one.lengths))
     entropy = torch.rand(one.tokens, generator=rng) * one.response_mask

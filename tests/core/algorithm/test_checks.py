@@ -61,7 +61,7 @@ def test_a_batch_is_what_was_sampled(state_masking):
     last = torch.arange(batch.tokens) == batch.tokens - 1
     for name, value, found in (
         ("input_ids", batch.input_ids.roll(1), "input_ids are not"),
-        (mask, batch.require(mask) & ~last, "the mask of 1 tokens"),
+        (mask, getattr(batch, mask) & ~last, "the mask of 1 tokens"),
         ("rollout_log_probs", batch.rollout_log_probs.roll(1), "rollout_log_probs"),
     ):
         with broken(f"phase batch: {found}"):
@@ -95,11 +95,11 @@ def test_what_trains_is_what_the_engine_returned():
 def test_the_weights_of_a_mean_sum_to_one():
     (step,) = mini_batches(make_batch(made_groups(), 0), prompts=2, scale_factor=1)
     checks.weights_sum_to_one(step, "token-mean")
-    twice = step.adding(loss_weight=2 * step.require("loss_weight"))
+    twice = step.adding(loss_weight=2 * step.loss_weight)
     with broken("phase update: with loss_agg_mode=token-mean the weights sum to 2"):
         checks.weights_sum_to_one(twice, "token-mean")
     checks.weights_sum_to_one(twice, "seq-mean-token-sum")
-    left = step.require("loss_weight") * (torch.arange(step.tokens) != step.tokens - 1)
+    left = step.loss_weight * (torch.arange(step.tokens) != step.tokens - 1)
     with broken("phase update: 1 tokens have a loss weight and carry no loss, or"):
         checks.weights_sum_to_one(step.adding(loss_weight=left), "seq-mean-token-sum")
 
@@ -109,7 +109,7 @@ def test_advantages_are_within_what_their_group_allows(config):
     batch = estimate(make_batch(made_groups(), 0), config)
     checks.advantages_fit(batch, None, config)
     checks.advantages_fit(batch.rows([5, 0, 2, 1, 3, 4]), None, config)
-    right = batch.require("advantages")
+    right = batch.advantages
     wrong = [(right + 0.5, "advantages of a group add up to"), (-right, "an advantage has the other sign")]
     wrong += [(9 * right, "an advantage is larger than any")] if config.norm_adv_by_std_in_grpo else []
     for advantages, words in wrong:

@@ -80,7 +80,7 @@ def corrected(**settings):
 def test_rejected_tokens_leave_the_denominators_and_nothing_else():
     batch, metrics = corrected(rollout_rs="token", rollout_rs_threshold=2.01)
     assert batch.padded("loss_mask").tolist() == [[False, False, True, True], [False, True, True, True]]
-    assert bool(batch.in_group_stats.all()) and batch.rollout_is_weights is None
+    assert bool(batch.in_group_stats.all()) and not batch.has("rollout_is_weights")
     (step,) = mini_batches(batch, prompts=2, agg_mode="token-mean", scale_factor=1.0)
     assert step.padded("loss_weight").flatten().tolist() == pytest.approx([0, 0, 0.2, 0.2, 0, 0.2, 0.2, 0.2])
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
@@ -109,7 +109,7 @@ def test_weights_leave_the_denominators_alone_and_count_what_they_truncate():
     assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(6.5 / 6)  # of the weights as truncated
     assert float(cut.rollout_is_weights[1]) == pytest.approx(2 / (6.5 / 6))
     off, nothing = corrected()
-    assert off.rollout_is_weights is None and torch.equal(off.loss_mask, off.response_mask) and not nothing
+    assert not off.has("rollout_is_weights") and torch.equal(off.loss_mask, off.response_mask) and not nothing
 
 
 def test_tokens_that_nobody_sampled_are_not_weighed_and_go_with_their_row():

@@ -55,7 +55,7 @@ def test_a_run_of_it_trains_alike_with_any_token_budget(case, folder, tmp_path):
     runs = [trained(folder, tmp_path / str(at), *CASES[case], budget) for at, budget in enumerate(budgets)]
     (seen, weights), (others, other_weights) = runs
     for (batch, metrics), (_, other) in zip(seen, others, strict=True):
-        assert ("old_log_probs" in batch.stored) == ("bypass" not in case)
+        assert batch.has("old_log_probs") == ("bypass" not in case)
         assert metrics["actor/grad_norm"] > 0
         assert 0 < metrics["actor/cov_selected"] < 0.5
         assert other["actor/cov_selected"] == pytest.approx(metrics["actor/cov_selected"], abs=1e-9)

@@ -135,7 +135,7 @@ def test_rows_are_those_of_the_padded_fields(batch, data):
     found = batch.rows(chosen)
     spans = batch.spans(chosen)
     for name, value in batch.stored.items():
-        of_tokens = BATCH_FIELDS[name].axes == "N"
+        of_tokens = BATCH_FIELDS[name].metadata["axes"] == "N"
         expected = torch.cat([value[:0], *(value[span] for span in spans)]) if of_tokens else value[chosen]
         assert torch.equal(found.stored[name], expected), name
     everything = torch.zeros_like(batch.rollout_log_probs)

@@ -142,12 +142,12 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
         part = actor(torch.float64, policy_loss=loss, **knob)
         config = SimpleNamespace(**vars(part.config), **steps, loss_agg_mode="token-mean", loss_scale_factor=None)
         (step,) = mini_batching(config, 20, mode)(batch)
-        chosen = int(step.require("selected").sum())
+        chosen = int(step.selected.sum())
         assert 0 < chosen < step.loss_mask.sum() and not (step.selected & ~step.loss_mask).any()
         gradients.append(accumulated(part, step)[0])
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-12
-    nothing = step.adding(selected=torch.zeros_like(step.require("selected")))
+    nothing = step.adding(selected=torch.zeros_like(step.selected))
     without = accumulated(actor(torch.float64, policy_loss=loss), nothing)[0]
     assert float((without - gradients[0]).norm() / gradients[0].norm()) > 1e-3
 

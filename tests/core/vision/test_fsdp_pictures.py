@@ -35,7 +35,7 @@ def test_gradients_of_two_ranks_are_those_of_one(tmp_path):
     folder, whole = save_vision_model(tmp_path / "model"), batch()
     few = whole.rows([0, 2])  # a sequence with pictures, and one without
     few = few.adding(group=torch.tensor([0, 1]))
-    few = TrainBatch(few.lengths, few.stored, 0, {0: whole.media[0]})
+    few = TrainBatch(few.lengths, 0, {0: whole.media[0]}).adding(**few.stored)
     cases = {"whole": (whole, ()), "few": (few, ()), "frozen": (few, (FROZEN,)), "packed": (whole, (PACKED,))}
     config = {name: cluster_config(folder, WHOLE, *ALONE, *keys) for name, (_, keys) in cases.items()}
     jobs = {name: ("gradients", config[name], {"batch": part}) for name, (part, _) in cases.items()}

@@ -67,7 +67,7 @@ def test_engine_and_learner_have_equal_log_probs(case, size):
     mask = batch.response_mask
     torch.testing.assert_close(log_prob[mask], batch.rollout_log_probs[mask], atol=1e-5, rtol=0)
     # and the pictures matter
-    blind = TrainBatch(batch.lengths, batch.stored)
+    blind = TrainBatch(batch.lengths).adding(**batch.stored)
     unseen, _ = Policy(copy.deepcopy(model), temperature=1.0).log_probs(blind, SIZES["alone"])
     seen = mask & (batch.group != 3).repeat_interleave(batch.lengths)
     assert (unseen - log_prob)[seen].abs().max() > 0.1
@@ -114,7 +114,7 @@ def test_placeholders_that_the_policy_wrote_are_ordinary_tokens():
         response_mask=torch.arange(len(ids))[None] >= len(asked.token_ids),
         group=torch.zeros(1, dtype=torch.int64),
     )
-    batch = TrainBatch(batch.lengths, batch.stored, 0, {0: asked.media})
+    batch = TrainBatch(batch.lengths, 0, {0: asked.media}).adding(**batch.stored)
     policy = Policy(model, temperature=1.0)
     (log_prob, _) = policy.log_probs(batch, MicroBatchSize(max_sequences=1))
     assert float(log_prob[-3:].abs().min()) > 0 and torch.isfinite(log_prob).all()
