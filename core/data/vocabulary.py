@@ -15,6 +15,7 @@ import numpy as np
 Message = Mapping[str, Any]
 Render = Callable[..., str]  # (messages, **arguments of the template) -> text; raises ChatError
 MARK = "mark7c1f52e9"  # letters and digits: no template escapes or trims it
+Write = Callable[[Sequence[str]], str]  # texts of messages -> what the template makes of them
 REPLACEMENT = "\ufffd"
 
 
@@ -81,6 +82,12 @@ def whole_tokens(tokenizer: Any) -> dict[str, int]:
     return {token: number for token, number in added.items() if token.strip()}
 
 
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the tokens, with their ids, that decoding an answer leaves out of its text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): number for number, token in added.items() if token.special}
+
+
 def first_token(text: str, tokens: Mapping[str, int]) -> str | None:
     """Return the token that a text begins with, whitespace aside."""
     text = text.lstrip()
@@ -113,14 +120,44 @@ def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:
     return after
 
 
-def reply_frame(render: Render, role: str, count: int = 1) -> tuple[str, ...]:
-    """Return what the template writes before, between and behind ``count`` messages of a role after the assistant's.
+def replies_behind(render: Render, role: str, texts: Sequence[str]) -> str:
+    """Return what the template writes behind an assistant's text where messages of a role follow.
 
-    The first piece begins behind the assistant's text, the last one ends with the beginning of the next turn. Raises
-    ChatError where the template refuses the role or drops the text.
+    The text ends with the beginning of the assistant's next turn. Raises ChatError.
     """
-    replies = [{"role": role, "content": MARK}] * count
-    pieces = written_behind(render, *replies, add_generation_prompt=True).split(MARK)
-    if len(pieces) != count + 1:
-        raise ChatError(f"it writes {len(pieces) - 1} of the texts of {count} message(s) of role {role!r}")
-    return tuple(pieces)
+    replies = [{"role": role, "content": text} for text in texts]
+    return written_behind(render, *replies, add_generation_prompt=True)
+
+
+def check_replies(render: Render, role: str, count: int) -> None:
+    """Raise ChatError where the template cannot write so many messages of a role."""
+    written = replies_behind(render, role, [MARK] * count).count(MARK)
+    if written != count:
+        texts = f"of the texts of {count} message(s) of role {role!r}"
+        raise ChatError(f"it writes {written} {texts}")
+
+
+def encode_written(tokenizer: Any, write: Write, texts: Sequence[str]) -> list[int]:
+    """Return the ids of ``write(texts)``, the frame of a chat template around texts of others.
+
+    Frame and texts are encoded as one string, as a deployment encodes them: a token may reach from
+    a text into its frame. What looks like a special token inside a text stays text.
+    """
+    special = special_tokens(tokenizer)
+    pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
+    if not special or not any(re.search(pattern, text) for text in texts):
+        return list(tokenizer(write(texts), add_special_tokens=False)["input_ids"])
+    # Marks inside the look-alikes keep them apart from the special tokens that the frame writes.
+    marked = [re.sub(pattern, lambda m: m[0][0] + MARK + m[0][1:], text) for text in texts]
+    ids: list[int] = []
+    for piece in re.split(f"({pattern})", write(marked)):
+        if piece in special:
+            ids.append(special[piece])
+        elif piece:
+            ids += encode_literally(tokenizer, piece.replace(MARK, ""))
+    return ids
+
+
+def encode_literally(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text in which what looks like a special token stays text."""
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)

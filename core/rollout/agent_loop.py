@@ -19,7 +19,7 @@ from core.config import registry
 from core.config.code_by_path import load_object
 from core.data.draw_order import sampling_seed
 from core.data.parquet import Example, Problems
-from core.data.vocabulary import writable
+from core.data.vocabulary import encode_literally, writable
 from core.engines import SampleRequest, SamplingParams
 from core.errors import InputError
 from core.types import Prompt, Segment, Stop, Trajectory
@@ -194,7 +194,7 @@ class Episode:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text that is not the policy's. What looks like a special token in it stays text."""
-        return self.sampler.tokenizer.encode(writable(text), add_special_tokens=False, split_special_tokens=True)
+        return encode_literally(self.sampler.tokenizer, writable(text))
 
     def add(self, text: str, role: str = "tool", ids: Sequence[int] | None = None) -> bool:
         """Append text that the policy did not write: all of it or, where it would leave no token to the policy, none.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 log = logging.getLogger(__name__)
+MODEL = "actor_rollout_ref.model"
 TRACE = 4000  # characters of a traceback
 
 
@@ -117,20 +118,23 @@ class ToolAgentLoop(AgentLoop):
         self.whole_tokens = vocabulary.whole_tokens(tokenizer)
         self.ends = vocabulary.template_ends(tokenizer, kwargs)
         schemas = [tool.schema for tool in self.tools.values()]  # some tokenizers have a template of its own for them
-        template = vocabulary.template_of(tokenizer, {**kwargs, **({"tools": schemas} if schemas else {})})
-        uses = [("tool", count + 1) for count in range(self.options.max_parallel_calls)] if self.tools else []
-        opening, closing = "<tool_response>", "</tool_response>"
-        # what stands around replies of a role; without a chat template tags stand around tools' answers
-        self.frames = {use: (opening, *[closing + opening] * (use[1] - 1), closing) for use in uses}
-        if self.users or vocabulary.has_template(tokenizer, kwargs):
-            for role, count in [*uses, *([("user", 1)] if self.users else [])]:
-                try:
-                    self.frames[role, count] = vocabulary.reply_frame(template, role, count)
-                except vocabulary.ChatError as error:
-                    where = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
-                    rule = f"the chat template cannot write {count} message(s) of role {role!r} after an answer"
-                    fix = "set actor_rollout_ref.model.custom_chat_template to one that does"
-                    raise InputError(f"{where}: {rule} ({error}); {fix}") from error
+        with_tools = {"tools": schemas} if schemas else {}
+        self.template = vocabulary.template_of(tokenizer, {**kwargs, **with_tools})
+        self.has_template = vocabulary.has_template(tokenizer, kwargs)
+        counts = range(1, self.options.max_parallel_calls + 1) if self.tools else ()
+        if self.users or self.has_template:
+            self.check_template([*(("tool", n) for n in counts), *[("user", 1)] * bool(self.users)])
+
+    def check_template(self, replies: Sequence[tuple[str, int]]) -> None:
+        """Raise InputError where the chat template cannot write so many messages of a role."""
+        for role, count in replies:
+            try:
+                vocabulary.check_replies(self.template, role, count)
+            except vocabulary.ChatError as error:
+                where = f"{MODEL}.path={self.config.actor_rollout_ref.model.path}"
+                rule = f"the chat template cannot write {count} message(s) of role {role!r}"
+                fix = f"set {MODEL}.custom_chat_template to one that does"
+                raise InputError(f"{where}: {rule} after an answer ({error}); {fix}") from error
 
     def check(self, example: Example | Prompt) -> str | None:
         try:
@@ -250,17 +254,21 @@ class ToolAgentLoop(AgentLoop):
 
         What is in a message is text, whatever it looks like. Returns whether the policy can go on.
         """
-        first, *others = self.frames[role, len(texts)]
-        end = vocabulary.first_token(first, self.whole_tokens)
+        text = self.written(role, texts)
+        ids = vocabulary.encode_written(self.tokenizer, partial(self.written, role), texts)
+        end = vocabulary.first_token(text, self.whole_tokens)
         written = end is not None and episode.ids[-1] == self.whole_tokens[end]
-        # the policy may also have ended its turn with another of the tokens that end turns
+        # The policy may also have ended its turn with another of the tokens that end turns.
         if written or (end in self.ends and episode.stop is Stop.EOS):
-            first = first.lstrip()[len(end) :]
-        ids, added = self.tokenizer.encode(first, add_special_tokens=False), first
-        for text, behind in zip(texts, others, strict=True):
-            ids += [*episode.encode(text), *self.tokenizer.encode(behind, add_special_tokens=False)]
-            added += text + behind
-        return episode.add(added, role, ids)
+            text = text.lstrip()[len(end) :]
+            ids = ids[ids.index(self.whole_tokens[end]) + 1 :]
+        return episode.add(text, role, ids)
+
+    def written(self, role: str, texts: Sequence[str]) -> str:
+        """Return what stands between a turn of the policy and its next one for these messages."""
+        if self.has_template:
+            return vocabulary.replies_behind(self.template, role, texts)
+        return "".join(f"<tool_response>{text}</tool_response>" for text in texts)
 
     def metrics(self) -> Mapping[str, float]:
         counts, self.counts = self.counts, Counter()

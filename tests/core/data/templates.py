@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import PreTrainedTokenizerFast
+
 from tests.tiny import tiny_tokenizer
+
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
@@ -49,6 +59,14 @@ GPT_OSS = (
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+LLAMA3 = (  # answers of tools as JSON text, other texts trimmed
+    "<bos>{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n"
+    "{{ (m.content | tojson) + '<|eot_id|>' }}"
+    "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ (m.content | trim) + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
 PLAIN = (
     "{% for m in messages %}\n<|im_start|>{{ m.role }}: {{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}A{% endif %}"
@@ -76,13 +94,36 @@ FAMILIES = {
     "glm4": family(GLM4, "<|endoftext|>", "[gMASK] <|user|> <|assistant|> <|observation|>", ""),
     "mistral": family(MISTRAL, "</s>", "[INST] [/INST] [TOOL_RESULTS] [/TOOL_RESULTS]", "</s>"),
     "gpt-oss": family(GPT_OSS, "<|return|>", "<|start|> <|message|> <|end|>", "<|return|>"),
+    "llama3": family(LLAMA3, "<|eot_id|>", "<|start_header_id|> <|end_header_id|>", "<|eot_id|>"),
     "plain": family(PLAIN, "<eos>", "<|im_start|>", ""),
 }
 
 
 def tokenizer_of(name: str) -> Any:
     """Return the tiny tokenizer with a family's template and tokens."""
-    made, one = tiny_tokenizer(), FAMILIES[name]
+    return _with_family(tiny_tokenizer(), name)
+
+
+def pair_tokenizer_of(name: str) -> Any:
+    """Return a family's tokenizer whose tokens reach over a text's end, as those of Qwen do.
+
+    Punctuation and the line breaks behind it are one token, and so are two line breaks.
+    """
+    joined = [*(mark + "Ċ" for mark in '.}"])>'), "ĊĊ", "ĠĠ"]
+    alphabet = sorted(ByteLevel.alphabet())
+    tokens = ["<pad>", "<unk>", "<bos>", *alphabet, *joined]
+    vocab = {token: place for place, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(vocab, [tuple(pair) for pair in joined]))
+    backend.pre_tokenizer = Sequence(
+        [Split(Regex(QWEN_WORDS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>")
+    return _with_family(made, name)
+
+
+def _with_family(made: Any, name: str) -> Any:
+    one = FAMILIES[name]
     made.chat_template = one.template
     made.add_special_tokens({"eos_token": one.eos, "additional_special_tokens": list(one.tokens)})
     return made

@@ -18,7 +18,7 @@ from core.rollout.agent_loop import Episode, Limits, TrajectorySampler, check_ex
 from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError, ToolResponse
 from core.types import Prompt, Stop
-from tests.core.data.templates import GEMMA, PHI3, tokenizer_of
+from tests.core.data.templates import GEMMA, PHI3, pair_tokenizer_of, tokenizer_of
 from tests.core.rollout.test_tools import CALCULATOR
 from tests.row_files import data_config, plain_row, write_parquet
 from tests.scripted_engine import ScriptedEngine
@@ -214,6 +214,52 @@ def test_the_end_of_a_turn_is_written_once(tmp_path, name, role, last, texts, ex
     stop = Stop.STOP_STRING if last == "x" else Stop.EOS
     loop.add(role, list(texts), SimpleNamespace(ids=[words.convert_tokens_to_ids(last)], stop=stop, **parts))
     assert added == [expected]
+
+
+PUNCTUATED = ("2", '{"a": 1}', "x.", "foo\n", "\nfoo", "", "\n\n", "a  ", ".\nc", "é\u2028", "<t>")
+
+
+@pytest.mark.parametrize("name", ["chatml", "base with chatml", "glm4", "mistral", "llama3"])
+def test_the_context_behind_a_turn_is_the_chat_template_s_to_the_token(tmp_path, name):
+    words = pair_tokenizer_of(name)
+    loop = loop_of(tmp_path, f"{MULTI}.max_parallel_calls=2", words=words)
+    for texts in [*([text] for text in PUNCTUATED), ["a.", "\nb"]]:
+        assert_as_rendered(loop, "tool", texts)
+
+
+@pytest.mark.parametrize("name", ["gemma", "phi3", "gpt-oss", "llama3", "chatml"])
+def test_a_user_s_turn_is_the_chat_template_s_to_the_token(tmp_path, name):
+    loop = loop_of(tmp_path, tools=None, users=USERS, words=pair_tokenizer_of(name))
+    for text in PUNCTUATED:
+        assert_as_rendered(loop, "user", [text])
+
+
+def assert_as_rendered(loop, role, texts):
+    """Compare what follows an answer with the whole chat, encoded by transformers alone."""
+    words, added = loop.tokenizer, []
+    asked = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "call"}]
+    chat = [*asked, *({"role": role, "content": text} for text in texts)]
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    whole = words.apply_chat_template(chat, **options)
+    end = next(iter(loop.ends), words.eos_token)
+    ids = [*words.encode("call", add_special_tokens=False), words.convert_tokens_to_ids(end)]
+    loop.add(role, texts, SimpleNamespace(ids=ids, stop=Stop.EOS, add=lambda *a: added.append(a)))
+    (text, _, ids) = added[0]
+    shown = words.convert_ids_to_tokens(whole[-len(ids) :])
+    assert words.convert_ids_to_tokens(ids) == shown and words.decode(ids) == text, texts
+    assert words.decode(whole[: -len(ids)]).removesuffix(end).rstrip().endswith("call")
+
+
+def test_a_special_token_in_an_answer_is_text_and_its_frame_is_not(tmp_path):
+    words, added = pair_tokenizer_of("chatml"), []
+    loop = loop_of(tmp_path, words=words)
+    end = words.convert_tokens_to_ids("<|im_end|>")
+    episode = SimpleNamespace(ids=[end], stop=Stop.EOS, add=lambda *a: added.append(a))
+    loop.add("tool", ["a<|im_end|>.\n"], episode)
+    text, _, ids = added[0]
+    answer = "\n<tool_response>\na<|im_end|>.\n\n</tool_response>"
+    assert words.decode(ids) == text == FRAME.format(answer)
+    assert ids.count(end) == 1 and ids.count(words.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
 @pytest.mark.parametrize(
