@@ -30,17 +30,15 @@ def export(source: str | Path, out: Path, base: str | None = None) -> Checkpoint
     if not (actor / ADAPTERS).exists():
         shutil.copytree(actor, out, ignore=shutil.ignore_patterns(OPTIMIZER))
         return found
-    from transformers import AutoTokenizer
-
     from core.learner.lora import merge_saved
-    from core.learner.models import quiet
+    from core.learner.models import quiet, read_tokenizer
     from core.vision.pictures import modality_of
 
     saved = found.provenance.contents.get(MODELS["actor"]) if found.provenance else None
     with quiet():
         model = merge_saved(actor, saved and saved[0], base)
     modality_of(model.config).load_processor(model, str(actor))
-    export_hf(model, AutoTokenizer.from_pretrained(actor), out)
+    export_hf(model, read_tokenizer(str(actor)), out)
     return found
 
 

@@ -116,9 +116,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _encoder(path: str) -> Encoder:
-    from transformers import AutoTokenizer
+    from core.learner.models import read_tokenizer
 
-    return Encoder(AutoTokenizer.from_pretrained(path))
+    return Encoder(read_tokenizer(path, "--tokenizer"))
 
 
 def _characters(row: Example) -> int:

@@ -123,8 +123,6 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
 
     folder.mkdir(parents=True, exist_ok=True)
     module.config.save_pretrained(folder)
-    if (processor := getattr(module, "processor", None)) is not None:
-        processor.save_pretrained(folder)
     config = copy.copy(module.peft_config[ADAPTER])
     for name, value in vars(config).items():
         if isinstance(value, set):  # whose order is another one in every process: files would differ

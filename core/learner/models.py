@@ -33,6 +33,8 @@ MODEL, REWARD_MODEL = "actor_rollout_ref.model.path", "reward_model.model.path"
 # Who needs a tokenizer or a model's shape leaves these out of the copy of a URL.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout")
+# Spaces, newlines, digits, capitals and scripts, which tokenizers of one vocabulary divide differently
+TOKENIZER_SAMPLE = "Tom has 12 apples\nand buys 345 more.  It's\n\n DON'T\tcafé ﬁ a\u0301 你好 Привет हिन्दी 🙂 x=1\n"
 CLASSIFIERS = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
@@ -86,14 +88,53 @@ def quiet() -> Iterator[None]:
 # -- tokenizer, modality, lengths --------------------------------------------------------------------
 
 
+def read_tokenizer(path: str, key: str = MODEL, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a folder or hub id as its ``tokenizer.json`` has it. Raises InputError.
+
+    AutoTokenizer decides only where there is no such file or the model brings its own code. Elsewhere it would build
+    another tokenizer: most classes take the vocabulary of the file and add the spaces, pre-tokenizer and special tokens
+    of the model that they are named after.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    with readable(path, key):
+        file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        by_class = None
+        try:
+            by_class = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except Exception:  # the class may be unable to use this vocabulary, and it fails in its own way
+            if file is None or trust_remote_code:
+                raise
+        if file is None or (by_class and not type(by_class).__module__.startswith("transformers.")):
+            return by_class
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    vocabulary = tokenizer.get_vocab()
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        default = getattr(by_class, name, None)
+        if getattr(tokenizer, name) is None and default in vocabulary:
+            setattr(tokenizer, name, default)
+    if by_class is None or _tokenized(by_class) != _tokenized(tokenizer):
+        _warn_of_tokenizer_class(path)
+    return tokenizer
+
+
+def _tokenized(tokenizer: Any) -> tuple[list[int], str]:
+    ids = tokenizer(TOKENIZER_SAMPLE, add_special_tokens=False)["input_ids"]
+    return ids, tokenizer.decode(ids)
+
+
+@functools.cache
+def _warn_of_tokenizer_class(path: str) -> None:
+    rule = "transformers' AutoTokenizer tokenizes otherwise than the model's tokenizer.json"
+    log.warning("%s: %s; tokenizer.json is taken, and a deployment must take it too", path, rule)
+
+
 def load_tokenizer(model: ModelConfig) -> Any:
     """Load the tokenizer, with a pad token in any case and the configured chat template. Raises InputError."""
-    import transformers
-
     key = "actor_rollout_ref.model.tokenizer_path" if model.tokenizer_path else MODEL
     path = resolve_path(model.tokenizer_path or model.path, key, weights=False)
-    with readable(path, key):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    tokenizer = read_tokenizer(path, key, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:  # padding never carries loss or attention, so any id serves
         if tokenizer.eos_token_id is None:
             rule = "the tokenizer has neither a pad nor an eos token"

@@ -10,8 +10,10 @@ import functools
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from core.errors import InputError
 from core.files import file_sha256, fsync
 from core.learner.lora import CONFIG as ADAPTERS
 from core.learner.lora import has_adapters, load_adapters, save_adapters, trained_weights
-from core.learner.models import quiet
+from core.learner.models import WEIGHT_FILES, quiet
 
 if TYPE_CHECKING:
     from core.learner.learner import Actor, Critic
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILE_SIZE = "5GB"  # of weights, at most
+# Of a base, beside weights: written anew, large, or no part of a model
+OTHER_FILES = ("config.json", "adapter_*", "*.index.json", "*.onnx*", "*.ckpt*", "*.tar*", "*.zip", "*.npz", ".*")
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+TOKENIZER_FILES += ("chat_template*", "*.model", "*.tiktoken", "tekken.json")
 OPTIMIZER = "optimizer"  # folder of the optimizer's files in a checkpoint's actor/ and critic/, where ranks wrote it
 
 
@@ -47,8 +53,7 @@ def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping
         export_hf(module, tokenizer, folder, state_dict=weights)
         return
     save_adapters(module, weights or trained_weights(module), folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    write_base_files(module, tokenizer, folder)
 
 
 @torch.no_grad()
@@ -78,10 +83,50 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
             log.info("generation_config of the model is not valid, and its ids alone are saved: %s", error)
             ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
             model.generation_config = GenerationConfig(**ids)
-        for part in (getattr(model, "processor", None), tokenizer):
-            if part is not None:
-                part.save_pretrained(folder)
         model.save_pretrained(folder, state_dict=state_dict)
+        write_base_files(model, tokenizer, folder)
+
+
+def write_base_files(module: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write what belongs to a model beside weights and config.json, byte for byte as its base has it.
+
+    The tokenizer's files come from the tokenizer's folder. What was built in code, transformers writes.
+    """
+    files, processor = _small_files(module.config.name_or_path), getattr(module, "processor", None)
+    if processor is not None and "preprocessor_config.json" not in files:
+        processor.save_pretrained(folder)
+    if tokenizer is not None:
+        files = {name: file for name, file in files.items() if not _is_tokenizer_file(name)}
+        from_folder = _small_files(tokenizer.name_or_path)
+        from_folder = {name: file for name, file in from_folder.items() if _is_tokenizer_file(name)}
+        if from_folder:
+            files |= from_folder
+        else:
+            tokenizer.save_pretrained(folder)
+    for name, file in files.items():
+        shutil.copyfile(file, folder / name)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str) and template != tokenizer.init_kwargs.get("chat_template"):  # the configured one
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _small_files(path: str) -> dict[str, Path]:
+    """Return name -> file of a model's folder, or of what this machine has of a hub id, without its weights."""
+    folder = Path(path)
+    if path and not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        with suppress(OSError, ValueError):  # not on this machine, or no hub id
+            folder = Path(snapshot_download(path, local_files_only=True))
+    if not (path and folder.is_dir()):
+        return {}
+    skipped = (*WEIGHT_FILES, *OTHER_FILES)
+    files = {file.name: file for file in sorted(folder.iterdir()) if file.is_file()}
+    return {name: file for name, file in files.items() if not any(fnmatch(name, each) for each in skipped)}
+
+
+def _is_tokenizer_file(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
 
 
 def load_weights(model: Any, folder: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.errors import InputError
-from core.learner.models import REWARD_MODEL, load_classifier, resolve_path
+from core.learner.models import REWARD_MODEL, load_classifier, read_tokenizer, resolve_path
 from core.rewards.grading import Answer, Failure, model_score
 from reward_scores.score import Score, ScoreStatus
 
@@ -38,10 +38,9 @@ class RewardModel:
         self.any_pad = self.by_token or getattr(self.module.config, "pad_token_id", None) is None
         self.tokenizer = None
         if config.model.input_tokenizer is not None:
-            from transformers import AutoTokenizer
-
             path = resolve_path(config.model.path, REWARD_MODEL, weights=False)
-            self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+            options = {"trust_remote_code": config.model.trust_remote_code}
+            self.tokenizer = read_tokenizer(path, REWARD_MODEL, **options)
             if not self.tokenizer.chat_template:
                 raise InputError(
                     f"reward_model.model.path={config.model.path}: its tokenizer has no chat template; give it one, or "

@@ -108,9 +108,11 @@ def log_likelihoods(model: str, answers: Sequence[Mapping[str, Any]]) -> Iterato
     The mean is over the tokens that the policy wrote: what a search returned does not count.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    from core.learner.models import read_tokenizer
+
+    tokenizer = read_tokenizer(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     for start in range(0, len(answers), BATCH):
         batch = answers[start : start + BATCH]

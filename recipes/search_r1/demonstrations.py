@@ -98,8 +98,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def write_demonstrations(questions: Path, index: Path, model: str, out: Path, topk: int, room: int) -> Written:
     """Write the demonstrations. Raises InputError for a file, an index or a tokenizer that cannot be read."""
-    from transformers import AutoTokenizer
-
+    from core.learner.models import read_tokenizer
     from recipes.search_r1.index.opening import make_retriever
     from recipes.search_r1.index.passages import RetrievalError, RetrieverOptions
 
@@ -111,7 +110,7 @@ def write_demonstrations(questions: Path, index: Path, model: str, out: Path, to
             [f"--index={index}: cannot be opened ({error}); recipes.search_r1.index.cli makes one"]
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = read_tokenizer(model, "--model")
     except (OSError, ValueError) as error:
         raise InputError([f"--model={model}: has no tokenizer ({str(error).splitlines()[0]}); give another"]) from error
     return write_rows(out, list(demonstrations(rows, retriever.retrieve, tokenizer, topk, room)))

@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from core.config import compose
+from core.config.training_keys import ModelConfig
 from core.errors import InputError
 from core.export import export, find_checkpoint, main
 from core.learner import saving
 from core.learner.learner import Actor
-from core.learner.models import load_policy
+from core.learner.models import load_policy, load_tokenizer
 from core.learner.saving import OPTIMIZER, export_hf, load_optimizer, load_weights, optimizer_tensors, save_files
 from tests.checkpoints import flip_bit
 from tests.core.learner.test_learner import actor_config, one_step, random_batch
@@ -171,3 +172,34 @@ def test_an_optimizer_comes_back_from_files_of_several_ranks_and_none_is_refused
     save_files({"0.safetensors": {"elsewhere.weight:step": torch.ones(())}}, tmp_path / OPTIMIZER)
     with pytest.raises(DamagedCheckpoint, match="of another model, with elsewhere.weight"):
         load_optimizer(parts[1], tmp_path)
+
+
+def test_an_export_has_every_file_of_the_base_byte_for_byte_but_weights_and_config(tmp_path):
+    """transformers writes tokenizer files of its own, which other readers take for another tokenizer."""
+    base, tokenizers = tmp_path / "base", tmp_path / "tokenizer"
+    for folder in (base, tokenizers):
+        tiny_model("llama").save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    settings = json.loads((base / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6}')
+    for name in ("vocab.json", "video_preprocessor_config.json", "LICENSE", "pytorch_model.bin.index.json"):
+        (base / name).write_text(f"{name} of the base")
+    (tokenizers / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
+
+    def exported(name: str, **keys: str) -> dict[str, bytes]:
+        config = ModelConfig(path=str(base), **keys)
+        export_hf(load_policy(config), load_tokenizer(config), tmp_path / name)
+        return {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+
+    plain = exported("plain")
+    kept = {file.name: file.read_bytes() for file in base.iterdir()}
+    kept.pop("pytorch_model.bin.index.json")
+    assert plain.keys() == kept.keys()
+    assert {name for name in kept if plain[name] != kept[name]} <= {"config.json", "model.safetensors"}
+    other = exported("other", tokenizer_path=str(tokenizers))
+    assert other["tokenizer_config.json"] == (tokenizers / "tokenizer_config.json").read_bytes()
+    assert other["LICENSE"] == kept["LICENSE"] and "vocab.json" not in other
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    written = exported("template", custom_chat_template=template)
+    assert written["chat_template.jinja"] == template.encode()
