@@ -23,7 +23,7 @@ from core.algorithm.losses import KLController, kl_rewards
 from core.algorithm.rollout_correction import correct, log_prob_metrics
 from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config
-from core.data.prompts import PromptStream, load_val_prompts
+from core.data.prompts import PromptStream, load_val_prompts, warn_of_trained_questions
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import InputError, memory_phase
@@ -136,6 +136,7 @@ class RayPPOTrainer:
         tools_of = self.agent_loop and self.agent_loop.tools_of
         self.stream = PromptStream(data, self.tokenizer, config.trainer.seed, modality=modality, tools_of=tools_of)
         self.val_prompts = load_val_prompts(data, self.tokenizer, modality, tools_of)
+        warn_of_trained_questions(self.stream.files.questions(), self.val_prompts)
         check_examples(self.agent_loop, itertools.chain(self.stream.files.examples(), self.val_prompts))
         self.reward = RewardLayer(config)
         self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts), self.tokenizer)

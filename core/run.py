@@ -122,8 +122,6 @@ class Run:
                 self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
         if batch_size > prompts:
             log.warning("data.train_batch_size=%d: a step repeats some of the %d prompts", batch_size, prompts)
-        if {*self.contents.get("data.train_files", ())} & {*self.contents.get("data.val_files", ())}:
-            log.warning("data.val_files: has a file of data.train_files, so that validations ask what was trained on")
         if trainer.save_freq == 0 and not trainer.val_only:
             log.warning("trainer.save_freq=0: no checkpoint is written, and no weights are kept (-1 keeps the last)")
         print(f"writes to {self.run_dir}", flush=True)

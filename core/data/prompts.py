@@ -7,6 +7,7 @@ that is what makes a resumed run equal to an uninterrupted one.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,9 +31,9 @@ TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is loo
 Choose = Callable[[Sequence[int]], Sequence[np.ndarray]]
 ToolsOf = Callable[[Example], Sequence[Any]]  # the schemas of tools of which an example's prompt tells the policy
 # Of an example that can be drawn: the place of its file, its row there, the tokens of its prompt before it is cut, and
-# hashes of the question's content and of its name in the data (of its content where it has none)
-MEASURES = np.dtype("int64, int64, int64, uint64, uint64")
-MEASURES.names = ("file", "number", "length", "content", "name")
+# hashes of the question's content, of its name in the data (of its content where it has none), of its words
+MEASURES = np.dtype("int64, int64, int64, uint64, uint64, uint64")
+MEASURES.names = ("file", "number", "length", "content", "name", "question")
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
@@ -47,6 +48,49 @@ def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
         raise ValueError(f"a prompt of {len(ids)} tokens is longer than {limit}")
     head = heads[mode]
     return [*ids[:head], *ids[len(ids) - (limit - head) :]]
+
+
+def chat_of(prompt: Text) -> tuple[Message, ...]:
+    """Return a prompt as messages: a plain string is the user's words."""
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+
+
+def question_hash(prompt: Text, pictures: Iterable[bytes] = ()) -> int:
+    """Return a hash of what a prompt asks: equal words have equal hashes, regardless of spaces.
+
+    It has 64 bits and is the same in every process, unlike Python's own.
+    """
+    words = [(each["role"], (each.get("content") or "").split()) for each in chat_of(prompt)]
+    digest = hashlib.blake2b(repr(words).encode(), digest_size=8)
+    for picture in pictures:
+        digest.update(hashlib.blake2b(picture).digest())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def warn_of_trained_questions(
+    trained: Mapping[str, Iterable[int]],
+    prompts: Iterable[Prompt],
+) -> None:
+    """Warn if prompts of the validation ask what is trained on.
+
+    ``trained`` is the path of a file -> hashes of the questions that training draws from it.
+    """
+    asked = []
+    for prompt in prompts:
+        pictures = prompt.media.pictures if prompt.media else ()
+        asked.append(question_hash(prompt.messages, (each.data for each in pictures)))
+    shared = {path: set(asked).intersection(questions) for path, questions in trained.items()}
+    everywhere = set().union(*shared.values())
+    if not everywhere:
+        return
+    total = sum(each in everywhere for each in asked)
+    log.warning(
+        "data.val_files: %d of %d questions are trained on, in %s; leave them out of "
+        "data.train_files, or read their accuracy as memory",
+        total,
+        len(asked),
+        ", ".join(path for path, found in shared.items() if found),
+    )
 
 
 class Encoder:
@@ -140,7 +184,7 @@ class PromptFiles:
     def load(self, paths: Iterable[str], choose: Choose) -> None:
         """Open, check and measure the files. Raises InputError with every problem of all of them."""
         errors: list[str] = []
-        for path in dict.fromkeys(paths):
+        for path in paths:  # one that is listed twice counts twice, as in verl
             try:
                 keys = self.config.prompt_key, self.config.reward_fn_key, self.config.image_key
                 self.files.append(ExampleFile(path, *keys))
@@ -167,8 +211,6 @@ class PromptFiles:
         example = self.files[row["file"]].example(int(row["number"]))
         media = self.encoder.modality.read_media(example.media)
         ids = self.encoder.encode(example.prompt, self.tools_of(example), media)
-        # A plain string stands in messages as what it is to a reader: the user's words.
-        chat = ({"role": "user", "content": example.prompt},) if isinstance(example.prompt, str) else example.prompt
         uid = example.name or example.content_hash
         if example.name is not None and int(example.name_hash, 16) in self._ambiguous:
             uid = f"{example.name}/{example.content_hash}"
@@ -176,7 +218,7 @@ class PromptFiles:
             ordinal=ordinal,
             uid=uid,
             token_ids=tuple(truncate(ids, self.limit, self.config.truncation)),
-            messages=chat,
+            messages=chat_of(example.prompt),
             ground_truth=example.ground_truth,
             data_source=example.data_source,
             extra_info=example.extra_info,
@@ -190,6 +232,13 @@ class PromptFiles:
         """The tokens of the longest prompt that can be drawn, as it is cut."""
         return min(self.limit, int(self.measured["length"].max(initial=0)))
 
+    def questions(self) -> Mapping[str, Sequence[int]]:
+        """Return, by path, hashes of the questions that can be drawn."""
+        found: dict[str, list[int]] = {}
+        for place, question in self.measured[["file", "question"]].tolist():
+            found.setdefault(self.files[place].path, []).append(question)
+        return found
+
     def examples(self) -> Iterator[Example]:
         """Yield every example that can be drawn, file by file."""
         for place, file in enumerate(self.files):
@@ -202,7 +251,8 @@ class PromptFiles:
             if length := self._length(example, problems):
                 self.first.setdefault(example.data_source, example)
                 hashes = int(example.content_hash, 16), int(example.name_hash, 16)
-                found.append((place, example.number, length, *hashes))
+                question = question_hash(example.prompt, example.media)
+                found.append((place, example.number, length, *hashes, question))
         return np.array(found, dtype=MEASURES)
 
     def _length(self, example: Example, problems: Problems) -> int | None:

@@ -22,6 +22,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ import torch
 
 from core.data import vocabulary
 from core.data.parquet import Example, Problems
-from core.data.prompts import CHAT_FIX, Choose, Encoder
+from core.data.prompts import CHAT_FIX, Choose, Encoder, question_hash
 from core.errors import InputError
 from core.files import local_path
 from core.learner.models import resolve_path
@@ -177,25 +178,28 @@ class DemonstrationFiles:
         self.config, self.limit = config, config.max_prompt_length + config.max_response_length
         self.writer = Writer(tokenizer, config.apply_chat_template_kwargs, ends)
         self.measured: list[Demonstration] = []  # that can be drawn
+        self._questions: dict[str, list[int]] = {}  # path -> hashes of what its demonstrations answer
 
     def load(self, paths: Iterable[str], choose: Choose) -> None:
         """Read, check and tokenise the files. Raises InputError with every problem of all of them."""
-        tables, errors = {}, []
-        for path in dict.fromkeys(paths):
+        tables: list[tuple[str, Any]] = []
+        errors: list[str] = []
+        for path in paths:  # one that is listed twice counts twice
             try:
-                tables[path] = _read(path, self.config)
+                tables.append((path, _read(path, self.config)))
             except InputError as error:
                 errors += error.problems
         if errors:
             raise InputError(errors)
-        problems, sizes = Problems(), [table.num_rows for table in tables.values()]
-        for (path, table), numbers in zip(tables.items(), choose(sizes), strict=True):
+        problems, sizes = Problems(), [table.num_rows for _, table in tables]
+        for (path, table), numbers in zip(tables, choose(sizes), strict=True):
             self.measured += self._fitting(path, table, numbers, problems)
         problems.raise_if_any()
         if self.measured and not any(self._is_ended(one) for one in self.measured):
+            names = ", ".join(path for path, _ in tables)
             ends = ", ".join(repr(self.writer.tokenizer.decode([one])) for one in sorted(self.writer.ends))
             log.warning(
-                f"{', '.join(tables)}: no turn that is trained on ends with a token that ends an answer ({ends}), so "
+                f"{names}: no turn that is trained on ends with a token that ends an answer ({ends}), so "
                 "the model would not learn to stop: let the chat template write it behind an assistant's message"
             )
 
@@ -220,11 +224,25 @@ class DemonstrationFiles:
         """Yield nothing: what is scored and played are the questions of the validation."""
         yield from ()
 
+    def questions(self) -> Mapping[str, Sequence[int]]:
+        """Return, by path, hashes of the prompts whose answers can be drawn."""
+        return self._questions
+
+    def _prompt(self, row: Mapping[str, Any]) -> str | Sequence[Mapping[str, Any]]:
+        """Return what stands before the first answer of a row that was read as a demonstration."""
+        if IDS[0] in row:
+            return row[TEXTS]
+        if self.config.messages_key not in row:
+            return _value(row, self.config.prompt_key)
+        messages = row[self.config.messages_key]
+        return list(takewhile(lambda message: message["role"] != ASSISTANT, messages))
+
     def _fitting(self, path: str, table: Any, numbers: Sequence[int], problems: Problems) -> Iterator[Demonstration]:
         """Yield a file's demonstrations, within the limit; log how many were cut or left out."""
         out, cut, longest = 0, 0, 0
         for number in numbers:
-            one = self._demonstration(path, int(number), table.slice(int(number), 1).to_pylist()[0], problems)
+            row = table.slice(int(number), 1).to_pylist()[0]
+            one = self._demonstration(path, int(number), row, problems)
             if one is None:
                 continue
             longest = max(longest, len(one))
@@ -238,6 +256,7 @@ class DemonstrationFiles:
                 out += 1
                 continue
             cut += len(one) > self.limit
+            self._questions.setdefault(path, []).append(question_hash(self._prompt(row)))
             yield kept
         told = f"{path}: {table.num_rows} rows, longest demonstration {longest} tokens"
         log.info(f"{told}, {out} left out and {cut} cut, longer than {self.limit} tokens")

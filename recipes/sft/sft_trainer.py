@@ -8,7 +8,7 @@ only where a validation needs them.
 from __future__ import annotations
 
 from core.algorithm.sequences import count_by_sequence
-from core.data.prompts import PromptStream, load_val_prompts
+from core.data.prompts import PromptStream, load_val_prompts, warn_of_trained_questions
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import RewardLayer
@@ -31,6 +31,7 @@ class SFTTrainer(RayPPOTrainer):
         self.stream = PromptStream(data, self.tokenizer, self.config.trainer.seed, files)
         self.agent_loop = make_agent_loop(self.config, self.tokenizer)
         self.val_prompts = load_val_prompts(data, self.tokenizer, tools_of=self.agent_loop and self.agent_loop.tools_of)
+        warn_of_trained_questions(files.questions(), self.val_prompts)
         check_examples(self.agent_loop, self.val_prompts)
         self.reward = RewardLayer(self.config)
         self.reward.check(self.val_prompts, self.tokenizer)

@@ -14,6 +14,7 @@ from core.checkpoint.store import CheckpointStore, checkpoint_at
 from core.command_line import train
 from core.errors import InputError, WorkersLost, WriteFailed
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
+from tests.row_files import write_parquet
 
 
 def respond(request, version):
@@ -53,15 +54,19 @@ def test_a_home_folder_is_expanded_wherever_a_run_writes_or_reads(tmp_path, monk
     assert checkpoint_at("~/a/run/global_step_1", "--run").step == 1
 
 
-def test_a_batch_beyond_the_data_and_a_training_file_that_validates_are_warned_of(tmp_path, caplog):
+def test_a_batch_beyond_the_data_and_trained_questions_that_validate_are_warned_of(tmp_path, caplog):
     prepare(tmp_path)
-    train = configured(tmp_path, "run").data.train_files[0]
-    pq.write_table(pq.read_table(train).slice(1), tmp_path / "other.parquet")
-    start(tmp_path, f"data.val_files={tmp_path}/other.parquet")
+    (row,) = pq.read_table(configured(tmp_path, "run").data.train_files[0]).slice(0, 1).to_pylist()
+    chat = [{"role": "user", "content": "Another question?"}]
+    other = write_parquet(tmp_path / "other.parquet", [{**row, "prompt": chat}])
+    start(tmp_path, f"data.val_files={other}")
     assert not [one for one in caplog.messages if one.startswith("data.")]
-    start(tmp_path, f"data.val_files={train}", "data.train_batch_size=4096", "trainer.resume_mode=disable")
+    # A validation file that no training file shares a byte with
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    settings = "data.train_batch_size=4096", "trainer.resume_mode=disable"
+    start(tmp_path, f"data.val_files={tmp_path}/test.jsonl", *settings)
     warned = [one.partition(":")[0] for one in caplog.messages if one.startswith("data.")]
-    assert warned == ["data.train_batch_size=4096", "data.val_files"]
+    assert warned == ["data.val_files", "data.train_batch_size=4096"]
 
 
 def test_a_write_that_fails_is_tried_again_at_the_next_save(tmp_path, monkeypatch, caplog):

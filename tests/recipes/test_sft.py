@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from core import evaluate
 from core.config import compose, examine
+from core.data.prompts import question_hash
 from core.engines import NoEngine
 from core.errors import InputError
 from core.learner.models import load_policy
@@ -104,6 +105,18 @@ def read_rows(tmp_path, rows, template=TOOLS_TEMPLATE, **keys) -> list[str]:
     files = DemonstrationFiles(config, tokenizer(), {EOS})
     files.load([str(write_rows(tmp_path / "rows.parquet", rows))], lambda sizes: [range(size) for size in sizes])
     return [tokenizer().decode(one.ids) for one in files.measured]
+
+
+def test_questions_of_demonstrations_are_those_that_a_validation_compares(tmp_path):
+    asked = [{"role": "user", "content": "a"}]
+    chats = [{"messages": [*asked, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}]
+    answers = [{"prompt": asked, "response": "b"}, {"prompt": "a", "response": "b"}]
+    for rows in (chats, *([row] for row in answers)):
+        path = str(write_rows(tmp_path / "rows.parquet", rows))
+        config = DemonstrationConfig(apply_chat_template_kwargs={"chat_template": TEMPLATE})
+        files = DemonstrationFiles(config, tokenizer(), {EOS})
+        files.load([path, path], lambda sizes: [range(size) for size in sizes])
+        assert len(files) == 2 and files.questions() == {path: [question_hash(asked)] * 2}
 
 
 def test_columns_of_tools_and_thinking_are_arguments_of_the_chat_template(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import logging
 from collections import Counter
 
@@ -5,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.data.prompts import PromptStream, load_val_prompts
+from core.data.prompts import PromptStream, load_val_prompts, warn_of_trained_questions
 from core.errors import InputError
 from core.types import Prompt
 from tests.row_files import data_config, plain_row, rows_file, write_parquet
@@ -174,6 +175,33 @@ def test_copies_of_a_question_share_their_uid_and_are_counted(tmp_path, caplog):
     assert "9 of 9 rows, 3 different questions" in caplog.text
     named = write_parquet(tmp_path / "b.parquet", [plain_row(0), plain_row(0)])
     assert {stream(named).prompt(ordinal).uid for ordinal in range(2)} == {"s/train/0"}
+
+
+def test_a_file_that_is_listed_twice_counts_twice(three):
+    uids = [stream([three[0], three[0]]).prompt(ordinal).uid for ordinal in range(14)]
+    assert Counter(Counter(uids).values()) == {2: 7}
+    assert len(stream([three[0], three[0]], train_max_samples=9)) == 9
+    prompts = validation([three[1], three[0], three[1]])
+    assert golds(prompts)[:5] == golds(prompts)[12:] == [*"01234"]
+    assert len({prompt.ordinal for prompt in prompts}) == 17
+
+
+def test_validation_questions_that_are_trained_on_are_counted(three, tmp_path, caplog):
+    def shared(train, *asked, **changes):
+        caplog.clear()
+        prompts = validation(list(asked))
+        warn_of_trained_questions(stream(train, **changes).files.questions(), prompts)
+        return [record.args for record in caplog.records]
+
+    assert shared(three[:2], three[2]) == []
+    # The same questions with other names, graded otherwise, as chats and lines of JSON
+    chat = [{"role": "user", "content": "a3 "}]
+    rows = [plain_row(9, prompt=chat, extra_info={"index": 40}), plain_row(2, "a"), plain_row(3, "d")]
+    test = tmp_path / "test.jsonl"
+    test.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert shared(three, str(test), three[2]) == [(14, 15, f"{three[0]}, {three[2]}")]
+    assert shared(three[:1], str(test), shuffle=False, train_max_samples=3) == [(1, 3, three[0])]
+    assert shared([three[0]] * 2, str(test), shuffle=False, train_max_samples=8)[0][:2] == (2, 3)
 
 
 def test_validation_asks_every_row_in_order(three):
