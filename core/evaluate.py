@@ -53,7 +53,7 @@ UNREAD = ("custom_reward_function.", "reward_model.", "algorithm.", "actor_rollo
 REWARDS = ("reward_model.", "custom_reward_function.")
 FORMAT = 1
 OF_PROMPT = ("uid", "ordinal", "data_source", "ground_truth", "extra_info", "style", "opened_tag")
-OF_EPISODE = ("turns", "tool_calls", "user_scores", "tool_rewards")
+OF_EPISODE = ("turns", "tool_calls", "user_scores", "tool_rewards", "failure")
 Key = tuple[int, int]  # ordinal of the question, number of the sample
 
 

@@ -83,6 +83,7 @@ class Trajectory:
     tool_calls: int = 0
     user_scores: tuple[float, ...] = ()  # what a simulated user gave the policy's turns, in their order
     tool_rewards: tuple[float, ...] = ()  # what tools gave the policy's calls, in their order
+    failure: str = ""  # why it has no score whatever it says: a simulated user failed, for example
 
     def __post_init__(self) -> None:
         dtypes = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "logprobs": np.float32}

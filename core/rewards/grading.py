@@ -214,7 +214,7 @@ def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
     """Return the parts that are finite numbers, and the others as texts. Raises ScoreError for ``acc`` among these."""
     parts, notes = {}, {}
     for name, part in given.items():
-        if name == "acc" and part is not None or _finite(part) is not None:
+        if name == "acc" and part is not None or finite_number(part) is not None:
             parts[str(name)] = _number(part, name)
         elif part is not None:
             notes[str(name)] = str(part)[:LONGEST_NOTE]
@@ -222,7 +222,7 @@ def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def _number(value: Any, name: Any = "score") -> float:
-    number = _finite(value)
+    number = finite_number(value)
     if number is None:
         shown = "None (is a return missing?)" if value is None else f"a {type(value).__name__} ({value!r:.100})"
         rule = f"{RETURN}, finite and at most {LARGEST:g}"
@@ -230,7 +230,7 @@ def _number(value: Any, name: Any = "score") -> float:
     return number
 
 
-def _finite(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """Return a number as a float; None for anything else, and for one that is not finite or too large."""
     try:
         scalar = value.item() if hasattr(value, "item") else value  # of numpy and torch

@@ -19,7 +19,7 @@ from core.rewards.grading import Answer, CustomFunction, Failure, Job, JoinedCal
 from core.rewards.scorer_check import MODEL_STYLE, check_scorers, written
 from core.types import Prompt, ScoredGroup, Trajectory
 from reward_scores import SCORERS
-from reward_scores.score import Score
+from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.schema import Config, RewardModelConfig
@@ -97,11 +97,14 @@ class RewardLayer:
         """Score an answer.
 
         For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
-        ``reward_model.weight`` times the model's number is added. A failing scorer raises RewardError only with
-        ``on_error=raise``.
+        ``reward_model.weight`` times the model's number is added. An episode that failed
+        (``Trajectory.failure``) has no score, as if its scorer had failed, which raises RewardError
+        only with ``on_error=raise``.
         """
         job = self.job(prompt, trajectory)
-        if self.config.enable and prompt.style == MODEL_STYLE:
+        if trajectory.failure:
+            result = Failure(ScoreStatus.CRASH, f"{trajectory.failure}\n")
+        elif self.config.enable and prompt.style == MODEL_STYLE:
             result = await self._ask_model(prompt, trajectory)
         elif self.config.enable and self.config.weight:
             result, model = await asyncio.gather(self.manager.run(job), self._ask_model(prompt, trajectory))
@@ -121,7 +124,7 @@ class RewardLayer:
             f"(reward_model.on_error={self.config.on_error}) "
         )
         if self.config.on_error == "raise":
-            raise RewardError(f"{report}ends the run: correct the scorer, or set mask")
+            raise RewardError(f"{report}ends the run: correct what failed, or set mask")
         self.failures.count(report)
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 

@@ -145,6 +145,7 @@ class Episode:
         self.tool_rewards: list[float] = []  # what tools gave the policy's calls
         self.ids: list[int] = []  # of the response
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
+        self.failure = ""  # why it cannot be scored: what is around the policy failed
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._segments: list[Segment] = []
@@ -238,6 +239,7 @@ class Episode:
             tool_calls=self.tool_calls,
             user_scores=tuple(self.user_scores),
             tool_rewards=tuple(self.tool_rewards),
+            failure=self.failure,
         )
 
 

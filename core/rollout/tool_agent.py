@@ -3,17 +3,15 @@
 A call is JSON with ``name`` and ``arguments`` in ``<tool_call>``. A turn with calls is followed by their answers; one
 without goes to the example's simulated user or ends the episode. Both are framed as the chat template writes messages
 of roles ``tool`` and ``user``. Calls that cannot be made are answered with the error, and so are tools that fail or
-take too long; what a simulated user raises ends the run.
+take too long. A simulated user who fails or takes too long ends the episode, which has no score.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import json
 import logging
-import math
 import traceback
 import uuid
 from collections import Counter
@@ -22,13 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from core.data import vocabulary
 from core.data.parquet import Example
 from core.data.vocabulary import writable
 from core.errors import InputError, printable
+from core.rewards.grading import finite_number
 from core.rollout import tools as listed
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError
+from core.rollout.untrusted import UntrustedCalls
 from core.types import Prompt, Stop
 from reward_scores.tags import between
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MODEL = "actor_rollout_ref.model"
 TRACE = 4000  # characters of a traceback
+REPLY = "generate_response returns (ends: bool, text: str, score: number or None, metrics: dict)"
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,17 @@ class Instance:
     """A tool or a simulated user in one episode. ``kwargs`` has the example's arguments of each method."""
 
     def __init__(
-        self, owner: BaseTool | BaseInteraction, kwargs: Mapping[str, Any], episode: Episode, timeout_s: float
+        self,
+        owner: BaseTool | BaseInteraction,
+        kwargs: Mapping[str, Any],
+        episode: Episode,
+        calls: UntrustedCalls,
+        timeout_s: float,
     ):
-        self.owner, self.episode, self.timeout_s = owner, episode, timeout_s
+        self.owner = owner
+        self.episode = episode
+        self.calls = calls
+        self.timeout_s = timeout_s
         self.kwargs = copy.deepcopy(dict(kwargs))  # a tool may change what it is given
         self.id = str(uuid.uuid4())
         self.failure: Exception | None = None  # it could not begin
@@ -78,14 +89,12 @@ class Instance:
         """Return what a method returned. ``counted``: it is a call that the policy made. Raises what it raises."""
         if self.failure is not None:
             raise self.failure
-        method = getattr(self.owner, name)
-        job = partial(method, self.id, *args, **(self.kwargs.get(name) or {}))
-        if not inspect.iscoroutinefunction(method):
-            job = partial(listed.in_thread, job)
-        try:
-            return await self.episode.call(job, self.timeout_s, counted=counted)
-        except TimeoutError:
-            raise TimeoutError(f"no answer in {self.timeout_s:g} s") from None
+        job = partial(self.calls.call, self.bound(name, *args), self.timeout_s)
+        return await self.episode.call(job, counted=counted)
+
+    def bound(self, name: str, *args: Any) -> partial:
+        """Return a method with its arguments."""
+        return partial(getattr(self.owner, name), self.id, *args, **(self.kwargs.get(name) or {}))
 
 
 def read_answer(answer: Any) -> tuple[str, float | None]:
@@ -94,13 +103,27 @@ def read_answer(answer: Any) -> tuple[str, float | None]:
     text = getattr(response, "text", response)
     if not isinstance(text, str):
         raise ValueError(f"it returned {type(text).__name__}, not text alone")
-    return text, _finite(reward)
+    return text, read_number(reward, "reward")
 
 
-def _finite(value: Any) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"it returned {value} as reward, which is no finite number")
-    return None if value is None else float(value)
+def read_reply(answer: Any) -> tuple[bool, str, float | None]:
+    """Return whether a simulated user ends the episode, their text and their score."""
+    if not isinstance(answer, tuple | list) or len(answer) < 3:
+        raise ValueError(f"it returned {answer!r:.100}; {REPLY}")
+    over, text, score, *_ = answer
+    if not isinstance(over, bool | np.bool_):
+        raise ValueError(f"it returned {over!r:.100} for whether the episode ends; {REPLY}")
+    if not isinstance(text, str) and not over:
+        raise ValueError(f"it returned {text!r:.100} as text; {REPLY}")
+    return bool(over), text, read_number(score, "score")
+
+
+def read_number(value: Any, name: str) -> float | None:
+    """Return a reward or a score, None where there is none."""
+    number = None if value is None else finite_number(value)
+    if number is None and value is not None:
+        raise ValueError(f"it returned {value!r:.100} as {name}, which is no finite number")
+    return number
 
 
 class ToolAgentLoop(AgentLoop):
@@ -112,6 +135,8 @@ class ToolAgentLoop(AgentLoop):
         self.tools: dict[str, BaseTool] = listed.load_listed(self.options.tool_config_path, BaseTool)
         self.users: dict[str, BaseInteraction]
         self.users = listed.load_listed(self.options.interaction_config_path, BaseInteraction)
+        owners = (*self.tools.values(), *self.users.values())
+        self.calls = {id(owner): UntrustedCalls() for owner in owners}
         self.counts: Counter[str] = Counter()
         self.traced: set[str] = set()  # tools whose first failure was logged
         kwargs = config.data.apply_chat_template_kwargs
@@ -150,34 +175,41 @@ class ToolAgentLoop(AgentLoop):
         return [tool.schema for tool in listed.chosen_tools(self.tools, example.extra_info).values()]
 
     async def run(self, episode: Episode) -> None:
-        facts, timeout_s = episode.prompt.extra_info, self.options.tool_timeout_s
-        tools, user = {}, listed.chosen_user(self.users, facts)
+        facts = episode.prompt.extra_info
+        user = listed.chosen_user(self.users, facts)
+        tools = {}
         for name, tool in listed.chosen_tools(self.tools, facts).items():
             given = (facts.get("tools_kwargs") or {}).get(name) or {}
             kwargs = {key.removesuffix("_kwargs"): value for key, value in given.items()}
-            tools[name] = Instance(tool, kwargs, episode, timeout_s)
+            tools[name] = self.instance(tool, kwargs, episode)
         if user is not None:
-            user = Instance(user, {"generate_response": facts["interaction_kwargs"]}, episode, timeout_s)
+            kwargs = {"generate_response": facts["interaction_kwargs"]}
+            user = self.instance(user, kwargs, episode)
         try:
-            for tool in tools.values():
-                tool.failure = await self.attempt(tool, "create")
+            await asyncio.gather(*(self.attempt(tool, "create") for tool in tools.values()))
             await self.take_turns(tools, user, episode)
-        finally:
+        except BaseException:
+            # A step or a run ends, and does not wait for tools to let go
             for tool in tools.values():
-                if tool.failure is None:
-                    await self.attempt(tool, "release")
+                tool.calls.begin(tool.bound("release"))
+            raise
+        began = [tool for tool in tools.values() if tool.failure is None]
+        await asyncio.gather(*(self.attempt(tool, "release") for tool in began))
 
-    async def attempt(self, tool: Instance, method: str) -> Exception | None:
-        """Call a tool's method at the beginning or end of an episode. Return what it raised, which is noted."""
+    def instance(self, owner: BaseTool | BaseInteraction, kwargs: Mapping[str, Any], episode: Episode) -> Instance:
+        calls = self.calls[id(owner)]
+        return Instance(owner, kwargs, episode, calls, self.options.tool_timeout_s)
+
+    async def attempt(self, tool: Instance, method: str) -> None:
+        """Call a tool's method at the beginning or end of an episode. What it raises is its failure."""
         try:
             await tool.call(method)
         except Exception as error:
             self.note(tool, error, "tool_state_failures")
-            return error
-        return None
+            tool.failure = error
 
     def note(self, tool: Instance, error: Exception, count: str) -> None:
-        """Count a failure of a tool, and log the first one with its traceback."""
+        """Count a failure of a tool or a user, and log the first one with its traceback."""
         self.counts[count] += 1
         if tool.owner.name not in self.traced:
             self.traced.add(tool.owner.name)
@@ -234,10 +266,17 @@ class ToolAgentLoop(AgentLoop):
         return call.problem or self.tools[call.name].problem(call.arguments)
 
     async def reply(self, user: Instance, messages: Sequence[Mapping[str, Any]], episode: Episode) -> list[str]:
-        """Return the user's text and keep their score; nothing where they end the episode."""
+        """Return the user's text and keep their score; nothing where they end the episode, or fail."""
         self.counts["user_turns"] += 1
-        over, text, score, *_ = await user.call("generate_response", [dict(one) for one in messages])
-        episode.user_scores += [] if score is None else [_finite(score)]
+        try:
+            answer = await user.call("generate_response", [dict(message) for message in messages])
+            over, text, score = read_reply(answer)
+        except Exception as error:
+            self.note(user, error, "failed_user_turns")
+            name = f"the simulated user {user.owner.name}"
+            episode.failure = f"{name} failed: {listed.described(error)}"
+            return []
+        episode.user_scores += [] if score is None else [score]
         return [] if over else [writable(text)]
 
     def cut(self, text: str) -> str:
@@ -274,12 +313,22 @@ class ToolAgentLoop(AgentLoop):
         counts, self.counts = self.counts, Counter()
         asked = counts["made"] + counts["invalid"]
         shares = {f"agent/{name}_calls": counts[name] / max(asked, 1) for name in ("invalid", "refused", "failed")}
+        if self.users:
+            failed = counts["failed_user_turns"] / max(counts["user_turns"], 1)
+            shares["agent/failed_user_turns"] = failed
         others = {f"agent/{name}": float(counts[name]) for name in ("tool_state_failures", "user_turns")}
         return {"agent/calls": float(asked), **shares, **others}
 
     def close(self) -> None:
-        for tool in self.tools.values():
+        asyncio.run(self._close_tools())
+        for calls in self.calls.values():
+            calls.close()
+
+    async def _close_tools(self) -> None:
+        async def close(tool: BaseTool) -> None:
             try:
-                tool.close()
+                await self.calls[id(tool)].call(tool.close, self.options.tool_timeout_s)
             except Exception:  # how the run ended must not be hidden by it
                 log.warning("%s cannot be closed", tool.name, exc_info=True)
+
+        await asyncio.gather(*map(close, self.tools.values()))

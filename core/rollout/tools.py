@@ -17,11 +17,7 @@ An example has all tools, or those of ``extra_info.tool_selection: [calculator]`
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +59,9 @@ class ToolResponse(BaseModel):
 class BaseTool:
     """A tool. One object serves all episodes of a run, many at a time; an episode's state is kept by its instance id.
 
-    A method that is a coroutine runs on the run's event loop and must not block it. A plain ``def`` may block: it has
-    a thread of its own, which is left behind at the deadline.
+    A method may be a coroutine, all of which run on one event loop in a thread of their own, or a
+    plain ``def``, which may block: each call has a thread. Both are left behind at the deadline
+    (``multi_turn.tool_timeout_s``).
     """
 
     KEY, SECTION = f"{MULTI_TURN}.tool_config_path", "tools"
@@ -119,27 +116,11 @@ class BaseInteraction:
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         """Return whether the episode ends, the user's text, a score of the policy's turn or None, and metrics.
 
-        ``messages`` are the prompt's and all since, of roles assistant, tool and user; ``kwargs`` are the example's
-        ``interaction_kwargs``. What it raises ends the run.
+        ``messages`` are the prompt's and all since, of roles assistant, tool and user; ``kwargs``
+        are the example's ``interaction_kwargs``. What it raises ends the episode, which then has no
+        score: ``reward_model.on_error`` decides.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
-
-
-async def in_thread(function: Callable[[], Any]) -> Any:
-    """Return what a function that may block returns. Nobody waits for its daemon thread: no deadline, no exit."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def work() -> None:
-        try:
-            settle = partial(future.set_result, function())
-        except BaseException as error:
-            settle = partial(future.set_exception, error)
-        with suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(lambda: future.done() or settle())
-
-    threading.Thread(target=work, daemon=True).start()
-    return await future
 
 
 # --- the files ---
@@ -189,7 +170,7 @@ def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
             if one.name in by_name:
                 raise ValueError(f"a second one is named {one.name!r}")
             by_name[one.name] = one
-        except Exception as error:  # the class of an entry may be a user's
+        except (Exception, SystemExit) as error:  # the class of an entry may be a user's
             fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
             problems.append(f"{where}: {base.SECTION}[{number}]: {described(error)}{fix}")
     if problems:
@@ -197,7 +178,7 @@ def load_listed(path: str | Path | None, base: type) -> dict[str, Any]:
     return by_name
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """Return an error's type and text in one line."""
     return " ".join(f"{type(error).__name__}: {error}"[:1000].split())[:300]
 

@@ -155,6 +155,19 @@ def test_a_function_written_for_verl_finds_its_facts(make_layer):
         assert grade(layer, asked, steps).notes["seen"] == repr(seen)
 
 
+@pytest.mark.parametrize("on_error", ["zero", "mask", "raise"])
+def test_an_episode_that_failed_counts_as_an_answer_whose_scorer_failed(make_layer, on_error):
+    layer = make_layer("return 1.0", on_error=on_error)
+    failed = trajectory("72", failure="the simulated user failed: KeyError")
+    if on_error == "raise":
+        with pytest.raises(RewardError, match="the simulated user failed: KeyError"):
+            grade(layer, prompt(), failed)
+        return
+    score = grade(layer, prompt(), failed)
+    assert (score.value, score.masked, score.status) == (0, on_error == "mask", ScoreStatus.CRASH)
+    assert layer.failures.rate("rate") == {"rate": 1.0}
+
+
 def test_a_function_may_be_asynchronous_leave_arguments_out_and_lie_anywhere(make_layer, write, monkeypatch, tmp_path):
     body = "import asyncio\nasync def mine(solution_str):\n    await asyncio.sleep(0)\n    return 3"
     assert grade(make_layer(body, name="mine"), prompt(), trajectory("x")).value == 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -44,7 +46,13 @@ def fail(error: Exception) -> None:
     raise error
 
 
-RAISES = {"key": lambda: fail(KeyError("x")), "deep": deep, "surrogate": lambda: fail(ValueError("\ud800"))}
+RAISES = {
+    "key": lambda: fail(KeyError("x")),
+    "deep": deep,
+    "surrogate": lambda: fail(ValueError("\ud800")),
+    "exit": lambda: fail(SystemExit(0)),
+    "cancelled": lambda: fail(asyncio.CancelledError()),
+}
 RETURNS = {"none": None, "bytes": b"x", "nan_reward": ("x", float("nan"), {})}
 TEXTS = {"huge": "9" * 500_000, "empty": "", "half": "a\ud83d b\udc00\x00", "end": "<eos><bos>"}
 
@@ -95,7 +103,14 @@ class Checker(BaseInteraction):
         if said in RAISES:
             RAISES[said]()
         right = said == str(gold)
-        replies = {"score": (False, "x", float("nan"), {})}
+        replies = {
+            "score": (False, "x", float("nan"), {}),
+            "text score": (False, "x", "1", {}),
+            "none": None,
+            "two": (False, "x"),
+            "no text": (False, 5, 1.0, {}),
+            "no end": ("False", "x", 1.0, {}),
+        }
         return replies.get(said, (right, f"not {said}, <eos> again", 1.0 if right else -0.5, {}))
 
 
@@ -389,6 +404,33 @@ def test_a_tool_that_cannot_begin_or_end_costs_no_run(tmp_path, monkeypatch, met
     assert f"<bos>tool\n{answer}" in added(trajectory) and loop.metrics()["agent/tool_state_failures"] == 1
 
 
+def test_an_episode_that_is_cancelled_ends_at_once_and_lets_its_tools_go(tmp_path):
+    loop, released = loop_of(tmp_path, tools=own("Any")), threading.Event()
+    loop.tools["any"].release = lambda instance_id: released.set()
+
+    async def main():
+        engine = ScriptedEngine(loop.tokenizer, lambda _: call("any", what="hang"))
+        sampler = TrajectorySampler(engine, loop.tokenizer, run_seed=1)
+        prompt = Prompt(0, "q", (1,), ({"role": "user", "content": "?"},), "4", "test", {})
+        episode = Episode(prompt, 0, SamplingParams(max_tokens=300), Limits(300, 300), sampler)
+        task = asyncio.create_task(loop.run(episode))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        begun = time.monotonic()
+        await asyncio.wait({task})
+        return task.cancelled(), time.monotonic() - begun
+
+    cancelled, seconds = asyncio.run(main())
+    assert cancelled and seconds < 1 and released.wait(5)
+
+
+def test_a_tool_that_cannot_be_closed_holds_up_no_end(tmp_path):
+    loop = loop_of(tmp_path, f"{MULTI}.tool_timeout_s=0.2", tools=own("Any"))
+    for close in (lambda: threading.Event().wait(60), lambda: fail(SystemExit(0))):
+        loop.tools["any"].close = close
+        loop.close()
+
+
 # --- simulated users ---
 
 
@@ -419,7 +461,23 @@ def test_tools_and_a_user_in_one_episode_and_an_example_without_a_user(tmp_path)
     assert full.truncated and full.turns == 1 and full.user_scores == (-0.5,)
 
 
-@pytest.mark.parametrize(("said", "error"), [("score", ValueError), ("key", KeyError), ("hang", TimeoutError)])
-def test_what_a_user_raises_ends_the_run(tmp_path, said, error):
-    with pytest.raises(error):
-        with_user(tmp_path, [said, "4"], f"{MULTI}.tool_timeout_s=0.2")
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("key", "KeyError"),
+        ("exit", "SystemExit"),
+        ("hang", "no answer in 0.2 s"),
+        ("score", "nan as score"),
+        ("text score", "'1' as score"),
+        ("none", "it returned None; generate_response returns (ends: bool"),
+        ("two", "it returned (False, 'x')"),
+        ("no text", "it returned 5 as text"),
+        ("no end", "it returned 'False' for whether the episode ends"),
+    ],
+)
+def test_a_user_who_fails_ends_the_episode_which_has_no_score(tmp_path, said, cause):
+    trajectory, loop = with_user(tmp_path, ["3", said, "4"], f"{MULTI}.tool_timeout_s=0.2")
+    assert trajectory.failure.startswith("the simulated user checker failed: ") and cause in trajectory.failure
+    assert trajectory.turns == 2 and trajectory.user_scores == (-0.5,)
+    metrics = loop.metrics()
+    assert (metrics["agent/user_turns"], metrics["agent/failed_user_turns"]) == (2, 0.5)
