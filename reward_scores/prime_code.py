@@ -148,7 +148,7 @@ def _run(box: Sandbox, script: str, given: Any, wanted: Any, seconds: float) -> 
 
 def _call(box: Sandbox, source: str, function: str, given: str, wanted: str, seconds: float) -> str:
     try:
-        arguments, goal = [json.loads(line) for line in given.split("\n")], json.loads(wanted)
+        arguments, goal = [unit_tests.read_json(line) for line in given.split("\n")], unit_tests.read_json(wanted)
     except (ValueError, AttributeError):
         return "error"
     if arguments and isinstance(arguments[0], dict):

@@ -7,13 +7,17 @@ compared here, where the program cannot reach.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reward_scores import prime_source
 from reward_scores.sandbox import Isolation, Limits, Sandbox, isolation, required_isolation, unisolated
 from reward_scores.score import Score, as_text, graded, no_answer, plain
 
@@ -39,7 +43,14 @@ import sys as _sys
 _value = _plain(FUNCTION(*eval(_sys.stdin.read(), {"nan": float("nan"), "inf": float("inf")})))
 _sys.stdout.write("\\n=> " + repr(_value))
 """
+MODULE = (
+    "solution"  # a function's program is loaded under this name: what it does as a script is left out, as published
+)
+DIGITS = sys.int_info.default_max_str_digits
 TOLERANCE = 1e-6  # of numbers that are not integers
+_CODE = re.compile(
+    r"^(?:import \w|from \w+ import |def \w+\(|class \w+[:(]|for \w.* in .*:|print\(|[\w, ]+=)", re.MULTILINE
+)
 PYTHON = ("python", "python3", "py")
 FAILURES = ("timeout", "error")  # parts of the score: shares of tests that ended so
 _SUM = '{"inputs": ["1 2\\n", "-3 3\\n"], "outputs": ["3\\n", "0\\n"]}'
@@ -79,7 +90,7 @@ class SandboxOptions:
     def box(self) -> Sandbox:
         """Return a sandbox for one answer."""
         limits = Limits(seconds=self.timeout_s, memory_mb=self.memory_limit_mb)
-        return Sandbox(limits, self.isolation(), self.total_timeout_s)
+        return Sandbox(limits, self.isolation(), self.total_timeout_s, prime_source.HEAD)
 
     def isolation(self) -> Isolation:
         if self.allow_unisolated and isolation().mode == "none":
@@ -110,7 +121,11 @@ def score(
 
 
 def extract(response: str) -> str | None:
-    """Return the last closed block marked as Python or, where there is none, the last closed one without a mark."""
+    """Return the last closed block marked as Python or, where there is none, the last closed one without a mark.
+
+    Without either, a block marked as Python may be open to the end, and a response without fences is the program
+    where a line of it looks like one.
+    """
     found: dict[bool, str] = {}
     fence, mark, lines = "", "", []
     for line in response.splitlines():
@@ -122,11 +137,20 @@ def extract(response: str) -> str | None:
                 mark = bare[len(ticks) :].strip().partition(" ")[0].lower()
         elif len(ticks) >= len(fence) and bare == ticks:
             if mark in (*PYTHON, ""):
-                found[mark != ""] = textwrap.dedent("\n".join(lines)) if line[:1].isspace() else "\n".join(lines)
+                found[mark != ""] = _dedented(lines)
             fence = ""
         else:
             lines.append(line)
+    if not found and fence and mark in PYTHON:
+        return _dedented(lines)
+    if "```" not in response and _CODE.search(response):
+        return response
     return found.get(True, found.get(False))
+
+
+def _dedented(lines: list[str]) -> str:
+    source = "\n".join(lines)
+    return textwrap.dedent(source) if source.lstrip("\n")[:1].isspace() else source
 
 
 # --- tests
@@ -149,14 +173,46 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
 
 
 def as_columns(given: Any) -> Any:
-    """Return a list of pairs, or of ``{input, output}``, as ``{inputs, outputs}``; anything else as it is."""
-    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or not given:
+    """Return a list of pairs, or of ``{input, output}``, as ``{inputs, outputs}``; anything else as it is.
+
+    LiveCodeBench marks tests of a function, here ``fn_name``. The values that one takes and returns may stand there
+    as such, as in APPS and TACO, and become JSON.
+    """
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) and given:
+        given = _columns(given)
+    if not isinstance(given, Mapping) or not given.get("fn_name"):
         return given
-    pairs = [(test["input"], test["output"]) if _is_named(test) else test for test in given]
+    inputs, outputs = (plain(given.get(name, [])) for name in ("inputs", "outputs"))
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
+        return given
+    lines = ["\n".join(map(json.dumps, each)) if isinstance(each, list | tuple) else each for each in inputs]
+    return {
+        **given,
+        "inputs": lines,
+        "outputs": [each if isinstance(each, str) else json.dumps(each) for each in outputs],
+    }
+
+
+def _columns(tests: Sequence[Any]) -> Any:
+    pairs = [(test["input"], test["output"]) if _is_named(test) else test for test in tests]
     if not all(isinstance(pair, Sequence) and not isinstance(pair, (str, bytes)) and len(pair) == 2 for pair in pairs):
-        return given
+        return tests
     inputs, outputs = ([str(text) if _is_number(text) else text for text in side] for side in zip(*pairs, strict=True))
-    return {"inputs": inputs, "outputs": outputs}
+    names = {_function(test) if isinstance(test, Mapping) else None for test in tests}
+    if len(names) > 1:
+        raise BadTests("testtype must be functional, with one metadata.func_name, in all tests or in none")
+    return {"inputs": inputs, "outputs": outputs, "fn_name": names.pop()}
+
+
+def _function(test: Mapping[str, Any]) -> str | None:
+    """Return the name of the function that a test of LiveCodeBench calls; None where it runs a script."""
+    if test.get("testtype") != "functional":
+        return None
+    about = test.get("metadata") or {}
+    name = (json.loads(about) if isinstance(about, str) else about).get("func_name")
+    if not name:
+        raise BadTests("testtype=functional needs the name of the function in metadata.func_name")
+    return name
 
 
 def _is_named(test: Any) -> bool:
@@ -177,7 +233,7 @@ def _input_tests(given: Mapping[str, Any]) -> Tests:
     if tests.fn_name:
         for text in (*tests.inputs, *tests.outputs):
             for line in text.split("\n") if text in tests.inputs else (text,):
-                _json(line)
+                read_json(line)
     return tests
 
 
@@ -191,7 +247,7 @@ def texts(values: Any, field: str) -> tuple[str, ...]:
 def _text(value: Any, field: str) -> str:
     if isinstance(value, list | tuple):
         return "\n".join(str(line) if isinstance(line, list | tuple) else _text(line, field) for line in value)
-    text = as_text(value)
+    text = str(value) if isinstance(value, bool) else as_text(value)
     if not isinstance(text, str):
         raise BadTests(f"{field} must be a text, a number, or a list of lines, got {value!r:.100}")
     if any("\ud800" <= char <= "\udfff" for char in text):
@@ -199,11 +255,24 @@ def _text(value: Any, field: str) -> str:
     return text
 
 
-def _json(text: str) -> Any:
+def read_json(text: str) -> Any:
+    """Return an argument or a result of a function. Raises BadTests."""
     try:
-        return json.loads(text)
+        with _digits(0):
+            return json.loads(text)
     except ValueError as error:
         raise BadTests(f"fn_name needs JSON, an argument a line, and one value out: {text[:100]!r}") from error
+
+
+@contextlib.contextmanager
+def _digits(limit: int) -> Iterator[None]:
+    """Let integers have as many digits, or any number with 0, while texts are read and written."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(limit)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
 
 
 # --- running them
@@ -217,8 +286,8 @@ def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bo
             if left <= 0:
                 status = "timeout"
             elif tests.fn_name:
-                arguments = [_json(line) for line in given.split("\n")]
-                status = call(box, source, tests.fn_name, arguments, _json(wanted), left, same_value)
+                arguments = [read_json(line) for line in given.split("\n")]
+                status = call(box, source, tests.fn_name, arguments, read_json(wanted), left, same_value)
             else:
                 status = run(box, source, given, wanted, left, same_output)
             yield status
@@ -239,17 +308,20 @@ def call(
 ) -> str:
     """Return the result of a call of a function, in a program loaded anew, so that tests cannot lean on one another."""
     owner = "Solution()." if "class Solution" in source else ""
-    ran = box.run(source + _CALL.replace("FUNCTION", f"{owner}{name}"), repr(arguments), seconds)
+    with _digits(0):
+        given, size = repr(arguments), len(repr(wanted))
+    ran = box.run(source + _CALL.replace("FUNCTION", f"{owner}{name}"), given, seconds, MODULE)
     if ran.status != "ok":
         return "timeout" if ran.status == "timeout" else "error"
     _, mark, value = ran.stdout.rpartition(_MARK)
-    if len(value) > SPARE_LENGTH + LONGER * len(repr(wanted)):
+    if len(value) > SPARE_LENGTH + LONGER * size:
         return "wrong"
     # The hashes of a dictionary's keys may be chosen to collide: a large one could hold up the grader
     if not mark or ("{" in value and len(value) > LONGEST_DICT):
         return "error"
     try:
-        return "passed" if agrees(same, ast.literal_eval(value), wanted) else "wrong"
+        with _digits(max(size, DIGITS)):  # reading an integer takes the square of its length
+            return "passed" if agrees(same, ast.literal_eval(value), wanted) else "wrong"
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):  # no value
         return "error"
 

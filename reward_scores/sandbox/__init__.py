@@ -101,10 +101,12 @@ class Sandbox:
     ``how`` is by default the best that :func:`isolation` finds. ``seconds`` are its life, on the wall: what a program
     has not done by then ends with status timeout. Raises SandboxUnavailable where there is no isolation, and
     SandboxError where the sandbox fails, which includes a start that takes half of its life. ``charged`` counts the
-    seconds that programs took.
+    seconds that programs took. What ``prelude``, run once, imports or defines is there for a program that does not.
     """
 
-    def __init__(self, limits: Limits | None = None, how: Isolation | None = None, seconds: float = math.inf):
+    def __init__(
+        self, limits: Limits | None = None, how: Isolation | None = None, seconds: float = math.inf, prelude: str = ""
+    ):
         self.limits, self.charged, begun = limits or Limits(), 0.0, time.monotonic()
         self.end = begun + seconds
         how = how or required_isolation()
@@ -117,7 +119,7 @@ class Sandbox:
             env={"PYTHONHASHSEED": "0"},  # the same program gets the same score
             start_new_session=True,
         )
-        box = {"memory_bytes": self.limits.memory_mb << 20, "threads": self.limits.threads}
+        box = {"memory_bytes": self.limits.memory_mb << 20, "threads": self.limits.threads, "prelude": prelude}
         try:
             self._ask({"mode": how.mode, "seccomp": how.seccomp, **box}, begun + min(START_SECONDS, seconds / 2))
         except BaseException:
@@ -144,11 +146,11 @@ class Sandbox:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
-    def run(self, source: str, stdin: str = "", seconds: float | None = None) -> Ran:
-        """Run a program in a new process."""
+    def run(self, source: str, stdin: str = "", seconds: float | None = None, name: str = "__main__") -> Ran:
+        """Run a program, as the module ``name``, in a new process."""
         seconds = self.limits.seconds if seconds is None else seconds
         end = min(time.monotonic() + PATIENCE * seconds, self.end)
-        request = {"source": source, "stdin": stdin, "output_bytes": self.limits.output_bytes}
+        request = {"source": source, "name": name, "stdin": stdin, "output_bytes": self.limits.output_bytes}
         ran = Ran(**self._ask({**request, "seconds": seconds, "end": end}, end + GRACE_SECONDS))
         self.charged += ran.seconds
         return ran

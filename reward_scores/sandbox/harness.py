@@ -7,12 +7,18 @@ code it runs sees neither these pipes nor this process, which it may not signal.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import fcntl
+import functools
+import io
 import json
 import math
 import os
+import resource
 import selectors
 import signal
+import site
 import sys
 import time
 import types
@@ -25,6 +31,8 @@ import seccomp
 PATIENCE = 5  # as in reward_scores.sandbox
 _CHUNK = 1 << 16
 _FILES = 256  # above every descriptor in use
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1}  # the names that programs open; /proc, where they lead, is not there
 
 
 def main() -> None:
@@ -48,24 +56,43 @@ def main() -> None:
         confine.die_with_parent()  # a change of user forgets it
     os.environ.clear()
     os.write(1, b'"ready"\n')
+    _prepare_interpreter(box["prelude"])
     for line in sys.stdin.buffer:
         answer = memoryview(json.dumps(run(box, **json.loads(line))).encode() + b"\n")
         while answer:
             answer = answer[os.write(1, answer) :]
 
 
-def run(box: dict[str, Any], source: str, stdin: str, seconds: float, end: float, output_bytes: int) -> dict[str, Any]:
+def _prepare_interpreter(prelude: str) -> None:
+    """Complete the interpreter that every program starts from.
+
+    ``site`` does not run here and would have made ``exit`` and ``quit``. The names that ``prelude`` makes are found
+    where a program has none of that name. Integers of any length are printed: a program's time is limited anyway.
+    """
+    site.setquit()
+    site.sethelper()
+    sys.set_int_max_str_digits(0)
+    names: dict[str, Any] = {}
+    exec(prelude, names)
+    for name, value in names.items():
+        vars(builtins).setdefault(name, value)
+
+
+def run(
+    box: dict[str, Any], source: str, name: str, stdin: str, seconds: float, end: float, output_bytes: int
+) -> dict[str, Any]:
     """Run a program; see :class:`reward_scores.sandbox.Ran` for the answer."""
-    begun, pipes = time.monotonic(), [os.pipe() for _ in range(3)]
-    ours, theirs = (pipes[0][1], pipes[1][0], pipes[2][0]), (pipes[0][0], pipes[1][1], pipes[2][1])
+    begun, given = time.monotonic(), _input_file(stdin.encode("utf-8", "surrogateescape"))
+    pipes = [os.pipe(), os.pipe()]
+    ours, theirs = (pipes[0][0], pipes[1][0]), (given, pipes[0][1], pipes[1][1])
     pid = os.fork()
     if pid == 0:
-        _become(box, seconds, theirs, source)
+        _become(box, seconds, theirs, source, name)
     for number in theirs:
         os.close(number)
     ended = os.pidfd_open(pid)
-    outputs = {ours[1]: bytearray(), ours[2]: bytearray()}
-    why = _exchange(ended, ours[0], outputs, stdin.encode("utf-8", "surrogateescape"), end, output_bytes)
+    outputs = {number: bytearray() for number in ours}
+    why = _collect(ended, outputs, end, output_bytes)
     for kill in (os.kill, os.killpg):  # the group: where no namespace ends what the program started
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
@@ -78,32 +105,32 @@ def run(box: dict[str, Any], source: str, stdin: str, seconds: float, end: float
     waited = (time.monotonic() - begun) / PATIENCE
     return {
         "status": why or ("ok" if code == 0 else "error"),
-        "stdout": outputs[ours[1]].decode("utf-8", "replace"),
-        "stderr": outputs[ours[2]][-2000:].decode("utf-8", "replace"),
+        "stdout": outputs[ours[0]].decode("utf-8", "replace"),
+        "stderr": outputs[ours[1]][-2000:].decode("utf-8", "replace"),
         "exit_code": code,
         "seconds": seconds if why == "timeout" else max(used, waited),
     }
 
 
-def _exchange(
-    ended: int, to_program: int, outputs: dict[int, bytearray], stdin: bytes, end: float, output_bytes: int
-) -> str:
-    """Feed a program and collect what it writes, until it has ended (returns an empty text) or a limit is reached."""
-    poll, rest = selectors.DefaultSelector(), memoryview(stdin)
-    for number in (to_program, *outputs):
+def _input_file(data: bytes) -> int:
+    """Return a file in memory that holds these bytes and cannot be changed: programs read the size of their input."""
+    number = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(number, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(number, 0, os.SEEK_SET)
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)
+    return number
+
+
+def _collect(ended: int, outputs: dict[int, bytearray], end: float, output_bytes: int) -> str:
+    """Collect what a program writes until it has ended (returns an empty text) or a limit is reached."""
+    poll = selectors.DefaultSelector()
+    for number in outputs:
         os.set_blocking(number, False)
-        poll.register(number, selectors.EVENT_WRITE if number == to_program else selectors.EVENT_READ)
-    poll.register(ended, selectors.EVENT_READ)
+    for number in (*outputs, ended):
+        poll.register(number, selectors.EVENT_READ)
     while (left := end - time.monotonic()) > 0:
         ready = {key.fd for key, _ in poll.select(left)}
-        if to_program in ready:
-            try:
-                rest = rest[os.write(to_program, rest[:_CHUNK]) :]
-            except OSError:  # nobody reads it any more
-                rest = rest[:0]
-            if not rest:
-                poll.unregister(to_program)
-                os.dup2(ended, to_program)  # closed for the program, which sees the end of its input
         for number in ready & set(outputs):
             if not _read(number, outputs[number]):
                 poll.unregister(number)
@@ -128,7 +155,7 @@ def _read(number: int, data: bytearray) -> bool:
     return bool(piece)
 
 
-def _become(box: dict[str, Any], seconds: float, descriptors: tuple[int, ...], source: str) -> NoReturn:
+def _become(box: dict[str, Any], seconds: float, descriptors: tuple[int, ...], source: str, name: str) -> NoReturn:
     """Be the program, with these descriptors as 0, 1 and 2 and no others; limits first."""
     code = 1
     try:
@@ -141,27 +168,50 @@ def _become(box: dict[str, Any], seconds: float, descriptors: tuple[int, ...], s
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if box["seccomp"]:
             seccomp.install(os.getpid())
-        code = _program(source)
+        code = _program(source, name)
     finally:
         os._exit(code)
 
 
-def _program(source: str) -> int:
-    """Run a script on file descriptors 0, 1 and 2 and return its exit code."""
+def _program(source: str, name: str) -> int:
+    """Run a script, as the module ``name``, on file descriptors 0, 1 and 2 and return its exit code."""
     sys.argv = ["program.py"]
     sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    _meet_expectations()
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = sys.argv[0]
     try:
         code = _exit_code(lambda: exec(compile(source, "<program>", "exec", dont_inherit=True), module.__dict__))
-        for name, last in (("threading", "_shutdown"), ("atexit", "_run_exitfuncs")):
-            if name in sys.modules:
-                getattr(sys.modules[name], last)()
-        sys.stdout.flush()
+        for library, last in (("threading", "_shutdown"), ("atexit", "_run_exitfuncs")):
+            if library in sys.modules:
+                getattr(sys.modules[library], last)()
+        for stream in (*vars(module).values(), sys.__stdout__):  # which the interpreter's end would write out
+            if isinstance(stream, io.IOBase):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+        if not sys.stdout.closed:
+            sys.stdout.flush()
     except (OSError, ValueError):  # its output is closed or too long
         return 1
     return code
+
+
+def _meet_expectations() -> None:
+    """Let a program ask for a larger stack than it gets, and open its streams by the names that they have in /dev."""
+    set_limit, open_file = resource.setrlimit, io.open
+
+    def set_limit_or_not(which: int, limits: Any) -> None:
+        with contextlib.suppress(*([ValueError, OSError] if which == resource.RLIMIT_STACK else [])):
+            set_limit(which, limits)
+
+    @functools.wraps(open_file)
+    def open_any(file: Any, *arguments: Any, **options: Any) -> Any:
+        return open_file(_STREAMS.get(str(file), file), *arguments, **options)
+
+    resource.setrlimit = set_limit_or_not
+    io.open = builtins.open = open_any
 
 
 def _exit_code(run: Callable[[], Any]) -> int:

@@ -33,8 +33,11 @@ def test_the_program_in_a_response():
         (fenced("x = 1") + fenced("ls", "bash"), "x = 1"),
         ("1. do\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
         ("````python\n'''\n```\n'''\n````", "'''\n```\n'''"),
-        ("```python\nx = 1", None),
-        ("x = 1", None),
+        ("```python\nx = 1", "x = 1"),
+        (fenced("x = 1") + "```python\nx = ", "x = 1"),
+        ("x = 1", "x = 1"),
+        ("It is 1.", None),
+        ("```python\n  x = 1\n```", "x = 1"),
         ("", None),
         (fenced("x = 1", "cpp"), None),
     ):
@@ -136,7 +139,7 @@ def test_published_and_robust():
         ("import sys\nprint(len(sys.stdin.buffer.read()))", {"inputs": ["abc"], "outputs": ["3"]}, 0.0, 1.0),
         ("print(open(0).read())", {"inputs": ["abc"], "outputs": ["abc"]}, 0.0, 1.0),
         ("print(*sorted(input().split()))", {"inputs": ["b a"] * 12, "outputs": ["a b"] * 10 + ["x"] * 2}, 1, 10 / 12),
-        ("print(sqrt(int(input())))", {"inputs": ["4"], "outputs": ["2.0"]}, 1.0, 0.0),
+        ("print(sqrt(int(input())))", {"inputs": ["4"], "outputs": ["2.0"]}, 1.0, 1.0),
     ):
         assert prime_code.score(fenced(source), tests).value == value, source
         if robust is not None:
