@@ -1,9 +1,10 @@
 """The tool agent (``actor_rollout_ref.rollout.multi_turn.enable``): it makes a turn's calls and adds their answers.
 
-A call is JSON with ``name`` and ``arguments`` in ``<tool_call>``. A turn with calls is followed by their answers; one
-without goes to the example's simulated user or ends the episode. Both are framed as the chat template writes messages
-of roles ``tool`` and ``user``. Calls that cannot be made are answered with the error, and so are tools that fail or
-take too long. A simulated user who fails or takes too long ends the episode, which has no score.
+A call is JSON with ``name`` and ``arguments`` in ``<tool_call>``, behind a turn's thought. A turn with
+calls is followed by their answers; one without goes to the example's simulated user or ends the episode.
+Both are framed as the chat template writes messages of roles ``tool`` and ``user``. Calls that cannot be
+made are answered with the error, and so are tools that fail or take too long. A simulated user who fails
+or takes too long ends the episode, which has no score.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 log = logging.getLogger(__name__)
+THOUGHT = "<think>"
 MODEL = "actor_rollout_ref.model"
 TRACE = 4000  # characters of a traceback
 REPLY = "generate_response returns (ends: bool, text: str, score: number or None, metrics: dict)"
@@ -52,10 +54,14 @@ class Call:
     problem: str | None = None
 
 
-def parse_calls(text: str) -> list[Call]:
-    """Return the calls of a turn: JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``."""
+def parse_calls(text: str, thinking: bool = False) -> list[Call]:
+    """Return the calls of a turn: JSON with ``name`` and ``arguments`` in ``<tool_call>``.
+
+    Calls count behind the closed thought, as in vLLM's and SGLang's parsers. ``thinking`` tells
+    that the turn's context ends with an open ``<think>``.
+    """
     calls = []
-    for content in between(text, "tool_call"):
+    for content in between(behind_thought(text, thinking), "tool_call"):
         try:
             found = json.loads(content)
             calls.append(Call(str(found["name"]), found.get("arguments", {})))
@@ -64,6 +70,13 @@ def parse_calls(text: str) -> list[Call]:
         except (TypeError, KeyError):
             calls.append(Call(problem='a call is {"name": ..., "arguments": {...}}'))
     return calls
+
+
+def behind_thought(text: str, thinking: bool) -> str:
+    """Return what stands behind a turn's thought: nothing where the thought is not closed."""
+    _, closing, behind = text.partition("</think>")
+    thinking = thinking or text.lstrip().startswith(THOUGHT)
+    return behind if closing else "" if thinking else text
 
 
 class Instance:
@@ -219,9 +232,10 @@ class ToolAgentLoop(AgentLoop):
     async def take_turns(self, tools: Mapping[str, Instance], user: Instance | None, episode: Episode) -> None:
         """Alternate with the policy: tools answer a turn with calls, the user, where there is one, any other."""
         messages = list(episode.prompt.messages)
+        thinking = episode.prompt.opened_tag == THOUGHT
         while not episode.over:
             turn = await episode.turn()
-            calls = parse_calls(turn.text)
+            calls = parse_calls(turn.text, thinking)
             last = episode.turns == self.options.max_assistant_turns
             if last or not (calls or (user and not episode.over)):
                 return
@@ -233,6 +247,7 @@ class ToolAgentLoop(AgentLoop):
             messages += [{"role": role, "content": text} for text in answers]
             if not answers or not self.add(role, answers, episode):
                 return
+            thinking = self.written(role, answers).rstrip().endswith(THOUGHT)
 
     async def answers(self, calls: Sequence[Call], tools: Mapping[str, Instance], episode: Episode) -> list[str]:
         """Make the calls of a turn, all at the same time, and return their results in the order of the calls."""

@@ -17,7 +17,7 @@ from core.data.prompts import PromptStream
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import Episode, Limits, TrajectorySampler, check_examples, make_agent_loop
-from core.rollout.tool_agent import ToolAgentLoop
+from core.rollout.tool_agent import ToolAgentLoop, parse_calls
 from core.rollout.tools import BaseInteraction, BaseTool, ToolError, ToolResponse
 from core.types import Prompt, Stop
 from tests.core.data.templates import GEMMA, PHI3, pair_tokenizer_of, tokenizer_of
@@ -150,10 +150,11 @@ def played(folder, turns, *options, tools=CALCULATOR, users=None, words=None, ex
     return play(loop, turns, extra, length), loop
 
 
-def play(loop, turns, extra=None, length=3000):
+def play(loop, turns, extra=None, length=3000, opened_tag=None):
     left, words = list(turns), loop.tokenizer
     chat = ({"role": "user", "content": "how much?"},)
-    prompt = Prompt(0, "q", tuple(words.encode("how much?", add_special_tokens=False)), chat, "4", "test", extra or {})
+    ids = tuple(words.encode("how much?", add_special_tokens=False))
+    prompt = Prompt(0, "q", ids, chat, "4", "test", extra or {}, opened_tag=opened_tag)
     sampler = TrajectorySampler(ScriptedEngine(words, lambda _: left.pop(0)), words, run_seed=1)
     episode = Episode(prompt, 0, SamplingParams(max_tokens=length), Limits(length, length), sampler)
     asyncio.run(loop.run(episode))
@@ -186,6 +187,33 @@ def test_a_call_is_answered_or_told_what_is_wrong_with_it(tmp_path, said, answer
     assert added(trajectory).startswith(f"\n<bos>tool\n{answer}")
     assert (trajectory.turns, trajectory.stop, trajectory.tool_calls) == (2, Stop.EOS, made)
     assert loop.metrics()["agent/invalid_calls"] == 1 - made
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "names"),
+    [
+        (f"<think>I could write {call('delete')}.</think>The answer is 5.", False, []),
+        (f"I could write {call('delete')}.</think>The answer is 5.", True, []),
+        (f"I could write {call('delete')}.</think>{call('a')}", False, ["a"]),
+        (f"\n<think>so {call('delete')}", False, []),
+        (f"so {call('delete')}", True, []),
+        (f"<think>no</think>{call('a')}{call('b')}", False, ["a", "b"]),
+        (f"<think>a call begins with <tool_call> </think>So: {call('a')}", False, ["a"]),
+        (f"it ends with </tool_call></think>\n{call('a')}", True, ["a"]),
+        (f"Let me call. {call('a')}", False, ["a"]),
+    ],
+)
+def test_a_call_counts_behind_the_closed_thought(text, thinking, names):
+    assert [one.name for one in parse_calls(text, thinking)] == names
+
+
+def test_a_thought_that_the_template_opens_holds_no_calls_in_any_turn(tmp_path):
+    words = tokenizer(TEMPLATE.replace("assistant\n{%", "assistant\n<think>\n{%"))
+    turns = [f"no</think>{ONE_AND_ONE}", f"so {ONE_AND_ONE}", "2"]
+    trajectory, _ = played(tmp_path, turns, words=words)
+    assert (trajectory.turns, trajectory.tool_calls) == (2, 1)
+    loop = loop_of(tmp_path, words=words)
+    assert play(loop, [ONE_AND_ONE, "2"], opened_tag="<think>").turns == 1
 
 
 # --- the stream of tokens ---
