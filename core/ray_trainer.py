@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from core import trace
 from core.algorithm import advantages, checks
 from core.algorithm.losses import KLController, kl_rewards
 from core.algorithm.rollout_correction import correct, log_prob_metrics
@@ -54,7 +55,6 @@ from reward_scores.score import Score
 
 if TYPE_CHECKING:
     from core.cluster.workers import LocalWorkers
-    from core.trace import TraceRecorder
 
 DRAWN = 10  # collecting gives up after drawing this many times the prompts that a step needs
 HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")
@@ -96,7 +96,6 @@ class RayPPOTrainer:
         self.sampler: TrajectorySampler | None = None
         self.rollout: GroupRollout | None = None
         self.turns = checks.SampledTurns()
-        self.trace: TraceRecorder | None = None  # where trainer.trace records steps
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
@@ -110,10 +109,6 @@ class RayPPOTrainer:
         self.load_data()
         check_lengths(self.config, self.longest())
         checkpoint = self.run.open(self.stream, critic=self.needs.critic)
-        if self.config.trainer.trace.used:
-            from core.trace import TraceRecorder
-
-            self.trace = TraceRecorder(self.config, self.tokenizer, self.run.total_steps)
         with memory_phase("load"):
             self.workers = self.make_workers(prepare_torch(self.config.trainer))
         try:
@@ -189,7 +184,7 @@ class RayPPOTrainer:
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
                     ahead.start(self.collect_ahead(metrics.step), metrics)  # with max_staleness: before the update
-                    batch = self.make_batch(groups_P, metrics.step)
+                    batch = self.make_batch(groups_P)
                     batch = self.compute_log_probs(batch, metrics)
                     batch = self.apply_rollout_correction(batch, metrics)
                     batch = self.estimate_advantages(batch, metrics)
@@ -262,12 +257,12 @@ class RayPPOTrainer:
         metrics.add(self.collected.metrics)
         return self.collected.groups
 
-    def make_batch(self, groups_P: Sequence[ScoredGroup], step: int) -> TrainBatch:
+    def make_batch(self, groups_P: Sequence[ScoredGroup]) -> TrainBatch:
         """Return the groups as a batch, after a check that it is what the engine sampled."""
         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.config.actor_rollout_ref.actor.state_masking)
         checks.batch_is_sampled(groups_P, batch)
         self.turns.check(groups_P)
-        return batch if self.trace is None else self.trace.begin(batch, step)
+        return batch
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it."""
@@ -321,8 +316,8 @@ class RayPPOTrainer:
         metrics.add(data_metrics(groups_P, batch))
         self.turns.forget(step - trainer.max_staleness)
         metrics.add(self.entropy_gap(batch, metrics))
-        if self.trace is not None:
-            metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
+        if trace.is_due(trainer.trace, step, self.run.total_steps):
+            trace.dump(self.run.run_dir, step, groups_P, batch, self.tokenizer, trainer.trace.groups)
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))

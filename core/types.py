@@ -164,7 +164,7 @@ class TrainBatch:
     was cut from a larger batch does not carry the rest of it along.
 
     Shapes: a token field has [N] entries (prompts included), a sequence field [B]. Ids are int32,
-    masks bool, ``group`` and ``trace_row`` int64, all others float32. Token fields of numbers are 0
+    masks bool, ``group`` int64, all others float32. Token fields of numbers are 0
     outside ``response_mask``.
     """
 
@@ -206,8 +206,6 @@ class TrainBatch:
     loss_weight: Tensor = token_field("mini_batches, once a mini-batch")
     # Tokens that the policy loss treats apart
     selected: Tensor = token_field("mini_batching, for a policy loss that selects tokens")
-    # One more than the sequence's index in the step
-    trace_row: Tensor = sequence_field("update, in steps that trainer.trace records")
 
     if not TYPE_CHECKING:  # a type checker knows the fields above and no others
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from core.learner import saving
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
-from core.learner.passes import BasePolicy, Policy, Traced, probe_ids, probe_log_probs, training_size
+from core.learner.passes import BasePolicy, Policy, probe_ids, probe_log_probs, training_size
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -122,10 +122,6 @@ class Learner:
         """Take an optimizer step of the critic for each batch; return ``critic/...`` metrics."""
         with self.at_work("critic", updates=True):
             return self.critic.update(steps, lr_multiplier)
-
-    def traced(self, rows: Collection[int]) -> Traced:
-        """Return what the last policy update computed of the tokens of these rows of the step's batch."""
-        return self.actor.traced.of(rows)
 
 
 class LearnerRank(Learner):

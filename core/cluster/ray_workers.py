@@ -8,7 +8,7 @@ broadcasts it to engines with GPUs of their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-    from core.learner.passes import Traced
 
 
 class RayWorkers(RayProcesses):
@@ -59,10 +58,6 @@ class RayWorkers(RayProcesses):
         part = self.config.actor_rollout_ref.actor
         steps, only = self.actor_mini_batches(batch), only_advantages_train(part)
         return self._update("update_actor", part, steps, actor_reads(part, batch), only, lr_multiplier)
-
-    def traced(self, rows: Collection[int]) -> Traced:
-        parts = self._all("trace", "traced", tuple(rows))
-        return {row: values for part in parts for row, values in part.items()}
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         steps = self.critic_mini_batches(batch)

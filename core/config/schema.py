@@ -223,12 +223,7 @@ class TraceConfig(Section):
 
     freq: OffOrCount = key(-1, "steps between records, first and last step included; -1: only trainer.trace.steps")
     steps: tuple[Count, ...] | None = key(None, "record these steps as well")
-    groups: Count = key(2, "groups of a recorded step, beside those of extreme numbers", ".freq!=-1 | .steps")
-
-    @property
-    def used(self) -> bool:
-        """Whether any step is recorded."""
-        return self.freq > 0 or bool(self.steps)
+    groups: Count = key(2, "groups of a recorded step, beside that of the lowest mean score", ".freq!=-1 | .steps")
 
 
 class TrainerConfig(Section):

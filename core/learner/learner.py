@@ -17,7 +17,7 @@ from core.algorithm.losses import LossInputs, MetricSums, kl_penalty, policy_los
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.learner.batching import split_zero_gradient
-from core.learner.passes import LearnerModel, Policy, TracedTokens, training_size
+from core.learner.passes import LearnerModel, Policy, training_size
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads of a batch; no others are sent to a learner rank."""
-    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected", "trace_row")
+    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
     if not batch.has("old_log_probs"):
@@ -42,12 +42,6 @@ def only_advantages_train(config: ActorConfig) -> bool:
     """Return whether a sequence whose advantages are all 0 moves no weight."""
     moves = registry.policy_loss(config.policy_loss.loss_mode).moves_without_advantage
     return not config.use_kl_loss and config.entropy_coeff == 0 and not moves
-
-
-def clipped_how(stats: dict[str, Tensor]) -> Tensor | None:
-    """Return [N]: 0 where a gradient passes, 1 where the clip stops it, 2 where the dual clip does; None: no clip."""
-    dual = stats.get("pg_clipfrac_lower")
-    return stats.get("pg_clipfrac") if dual is None else torch.where(dual > 0, 2.0, stats["pg_clipfrac"])
 
 
 class Stepper:
@@ -114,7 +108,6 @@ class Actor(Policy):
         self.policy_loss = policy_loss(config.policy_loss.loss_mode)
         self.stepper, self.size = Stepper(self, config), training_size(config)
         self.mismatch = MetricSums()  # between engine and learner, before the update's first step
-        self.traced = TracedTokens()  # of the last update
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         """Take one AdamW step for each batch of ``steps``. Return ``actor/...`` and ``rollout_corr/...`` metrics.
@@ -122,7 +115,7 @@ class Actor(Policy):
         Without ``old_log_probs`` the batch is the only step of its rollout, and the pass's own log-probs stand for
         them: the ratio is one. With ``bypass`` there may be several; the mismatch is that of the first.
         """
-        self.mismatch, self.traced = MetricSums(), TracedTokens()
+        self.mismatch = MetricSums()
         losses = ("pg_loss", "kl_loss") if self.config.use_kl_loss else ("pg_loss",)
         metrics = self.stepper.update(steps, lr_multiplier, self.accumulate, name="actor", losses=losses)
         metrics |= self.ranks.gather_metrics(self.mismatch).result("rollout_corr")
@@ -138,7 +131,6 @@ class Actor(Policy):
         if not batch.has("old_log_probs") and self.ranks.all_reduce_max(len(idle)):
             # Nothing trains on them, but the metrics are of every sequence.
             log_prob, entropy = self.log_probs(idle, self.size)
-            self.traced.keep(idle, log_prob, entropy=entropy, loss_weight=idle.loss_weight)
             if len(idle):
                 means.tokens({"entropy": entropy}, idle.response_mask)
                 self.measure(log_prob, entropy, idle)
@@ -158,8 +150,6 @@ class Actor(Policy):
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
         inputs = log_prob, old, micro.advantages, mask, config, micro.lengths, micro.optional("selected")
         loss_N, stats = of_tokens(self.policy_loss, LossInputs(*inputs), log_prob.shape, dict)
-        clip = clipped_how(stats)
-        self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_N, loss_weight=weight)
         if micro.has("rollout_is_weights"):
             loss_N = loss_N * micro.rollout_is_weights
         loss = pg_loss = (weight * loss_N).sum()

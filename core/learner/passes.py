@@ -6,15 +6,14 @@ A model whose head, packed attention or engine computes anything else is refused
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
-from core.algorithm.sequences import count_by_sequence
+from core.algorithm.losses import MetricSums
 from core.data.vocabulary import unknown_among
 from core.errors import InputError
 from core.learner.batching import micro_batches
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from core.config.training_keys import ActorConfig, CriticConfig
 
-Traced = dict[int, dict[str, np.ndarray]]  # TracedTokens.rows
 NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
 
 
@@ -203,35 +201,6 @@ class BasePolicy(Policy):
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         with base_only(self.module):
             return super().token_stats(batch, **options)
-
-
-class TracedTokens:
-    """What an update computed of the rows that ``TrainBatch.trace_row`` numbers, for ``trainer.trace``.
-
-    Its own pass alone has the ratio, the entropy and what clipping did. A later epoch replaces an earlier one.
-    """
-
-    def __init__(self) -> None:
-        self.rows: dict[int, dict[str, np.ndarray]] = {}  # row -> name -> [its policy tokens] float32
-
-    def keep(self, batch: TrainBatch, log_prob_N: Tensor, **values_N: Tensor | None) -> None:
-        """Keep values of tokens, [N] each; None is left out, and ``old`` are the log-probs that the ratio is to."""
-        if not batch.has("trace_row") or not len(batch):
-            return
-        log_prob_N, mask = log_prob_N.detach(), batch.response_mask
-        if (old := values_N.pop("old", None)) is not None:
-            values_N["ratio"] = (log_prob_N - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        values_N["log_prob"] = log_prob_N
-        counts = count_by_sequence(mask, batch.lengths).tolist()
-        kept = {name: value.detach()[mask].float().cpu() for name, value in values_N.items() if value is not None}
-        parts = {name: value.split(counts) for name, value in kept.items()}
-        for place, number in enumerate(batch.trace_row.tolist()):
-            if number:  # one more than the row's index in the step: a blank row has 0
-                self.rows[number - 1] = {name: part[place].numpy() for name, part in parts.items()}
-
-    def of(self, rows: Collection[int]) -> Traced:
-        """Return what is kept of these rows, those of other ranks left out."""
-        return {row: self.rows[row] for row in rows if row in self.rows}
 
 
 # -- what is checked when a model is loaded -----------------------------------------------------------

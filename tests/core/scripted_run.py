@@ -108,9 +108,6 @@ class ScriptedWorkers:
             del metrics["actor/entropy"]
         return {**metrics, **self.report(self.version)}
 
-    def traced(self, rows):
-        return {}
-
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights([], version)
         return {"rollout_corr/probe_diff": 0.0}

@@ -1,131 +1,104 @@
-"""The recorder of tokens: what it records in a real run, what it costs, how much disk, and what a kill leaves."""
+"""The dump of tokens: which steps and groups are dumped, what a dump holds, and what a full disk costs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from core.ray_trainer import RayPPOTrainer
-from core.trace import FOLDER, shown
-from results.reporting.run_reader import load_run
-from results.reporting.trace_checks import Seen, findings
-from results.reporting.trace_reader import read_step, trace_files
+from core.learner.batching import make_batch
+from core.trace import chosen_groups, dump, is_due
+from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
+from results.reporting.trace_page import read_dump, trace_files
+from reward_scores.score import Score
 from tests.core import scripted_run
 from tests.core.scripted_run import configured, scripted
 from tests.core.test_run import start
-from tests.results.traced_run import made_groups, record, traced_config
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return scripted_run.prepare(tmp_path_factory.mktemp("trace"))
+class LetterTokenizer:
+    """One token a letter."""
+
+    def batch_decode(self, rows, **_):
+        return [chr(token) for (token,) in rows]
 
 
-def numbers(request, version):
-    """Answers 0 to 3."""
-    return str(request.seed % 4)
+def group(number: int, value: float = 1.0, text: str = "ab<i>c") -> ScoredGroup:
+    """A group of two answers, of which the second has a tool's answer in the middle."""
+    prompt = Prompt(number, f"uid{number}", (63,), ({"role": "user", "content": f"question {number}"},), "7", "letters")
+    ids = [ord(letter) for letter in text]
+    masks = [True] * len(ids), [place not in (1, 2) for place in range(len(ids))]
+    answers = [
+        Trajectory((63,), ids, mask, [-0.25] * len(ids), (Segment("policy", text),), Stop.EOS, 0, place)
+        for place, mask in enumerate(masks)
+    ]
+    return ScoredGroup(prompt, tuple(answers), (Score(value), Score(0.0)))
 
 
-def fit(config, respond=numbers):
-    run = scripted()(config, respond)
-    run.init_workers().fit()
-    return Path(config.trainer.default_local_dir)
+@pytest.mark.parametrize(
+    ("freq", "steps", "due"), [(3, None, [1, 3, 6, 7]), (-1, (4,), [4]), (3, (4,), [1, 3, 4, 6, 7]), (-1, None, [])]
+)
+def test_every_so_many_steps_the_first_the_last_and_those_that_are_named(freq, steps, due):
+    options = SimpleNamespace(freq=freq, steps=steps)
+    assert [step for step in range(1, 8) if is_due(options, step, 7)] == due
 
 
-def files(run):
-    return [path.name for path in trace_files(run)]
+def test_the_worst_group_is_always_chosen_and_the_same_questions_recur():
+    groups = [group(number) for number in range(20)]
+    usual = set(chosen_groups(groups, 2)[1:])
+    assert len(usual) == 2
+    low = next(number for number in range(20) if number not in usual)
+    groups[low] = group(low, value=-1.0)
+    assert chosen_groups(groups, 2)[0] == low and set(chosen_groups(groups, 2)[1:]) == usual
+    assert chosen_groups(groups[:1], 5) == [0]
 
 
-# --- which steps and groups ---
+def test_a_dump_holds_each_token_with_what_the_batch_holds_of_it(tmp_path):
+    groups = [group(0), group(1, value=-1.0)]
+    batch = make_batch(groups, 0)
+    marks = batch.response_mask * np.float32(0.5)
+    batch = batch.adding(advantages=marks, old_log_probs=-marks)
+    dump(tmp_path, 3, groups, batch, LetterTokenizer(), 1)
+    (path,) = trace_files(tmp_path)
+    content = read_dump(path)
+    assert content["step"] == 3 and [one["uid"] for one in content["groups"]] == ["uid1", "uid0"]
+    second = content["groups"][0]["trajectories"][1]
+    assert second["tokens"] == list("ab<i>c") and second["response_mask"] == [1, 0, 0, 1, 1, 1]
+    assert second["numbers"]["advantages"] == [0.5, 0, 0, 0.5, 0.5, 0.5]
+    assert second["numbers"]["rollout_log_probs"] == [-0.25] * 6 and "values" not in second["numbers"]
+    assert second["score"] == 0 and content["groups"][0]["trajectories"][0]["score"] == -1
 
 
-def test_every_so_many_steps_the_first_the_last_and_those_that_are_named(folder):
-    run = fit(configured(folder, "freq", "trainer.trace.freq=3", "trainer.trace.steps=[4]", steps=7))
-    assert files(run) == [f"step_00000{step}.npz" for step in (1, 3, 4, 6, 7)]
-    rows = {row["step"]: row for row in load_run(run).metrics}
-    assert [step for step, row in rows.items() if "perf/trace_cpu_s" in row] == [1, 3, 4, 6, 7]
-    assert rows[1]["perf/trace_mb"] * 2**20 == pytest.approx((run / FOLDER / "step_000001.npz").stat().st_size)
+def test_a_run_dumps_the_advantages_that_it_trains_on(tmp_path):
+    folder = scripted_run.prepare(tmp_path)
+    config = configured(folder, "dumps", "trainer.trace.freq=2", steps=3)
+    scripted()(config, lambda request, version: str(request.seed % 4)).init_workers().fit()
+    run = Path(config.trainer.default_local_dir)
+    assert [path.name for path in trace_files(run)] == [f"step_00000{step}.json.gz" for step in (1, 2, 3)]
+    for path in trace_files(run):
+        for answers in read_dump(path)["groups"]:
+            scores = [one["score"] for one in answers["trajectories"]]
+            for one in answers["trajectories"]:
+                signs = set(np.sign(one["numbers"]["advantages"]))
+                assert signs == {np.sign(round(one["score"] - np.mean(scores), 6))}
 
 
-def test_the_worst_is_always_among_them_and_questions_recur(tmp_path):
-    config = traced_config(tmp_path / "a" / "run", groups=2)
-    for step in (1, 2, 3):
-        groups = made_groups(step, step, count=20)
-        low = tuple(dataclasses.replace(score, value=-1.0) for score in groups[step].scores)
-        groups[step] = dataclasses.replace(groups[step], scores=low)
-        record(config, step, groups)
-    steps = [read_step(path).groups for path in trace_files(tmp_path / "a" / "run")]
-    chosen = [[(one.about["chosen"], one.about["uid"]) for one in groups] for groups in steps]
-    assert [[uid for why, uid in step if why == "worst"] for step in chosen] == [["q1"], ["q2"], ["q3"]]
-    assert set.intersection(*({uid for why, uid in step if why == "question"} for step in chosen))
-
-
-# --- what is recorded ---
-
-
-def test_a_real_run_records_what_trained_and_no_check_finds_anything(folder):
-    """Two optimizer steps a batch, so there are old log-probs, and a ratio that has moved by the second one."""
-    settings = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.optim.lr=0.01")
-    (folder / "lengths.py").write_text(
-        "def compute_score(*_, solution_str, **__):\n    return float(len(solution_str) % 3)\n"
-    )
-    settings += (f"custom_reward_function.path={folder / 'lengths.py'}", "actor_rollout_ref.rollout.n=4")
-    config = configured(folder, "real", "trainer.trace.freq=1", "trainer.trace.groups=4", *settings, steps=2)
-    RayPPOTrainer(config).init_workers().fit()
-    run = load_run(config.trainer.default_local_dir)
-    for path in trace_files(run.folder):
-        step = read_step(path)
-        every = [one for group in step.groups for one in group.trajectories]
-        assert len(every) == 16
-        for group in step.groups:
-            assert not [f for one in group.trajectories for f in findings(Seen(one, group, step, run.config))]
-        moved = [np.nanmax(np.abs(one.arrays["ratio"] - 1)) for one in every if one.field("ratio") is not None]
-        assert len(moved) >= 4 and max(moved) > 1e-4
-        for one in every:
-            known = one.learner()[one.arrays["response_mask"]]
-            np.testing.assert_allclose(known, one.arrays["engine"][one.arrays["response_mask"]], atol=1e-4)
-
-
-def test_a_token_that_is_no_text_alone_is_its_bytes():
-    assert shown("caf", "caf") == "caf" and shown("hi", "▁hi") == " hi" and shown("<eos>", "<eos>") == "<eos>"
-    assert shown("\ufffd", "<0xE2>") == {"bytes": "e2"} and shown("\ufffd", "ÃŁ") == {"bytes": "c39f"}
-    assert shown("\ufffd", "Ġâ") == {"bytes": "20e2"} and shown("", None) == {"bytes": "", "name": "no such token"}
-    assert shown("\ufffd", "日") == {"bytes": "", "name": "日"}  # of no byte-level vocabulary
-
-
-# --- kills and resuming ---
-
-
-def test_a_resumed_run_writes_the_steps_that_it_repeats_anew(folder):
-    run = fit(configured(folder, "resumed", "trainer.trace.freq=1", "trainer.save_freq=2", steps=4))
-    before = {path.name: read_step(path) for path in trace_files(run)}
-    (run / FOLDER / "step_000003.npz").write_bytes(b"of a policy that is gone")
-    (run / FOLDER / "step_000009.npz.partial").write_bytes(b"half")
-    for name in ("latest_checkpointed_iteration.txt",):
-        (run / name).write_text("2")
-    for path in (run / "global_step_4").rglob("*"):
-        if path.is_file():
-            path.unlink()
-    fit(configured(folder, "resumed", "trainer.trace.freq=1", "trainer.save_freq=2", steps=4))
-    after = {path.name: read_step(path) for path in trace_files(run)}
-    assert list(after) == [f"step_00000{step}.npz" for step in (1, 2, 3, 4)] == list(before)
-    assert not list((run / FOLDER).glob("*.partial"))
-    for name, step in before.items():
-        assert json.dumps(after[name].meta) == json.dumps(step.meta)
-        for old, new in zip(step.groups, after[name].groups, strict=True):
-            for one, other in zip(old.trajectories, new.trajectories, strict=True):
-                assert all(np.array_equal(one.arrays[k], other.arrays[k], equal_nan=True) for k in one.arrays)
-
-
-def test_a_full_trace_folder_ends_no_training(tmp_path, caplog):
+def test_a_full_trace_folder_ends_no_training(tmp_path, caplog, monkeypatch):
     """The folder is a file: nothing can be written in it."""
+    monkeypatch.setattr("core.trace.FOLDER", "config.yaml")
     run = start(tmp_path, "trainer.total_training_steps=2", "trainer.trace.freq=1")
-    run.trace.folder = tmp_path / "model" / "config.json"
     run.fit()
     assert run.run.step == 2 and caplog.text.count("could not be written") == 2
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["perf/trace_dropped"] for line in lines] == [1, 1]
+
+
+def test_half_a_surrogate_or_an_odd_truth_is_no_reason_to_lose_the_dump(tmp_path):
+    odd = group(0)
+    odd = dataclasses.replace(
+        odd, prompt=dataclasses.replace(odd.prompt, messages=({"content": "\ud800"},), ground_truth={1})
+    )
+    dump(tmp_path, 1, [odd], make_batch([odd], 0), LetterTokenizer(), 0)
+    assert json.dumps(read_dump(trace_files(tmp_path)[0]))

@@ -179,7 +179,7 @@ def test_a_run_goes_on_from_its_url_on_a_fresh_machine(files, memory, tmp_path, 
         trained.append(run.trained)
         assert [path.name for path in Path().iterdir()] == ["outputs"], "no folder is named memory:"
     assert trained[0] + trained[1] == trained[2]
-    assert {"metrics.jsonl", "manifest.json", "config.yaml", "trace/step_000001.npz"} <= there(memory)
+    assert {"metrics.jsonl", "manifest.json", "config.yaml", "trace/step_000001.json.gz"} <= there(memory)
     assert memory.cat_file("/bucket/grpo/run/metrics.jsonl").count(b"\n") == 6
     assert b'"status": "finished"' in memory.cat_file("/bucket/grpo/run/manifest.json")
     assert [len(memory.cat_file(f"/bucket/grpo/run-dump/{step}.jsonl").splitlines()) for step in (1, 2)] == [8, 8]

@@ -78,11 +78,16 @@ def test_killed_and_resumed_is_the_same_as_never_interrupted(tmp_path):
 def test_what_later_steps_wrote_is_dropped_on_resume_and_a_persons_own_files_stay(tmp_path):
     make_run(tmp_path, steps=10, questions=5)
     (tmp_path / "trace").mkdir()
-    for name in ("validation/notes.jsonl", "trace/step_old.npz", "trace/step_000008.npz", "trace/step_000007.npz"):
+    for name in (
+        "validation/notes.jsonl",
+        "trace/step_old.json.gz",
+        "trace/step_000008.json.gz",
+        "trace/step_000007.json.gz",
+    ):
         (tmp_path / name).write_text("")
     Tracker(tmp_path, configured(), resume_step=7).close("stopped")
     kept = sorted(path.name for folder in ("validation", "trace") for path in (tmp_path / folder).iterdir())
-    assert kept == ["0.jsonl", "5.jsonl", "notes.jsonl", "step_000007.npz", "step_old.npz"]
+    assert kept == ["0.jsonl", "5.jsonl", "notes.jsonl", "step_000007.json.gz", "step_old.json.gz"]
     assert {row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")} == {0, 5}
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 7
 
