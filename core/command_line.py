@@ -279,7 +279,7 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
         except Exception as error:
             _end(error, trained.run.run_dir)
         restarts += 1
-        if trained.run.saved_step is not None:  # else this attempt left nothing to resume
+        if trained.run.has_own_checkpoint:  # else it begins again where the command says
             config = convert.replaced(config, {"trainer.resume_mode": "auto"})
         log.error("restart %d of %d, after step %d", restarts, limit, trained.run.saved_step or 0)
 

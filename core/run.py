@@ -72,6 +72,7 @@ class Run:
         url = config.trainer.default_local_dir
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
         self.saved_step: int | None = None
+        self.has_own_checkpoint = False  # in its folder, so that resume_mode=auto goes on with this run
         self.workers: LocalWorkers | None = None
         self.contents: Mapping[str, list[str]] = {}
         self.changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
@@ -146,6 +147,7 @@ class Run:
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder, self.prompt_of)
         self.step = self.saved_step = saved.step
+        self.has_own_checkpoint = checkpoint.folder.parent == self.store.root
         self.health = Health(**saved.values["health"])
         carried = saved.carried if self.trainer.max_staleness else {}  # 0 trains no answers of an older policy
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], carried)
@@ -178,7 +180,8 @@ class Run:
                 except StopRequested:
                     self.save()
                     status = "stopped"
-                    resume = "" if self.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+                    same = self.trainer.resume_mode == "auto" or not self.has_own_checkpoint
+                    resume = "" if same else " with trainer.resume_mode=auto"
                     text = "stopped after step %d of %d (%s); the same command continues%s"
                     log.warning(text, self.step, self.total_steps, self.stop.cause, resume)
         except Exception as error:
@@ -282,7 +285,7 @@ class Run:
             hashes.update(self.workers.save(folder))
             state.save(folder)
             run_state.save_tensors(folder / "rng.pt", run_state.rng_state())
-        self.saved_step = self.step
+        self.saved_step, self.has_own_checkpoint = self.step, True
         if self.remote is not None:
             self.remote.send(self.step)
         self.saving_s += time.perf_counter() - start

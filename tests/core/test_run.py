@@ -162,3 +162,53 @@ def test_a_run_that_lost_a_process_goes_on_from_its_checkpoint(tmp_path, capsys)
     with pytest.raises(SystemExit) as ended:
         train(lambda one: Losing(one, respond), configured(tmp_path, "other", *keys, "trainer.max_restarts=0", steps=4))
     assert ended.value.code == 1 and "trainer.max_restarts=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost_in", [5, 6])
+def test_a_restart_of_a_run_from_another_runs_checkpoint_begins_there_again(tmp_path, lost_in):
+    """Not at step 0 from the base model, nor from what an earlier run left in the folder: step 2, where it is."""
+    start(tmp_path, "trainer.total_training_steps=4").fit()
+    start(tmp_path, "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}/new").fit()
+    began = []
+
+    class Losing(scripted()):
+        def complete_step(self, groups_P, batch, metrics):
+            began.append((metrics.step, self.workers.version))
+            if metrics.step == lost_in and began.count(began[-1]) == 1:
+                raise WorkersLost("learner rank 1 died in phase update_actor")
+            super().complete_step(groups_P, batch, metrics)
+
+    path = f"trainer.resume_from_path={tmp_path}/run/global_step_4"
+    keys = ("trainer.resume_mode=resume_path", path, "trainer.max_restarts=1", "trainer.save_freq=1")
+    assert train(lambda one: Losing(one, respond), configured(tmp_path, "new", *keys)).run.step == 6
+    assert began == ([(5, 5), (5, 5), (6, 6)] if lost_in == 5 else [(5, 5), (6, 6), (6, 6)])
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps", "fix"),
+    [
+        ("resume_path", 0, False),
+        ("resume_path", 1, True),
+        ("disable", 0, False),
+        ("disable", 1, True),
+        ("auto", 1, False),
+    ],
+)
+def test_a_stopped_run_names_auto_only_where_that_continues_it(tmp_path, caplog, mode, steps, fix):
+    start(tmp_path, "trainer.total_training_steps=2").fit()
+    path = f"trainer.resume_from_path={tmp_path}/run/global_step_2"
+    keys = [f"trainer.resume_mode={mode}", *[path][: mode == "resume_path"]]
+    run = start(tmp_path, *keys, f"trainer.default_local_dir={tmp_path}/new")
+    first, collect = run.run.step, run.collect
+
+    def stopped(metrics):
+        run.run.stop.requested = metrics.step > first + steps
+        return collect(metrics)
+
+    run.collect = stopped
+    run.fit()
+    (said,) = [text for text in caplog.messages if "the same command continues" in text]
+    assert ("trainer.resume_mode=auto" in said) == fix
+    changed = ["trainer.resume_mode=auto"] if fix else keys
+    again = start(tmp_path, *changed, f"trainer.default_local_dir={tmp_path}/new")
+    assert again.run.step == again.workers.version == first + steps
