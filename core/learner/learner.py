@@ -45,14 +45,18 @@ def only_advantages_train(config: ActorConfig) -> bool:
 
 
 class Stepper:
-    """AdamW with clipping; a non-finite gradient norm skips the step and is counted."""
+    """AdamW with clipping; a non-finite gradient norm skips the step and is counted.
+
+    A step in which no sequence trains has gradients of zero, as in verl: momentum and weight decay move the weights.
+    """
 
     def __init__(self, trained: LearnerModel, config: ActorConfig | CriticConfig):
         self.module, self.ranks = trained.module, trained.ranks
         self.base_lr, self.grad_clip = config.optim.lr, config.grad_clip
         self.number = 0  # of the step under way, in its update
+        self.parameters = [each for each in self.module.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
+            self.parameters,
             lr=self.base_lr,
             betas=tuple(config.optim.betas),
             weight_decay=config.optim.weight_decay,
@@ -61,6 +65,9 @@ class Stepper:
 
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
         """Clip, step and clear the gradients. Return the norm before clipping and whether it stepped."""
+        if all(parameter.grad is None for parameter in self.parameters):
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
         finite = math.isfinite(norm)

@@ -209,6 +209,29 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted():
     assert not torch.equal(before[0], next(part.module.parameters()))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_step_without_a_gradient_moves_the_weights_by_momentum_and_decay(masked):
+    """As in verl, where the zeros of a loss of 0 are gradients: AdamW written out, with the second gradient zero."""
+    part, batch = actor(), random_batch()
+    before = [p.detach().clone() for p in part.module.parameters()]
+    grads, step = [], part.stepper.step
+    part.stepper.step = lambda rate: grads.extend(p.grad.clone() for p in part.module.parameters()) or step(rate)
+    part.update([one_step(batch)], 1.0)
+    part.stepper.step = step
+    nothing = torch.zeros(batch.tokens)
+    lost = {"loss_mask": nothing.bool()} if masked else {"advantages": nothing}
+    metrics = part.update([one_step(batch.adding(**lost))], 1.0)
+    assert metrics["actor/grad_norm"] == 0 and metrics["actor/skipped_updates"] == 0
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    for weight, start, grad in zip(part.module.parameters(), before, grads, strict=True):
+        m, v = 0.1 * grad * min(1.0, 1.0 / (norm + 1e-6)), 0.001 * (grad * min(1.0, 1.0 / (norm + 1e-6))).square()
+        for count in (1, 2):
+            start = start * (1 - 1e-2 * 0.01)
+            start = start - 1e-2 * (m / (1 - 0.9**count)) / ((v / (1 - 0.999**count)).sqrt() + 1e-8)
+            m, v = 0.9 * m, 0.999 * v
+        torch.testing.assert_close(weight.detach(), start, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_the_first_step_moves_weights_by_the_scheduled_rate(share):
     """Adam's first step is of the rate, whatever the gradient: that the optimizer had, and the metric reports."""
