@@ -299,14 +299,19 @@ class RayPPOTrainer:
         return batch
 
     def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Take the critic's optimizer steps, then the policy's once ``trainer.critic_warmup`` is over."""
+        """Take the critic's optimizer steps, and the policy's from step ``trainer.critic_warmup`` on, as verl.
+
+        The policy's own warm-up begins with its first step.
+        """
         step, config = metrics.step, self.config
+        first = max(1, config.trainer.critic_warmup) if self.needs.critic else 1
         if self.needs.critic:
             lr_multiplier = multiplier(config.critic.optim, step - 1, self.run.total_steps)
             with metrics.time("update_critic"):
                 metrics.add(self.workers.update_critic(batch, lr_multiplier))
-        if step > config.trainer.critic_warmup:
-            lr_multiplier = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.run.total_steps)
+        if step >= first:
+            optim = config.actor_rollout_ref.actor.optim
+            lr_multiplier = multiplier(optim, step - first, self.run.total_steps)
             with metrics.time("update_actor"):
                 metrics.add(self.workers.update_actor(batch, lr_multiplier))
 

@@ -237,7 +237,7 @@ class TrainerConfig(Section):
     total_training_steps: Count | None = execution(None, "RL steps; null: the whole batches of total_epochs")
     phase_timeout_s: Positive = bookkeeping(3600, "seconds of a remote phase, after which the run ends", OVER_RAY)
     max_restarts: Size = bookkeeping(0, "times a run starts again from its checkpoint after a process died or hung")
-    critic_warmup: Size = key(0, "steps in which only the critic trains", CRITIC)
+    critic_warmup: Size = key(0, "step from which on the policy trains too, not the critic alone", CRITIC)
     balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
     max_staleness: Size = key(0, "steps a sample may be old; 1: the next collection overlaps the update")
     project_name: Name | None = bookkeeping(None, "project at a logger's service; null: rlrepro-<recipe>")

@@ -106,6 +106,24 @@ def test_each_step_trains_at_the_rate_of_its_own_place_in_the_schedule(folder):
     assert [line["critic/lr"] for line in lines] == pytest.approx([2e-3 * rate for rate in rates])
 
 
+def test_the_policy_begins_to_train_in_the_step_of_critic_warmup_with_its_own_warm_up(folder):
+    """As in verl 0.6.1: ``critic_warmup <= global_steps``, and the policy's schedule moves when it trains."""
+    keys = ("trainer.critic_warmup=3", "critic.ppo_mini_batch_size=4", f"critic.model.path={folder / 'model'}")
+    rates = ("optim.lr=1e-3", "optim.lr_warmup_steps=2")
+    keys += tuple(f"{part}.{rate}" for part in ("actor_rollout_ref.actor", "critic") for rate in rates)
+    config = configured(folder, "warmup", *keys, steps=4, recipe="ppo")
+    RayPPOTrainer(config).init_workers().fit()
+    lines = [json.loads(line) for line in (folder / "warmup/metrics.jsonl").read_text().splitlines()]
+    assert [line.get("actor/lr") for line in lines] == [None, None, 0.5e-3, 1e-3]
+    assert [line["critic/lr"] for line in lines] == [0.5e-3, 1e-3, 1e-3, 1e-3]
+
+
+def test_without_a_critic_no_step_waits_for_its_warm_up(folder):
+    run = scripted()(configured(folder, "none", "trainer.critic_warmup=5", steps=2), lambda *_: "1").init_workers()
+    run.fit()
+    assert run.workers.version == 2
+
+
 def test_a_misspelt_hook_is_refused_where_the_class_is_made():
     with pytest.raises(InputError, match="keep_groups: nothing calls it; the hook is keep_group"):
         type("Mine", (RayPPOTrainer,), {"keep_groups": lambda self, group: True})
