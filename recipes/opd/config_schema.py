@@ -13,7 +13,7 @@ class TeacherConfig(Section):
 
     path: str = key("~/models/teacher", "the teacher: hub id (org/name), folder (/, ./) or URL")
     dtype: DType | None = key(None, "number format of its passes", follows="actor_rollout_ref.actor.fsdp_config.dtype")
-    temperature: Positive = key(1.0, "divides its logits")
+    temperature: Positive | None = key(None, "divides its logits", follows="actor_rollout_ref.rollout.temperature")
     trust_remote_code: bool = execution(False, "run Python code that comes with the teacher")
 
 
@@ -34,7 +34,8 @@ class OPDConfig(Config):
         teacher = self.distillation.teacher
         changes = {"path": teacher.path, "tokenizer_path": None, "override_config": {}, "lora_rank": 0}
         model = self.actor_rollout_ref.model.replace(**changes, trust_remote_code=teacher.trust_remote_code)
-        return {"teacher": FrozenModel("distillation.teacher.path", model, teacher.dtype, teacher.temperature)}
+        temperature = teacher.temperature or 1.0  # the rollout's may be 0 where a run only validates
+        return {"teacher": FrozenModel("distillation.teacher.path", model, teacher.dtype, temperature)}
 
 
 SCHEMA = OPDConfig

@@ -86,8 +86,11 @@ def test_without_coefficient_and_with_the_tasks_reward_it_is_grpo_to_the_bit(fol
     assert not equal(weights, taught)
 
 
-def test_a_student_that_is_its_teacher_learns_nothing(folder):
-    rows, _ = trained(folder, "itself", "actor_rollout_ref.actor.optim.weight_decay=0", teacher="model")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_student_that_is_its_teacher_learns_nothing(folder, temperature):
+    """At any temperature of the rollout: the teacher's follows it."""
+    keys = ("actor_rollout_ref.actor.optim.weight_decay=0", f"actor_rollout_ref.rollout.temperature={temperature}")
+    rows, _ = trained(folder, f"itself-{temperature}", *keys, teacher="model")
     assert [row["distillation/reverse_kl"] for row in rows] == [0.0] * 3
     assert [row["actor/grad_norm"] for row in rows] == [0.0] * 3
 
