@@ -39,7 +39,10 @@ def publish(folder: str | Path, target: str | Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     # the copy is known by the name it is given, and no longer runs where a process was killed
     status = {"running": "unfinished"}.get(run.manifest["status"], run.manifest["status"])
-    manifest = {**run.manifest, "recipe": target.parent.name, "run": target.name, "status": status}
+    name = {"recipe": target.parent.name, "run": target.name}
+    # metrics.csv may lack the rows of which this is the sum
+    seconds = {"seconds_in_steps": round(run.seconds, 3)}
+    manifest = {**run.manifest, **name, "status": status, **seconds}
     (target / "manifest.json").write_text(json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8")
     config = read_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
     (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")

@@ -168,7 +168,7 @@ def _scorer(group: Group) -> str:
     """Return in words what scored: a user's function with its hash, or this repository's scorers with their options."""
     config, names = group[0].config, ("custom_reward_function.", "reward_model.reward_kwargs", "reward_model.enable")
     path = config.get("custom_reward_function.path")
-    sha = {d["path"]: d["sha256"][:12] for d in group[0].manifest.get("data", ())}.get(path)
+    sha = ", ".join(each[:12] for each in group[0].hashes_of(path)) if path else ""
     function = f"{path}:{config.get('custom_reward_function.name')}" if path else "by data source"
     options = {k: v for k, v in config.items() if k.startswith(names) and v not in (None, {}, False)}
     for name in ("path", "name"):
@@ -240,8 +240,11 @@ def _p(value: float | None) -> str:
 
 
 def _validation_files(group: Group) -> frozenset[str]:
-    names = {str(path) for run in group for path in run.config.get("data.val_files") or ()}
-    return frozenset(d["sha256"] for run in group for d in run.manifest.get("data", ()) if d["path"] in names)
+    found: set[str] = set()
+    for run in group:
+        for path in run.config.get("data.val_files") or ():
+            found.update(run.hashes_of(path))
+    return frozenset(found)
 
 
 # --- questions ---

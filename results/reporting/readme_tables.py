@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.config import Config
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate
 from results.reporting.ablations import NUMBERS, PAGE, render_ablations
@@ -131,10 +132,14 @@ def _setting(each: Experiment) -> list[str]:
 
 
 def short_command(command: str) -> str:
-    """Return the command as one would type it: the preset's script if there is one, without seed and backend."""
+    """Return the command as one would type it: the preset's script if there is one.
+
+    It lacks the backend, and the seed where that is the default, which an experiment's first run has.
+    """
     _, _, line = command.partition(" -m ")
     module, *words = line.split() or [command]
-    words = [word for word in words if not word.startswith(("trainer.seed=", "trainer.backend="))]
+    left_out = f"trainer.seed={Config().trainer.seed}"
+    words = [word for word in words if word != left_out and not word.startswith("trainer.backend=")]
     preset = words[0].removeprefix("preset=") if words else ""
     script = Path(*module.split(".")[:2], f"run_{preset}.sh")
     if words[1:2] == ["--"] and (ROOT / script).exists():

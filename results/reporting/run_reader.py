@@ -26,14 +26,19 @@ from core.config import convert, recipes, recorded
 from core.config.section import BOOKKEEPING, hidden
 from core.errors import InputError
 from core.files import local_path
-from core.tracking.run_manifest import ROOT
+from core.tracking.run_manifest import DATA, ROOT
 from core.tracking.tracker import intact_rows, read_jsonl
 from core.tracking.validation import Estimate, ValRecord
 from results.reporting.comparison import accuracy_by_question
 
 Item = TypeVar("Item")
 ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
-ANY_PATH = re.compile(r"(?<![\w/.])(?<!<path>)~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
+STEP = r"/[^\s'\"=,:;\[\](){}<>/]+"  # a folder or a file of a path
+# Of one step only a whole text, what stands behind "=", or ~/step: "</think>", "[/INST]" and
+# "/no_think" are no paths
+ONE_STEP = rf"~{STEP}|(?:^|(?<==)){STEP}(?=$|[\s'\",])"
+BEFORE_PATH = r"(?:(?<![\w/.])|(?<=file://))(?<!<path>)"
+ANY_PATH = re.compile(rf"{BEFORE_PATH}(?:~?(?:{STEP}){{2,}}|{ONE_STEP})/?")
 NOT_RECORDED = "not recorded"
 
 
@@ -95,6 +100,10 @@ class RecordedRun:
 
     @property
     def seconds(self) -> float:
+        """The time in steps. A published copy has recorded it: it lacks the rows of some steps."""
+        recorded_seconds = self.manifest.get("seconds_in_steps")
+        if recorded_seconds is not None:
+            return recorded_seconds
         return sum(row.get("timing_s/step", 0.0) for row in self.metrics)
 
     @property
@@ -116,14 +125,21 @@ class RecordedRun:
         Keys that another version lacks count as their defaults, and keys that this version lacks as nothing, so that
         seeds of several versions are one experiment.
         Keys of a critic or a reference policy that the run does not have count as nothing: their defaults changed.
+        Files count by their content: a published copy has lost the folders of those outside the clone.
         """
         schema = recipes.schema_of(self.manifest["recipe"])
         values, defaults = (
             recorded.completed(self.config, schema, self.manifest["recipe"]),
             convert.as_json(schema()),
         )
+        # Data that is drawn from the seed is another file in each run, and counts by its name
+        drawn = re.compile(rf"\bseed-{re.escape(str(self.seed))}\b")
         for key, default in defaults.items():
-            if values[key] == scrub(default):  # a published copy has lost the folder of a default path
+            value = values[key]
+            paths = value if isinstance(value, list) else [value]
+            if key.startswith(DATA) and not drawn.search(str(value)) and any(map(self.hashes_of, paths)):
+                values[key] = [self.hashes_of(path) or path for path in paths]
+            elif value == scrub(default):  # a published copy has lost the folder of a default path
                 values[key] = default
         absent = () if values["critic.enable"] else ("critic.",)
         if not (values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]):
@@ -132,8 +148,17 @@ class RecordedRun:
         kept = {k: v for k, v in decisive.items() if recorded.role_of(k) != BOOKKEEPING}
         shared = {k: v for k, v in kept.items() if k != "trainer.cpu_threads" and k.split(".")[-1] != "seed"}
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
-        text = re.sub(rf"\bseed-{re.escape(str(self.seed))}\b", "seed-*", text)  # data that is drawn from the seed
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return hashlib.sha256(drawn.sub("seed-*", text).encode()).hexdigest()[:12]
+
+    def hashes_of(self, path: Any) -> list[str]:
+        """Return the SHA-256 of a file of data or a reward function, by its configured path.
+
+        They are several where a published copy has lost the folders that told files of one name
+        apart.
+        """
+        name = str(Path(str(path)).expanduser())
+        recorded_files = self.manifest.get("data", ())
+        return [entry["sha256"] for entry in recorded_files if str(Path(entry["path"])) == name]
 
     @property
     def base(self) -> str | None:

@@ -65,14 +65,18 @@ def _in_one_unit(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 def _training_rewards(run: RecordedRun) -> str:
     """Return what a run shows without validation: the mean training reward of its first and last fifth of steps."""
-    rewards = [row["critic/rewards/mean"] for row in run.metrics if "critic/rewards/mean" in row]
-    some = len(rewards) // 5
-    if not some:
+    steps, rewards = run.series("critic/rewards/mean")
+    # Not a fifth of the rows: a published copy lacks some
+    some = int(steps[-1]) // 5 if steps else 0
+    first = [reward for step, reward in zip(steps, rewards, strict=True) if step <= some]
+    last = [reward for step, reward in zip(steps, rewards, strict=True) if step > steps[-1] - some]
+    if not first:
         return ""
-    first, last = statistics.fmean(rewards[:some]), statistics.fmean(rewards[-some:])
-    steps = f"{some} step{'s' * (some > 1)}"
+    noun = f"{some} step{'s' * (some > 1)}"
+    mean_first, mean_last = statistics.fmean(first), statistics.fmean(last)
     return (
-        f"{run.name}: mean reward of training answers {first:.3f} in the first {steps}, {last:.3f} in the last {steps}"
+        f"{run.name}: mean reward of training answers {mean_first:.3f} in the first {noun}, "
+        f"{mean_last:.3f} in the last {noun}"
     )
 
 

@@ -24,7 +24,8 @@ from results.reporting import readme_tables as result_tables
 from results.reporting import summaries
 from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
 from results.reporting.pages import PHASE_COLOURS
-from results.reporting.run_reader import NotARun, RecordedRun, load_run
+from results.reporting.run_reader import NotARun, RecordedRun, load_run, scrub
+from results.reporting.run_report import headline
 from results.reporting.summaries import summarise
 from tests.core.synthetic import configured, make_run, records
 
@@ -135,6 +136,27 @@ def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
     assert group(1, "./kb/seed-1/train.parquet") == group(12, "./kb/seed-12/train.parquet")
     assert group(1, "./kb/seed-12/train.parquet") != group(12, "./kb/seed-12/train.parquet")
     assert group(1, "./kb/seed-1/train.parquet") != group(1, "./kb/seed-1/other.parquet")
+
+
+def test_seeds_on_other_files_of_one_name_are_another_experiment(tmp_path):
+    """What is published of a path outside of the clone is its last step alone."""
+    found = []
+    for seed, content in ((1, "a"), (2, "a"), (3, "b")):
+        file = tmp_path / f"node{seed}" / "train.parquet"
+        file.parent.mkdir()
+        file.write_text(content)
+        folder = make_run(tmp_path / "grpo" / f"lab_s{seed}", seeded(seed, **{"data.train_files": (str(file),)}))
+        found += [folder, publish(folder, tmp_path / "results" / "grpo" / f"lab_s{seed}")]
+    groups = summaries.group_runs(list(map(load_run, found[1::2])))
+    assert [[run.seed for run in group] for group in groups] == [[1, 2], [3]]
+    assert len({load_run(folder).experiment for folder in found[:4]}) == 1
+    assert load_run(found[0]).experiment != load_run(found[5]).experiment
+
+
+def test_the_command_of_another_seed_than_the_default_has_it():
+    typed = "python -m recipes.grpo.main_grpo preset=lab trainer.backend=ray -- trainer.seed={}"
+    commands = [result_tables.short_command(typed.format(seed)) for seed in (1, 12)]
+    assert commands == [f"bash recipes/grpo/run_lab.sh{seed}" for seed in ("", " trainer.seed=12")]
 
 
 def another_seed(folder: Path, seed: int, *changes: str, drop: str = "") -> None:
@@ -251,6 +273,28 @@ def test_long_runs_are_thinned_and_large_validations_keep_their_ends(tmp_path, m
     steps = [row["step"] for row in copy.metrics]
     assert len(steps) < 22 and steps[-1] == 60 and set(range(0, 60, 7)) <= set(steps)
     assert list(copy.validation) == [0, 56] and copy.name == "grpo/long"
+    assert copy.seconds == pytest.approx(load_run(folder).seconds, abs=1e-3)
+    again = load_run(publish(copy.folder, tmp_path / "results" / "grpo" / "again"))
+    assert again.seconds == copy.seconds
+
+
+def test_tags_of_a_configuration_are_no_paths():
+    texts = ["</think>", "a</answer>", "<think>/a/b</think>", "[/INST]", "<</SYS>>", "be brief /no_think", "1/2"]
+    kept = [scrub(text) for text in texts]
+    assert kept == [text.replace("/a/b", "<path>/b") for text in texts]
+    paths = ["/data", "a=/data", "~/jane", "x /home/jane", "[/home/jane,/a/b]", "file:///home/jane/x"]
+    for text in paths:
+        assert "jane" not in scrub(text).replace("<path>/jane", "") and "<path>" in scrub(text), text
+
+
+def test_the_first_and_the_last_fifth_of_a_thinned_run_are_of_its_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "METRICS_ROWS", 10)
+    folder = make_run(tmp_path / "grpo" / "run", steps=100, test_every=200)
+    shutil.rmtree(folder / "validation")
+    rows = [row for row in lines_of(folder / "metrics.jsonl") if row["step"]]
+    write_lines(folder / "metrics.jsonl", rows)
+    for run in (folder, publish(folder, tmp_path / "results" / "grpo" / "run")):
+        assert headline([load_run(run)]).count("20 steps") == 2
 
 
 # --- result tables ---
