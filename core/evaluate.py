@@ -37,8 +37,8 @@ from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
     from core.checkpoint.store import Checkpoint
-    from core.ray_trainer import RayPPOTrainer
     from core.rewards.layer import RewardLayer
+    from core.trainer import Trainer
 
 MODEL, PATH = "actor_rollout_ref.model.", "actor_rollout_ref.model.path"
 # Keys that decide an answer beside model, data and prompts, which are compared by content. Recipes' own keys count too.
@@ -231,7 +231,7 @@ def generate(call: GenerateCall) -> bool:
         return bool(missing)
 
 
-async def _answer(run: RayPPOTrainer, missing: Sequence[tuple[Prompt, int]], out: Path, lines: dict) -> None:
+async def _answer(run: Trainer, missing: Sequence[tuple[Prompt, int]], out: Path, lines: dict) -> None:
     """Make the missing answers; append each to ``lines`` and to the file."""
 
     async def one(prompt: Prompt, sample: int) -> None:
@@ -247,9 +247,7 @@ async def _answer(run: RayPPOTrainer, missing: Sequence[tuple[Prompt, int]], out
 
 
 @contextmanager
-def answering(
-    config: Config, trainer: str, tokenizer: Any, loop: Any, prompts: Sequence[Prompt]
-) -> Iterator[RayPPOTrainer]:
+def answering(config: Config, trainer: str, tokenizer: Any, loop: Any, prompts: Sequence[Prompt]) -> Iterator[Trainer]:
     """Yield the trainer ``module:class`` with an engine and nothing that learns: its ``generate`` plays the episodes.
 
     ``trainer.backend`` places the engine in this process or, several of them, in actors of a cluster. Raises InputError
@@ -259,7 +257,6 @@ def answering(
     from core.config.code_by_path import load_object
     from core.engines import make_engine
     from core.learner.models import check_lengths
-    from core.rollout.collect import make_deterministic
     from core.run import prepare_torch
 
     run = load_object(trainer)(config)
@@ -275,8 +272,7 @@ def answering(
             else:
                 engine = make_engine(config, None, tokenizer, device)
                 owned.callback(engine.close)
-        make_deterministic(config, engine, run.barrier)
-        run.sampler = run.make_sampler(engine)
+        run.attach_engine(engine)
         yield run
 
 

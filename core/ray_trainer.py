@@ -1,18 +1,17 @@
-"""The loop: collect, log-probs, advantages, update, sync. Recipes override its hooks, never ``fit``.
+"""The loop of reinforcement learning. Recipes override its hooks, never ``fit``.
 
 The hooks take and return values: :meth:`RayPPOTrainer.generate`, :meth:`~RayPPOTrainer.shape_reward`,
-:meth:`~RayPPOTrainer.keep_group` and :meth:`~RayPPOTrainer.compute_advantages`. A name's last letter is its axis: ``P``
-prompts, ``N`` tokens. Starting, resuming, recording, saving and stopping belong to the :class:`core.run.Run` that the
-trainer holds.
+:meth:`~RayPPOTrainer.keep_group` and :meth:`~RayPPOTrainer.compute_advantages`. A name's last letter
+is its axis: ``P`` prompts, ``N`` tokens. Data, models, answers and validation are those of
+:class:`core.trainer.Trainer`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -24,152 +23,81 @@ from core.algorithm.losses import KLController, kl_rewards
 from core.algorithm.rollout_correction import correct, log_prob_metrics
 from core.algorithm.sequences import sum_by_sequence
 from core.config.schema import Config
-from core.data.prompts import PromptStream, load_val_prompts, warn_of_trained_questions
-from core.engines import SamplingParams, sampling_params
-from core.engines.in_process_engine import InProcessEngine
-from core.errors import InputError, memory_phase
+from core.data.prompts import PromptStream, warn_of_trained_questions
+from core.engines import sampling_params
 from core.learner.batching import make_batch
-from core.learner.models import check_lengths, load_modality, load_tokenizer
-from core.learner.step_settings import StepNeeds, multiplier
-from core.rewards.layer import RewardLayer
 from core.rewards.scorer_check import check_hooks
-from core.rollout.agent_loop import AgentLoop, Barrier, Limits, TrajectorySampler, check_examples, make_agent_loop
 from core.rollout.collect import (
     Ahead,
     Collected,
     CollectLimits,
     CollectState,
-    GroupRollout,
     collect,
     collect_ahead,
-    make_deterministic,
 )
-from core.run import LoopState, Run, prepare_torch
+from core.run import LoopState
 from core.tracking.health import FAILED
 from core.tracking.loggers import progress
-from core.tracking.metrics import BusyClock, data_metrics, progress_metrics
+from core.tracking.metrics import data_metrics, progress_metrics
 from core.tracking.tracker import generation_rows
-from core.tracking.validation import ValRecord, validation_metrics
+from core.trainer import Trainer
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
-    from core.cluster.workers import LocalWorkers
+    from core.data.parquet import Example
 
 DRAWN = 10  # collecting gives up after drawing this many times the prompts that a step needs
-HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")
+GREEDY = -1  # the sample index of a greedy baseline answer
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(Trainer):
     """PPO and GRPO as they are, and the base of every other recipe.
 
-    ``RayPPOTrainer(config).init_workers()`` checks the data, loads the models and finds the checkpoint to go on from;
-    ``.fit()`` trains.
+    ``RayPPOTrainer(config).init_workers().fit()`` trains.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a method whose name is a hook's but for a letter or two: nothing would call it."""
-        super().__init_subclass__(**options)
-        for name in vars(cls):
-            near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.85)
-            if near and not any(hasattr(base, name) for base in cls.__bases__):
-                raise InputError(f"{cls.__qualname__}.{name}: nothing calls it; the hook is {near[0]}")
-
     def __init__(self, config: Config):
-        self.config = config
-        ctrl, rollout = config.algorithm.kl_ctrl, config.actor_rollout_ref.rollout
-        self.kl_controller = KLController(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
-        self.collect_state = CollectState()
-        self.run = Run(config, LoopState(self.kl_controller, self.collect_state))
-        self.needs = StepNeeds.of(config)
+        ctrl = config.algorithm.kl_ctrl
+        kl_controller = KLController(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        super().__init__(config, LoopState(kl_controller, CollectState()))
         self.estimator = advantages.estimator(config.algorithm.adv_estimator)
-        self.train_sampling = sampling_params(config, rollout)
-        self.val_sampling = sampling_params(config, rollout.val_kwargs)
-        # Set by init_workers, or by fit for as long as it runs:
-        self.tokenizer: Any = None
-        self.stream: PromptStream | None = None
-        self.val_prompts: Sequence[Prompt] = ()
-        self.reward: RewardLayer | None = None
-        self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
-        self.barrier = Barrier()
-        self.workers: LocalWorkers | None = None
-        self.sampler: TrajectorySampler | None = None
-        self.rollout: GroupRollout | None = None
+        self.train_sampling = sampling_params(config, config.actor_rollout_ref.rollout)
         self.turns = checks.SampledTurns()
-        self.clock = BusyClock("decode", "reward")
-        self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
+
+    def load_data(self) -> None:
+        """Load and check the data, the scorers and the hooks. Raises InputError."""
+        super().load_data()
+        warn_of_trained_questions(self.stream.files.questions(), self.val_prompts)
+        first_examples = list(self.stream.files.first.values())
+        check_hooks(first_examples, self.reward.known, self.shape_reward, self.keep_group)
+
+    def load_stream(self) -> PromptStream:
+        """Return the prompts of ``data.train_files``."""
+        tools_of = self.agent_loop and self.agent_loop.tools_of
+        return PromptStream(
+            self.config.data,
+            self.tokenizer,
+            self.config.trainer.seed,
+            modality=self.modality,
+            tools_of=tools_of,
+        )
+
+    def answered_examples(self) -> Iterable[Example | Prompt]:
+        """Return the examples of training and of validation."""
+        return itertools.chain(self.stream.files.examples(), self.val_prompts)
 
     def init_workers(self) -> RayPPOTrainer:
         """Check the data, the scorers, the hooks and the checkpoint, then load the models and resume.
 
-        Raises InputError, mostly before a model loads, and what a training hook raises on an example answer.
+        Raises InputError, mostly before a model loads, and what a training hook raises on an example.
         """
-        self.run.fetch()
-        self.load_data()
-        check_lengths(self.config, self.longest())
-        checkpoint = self.run.open(self.stream, critic=self.needs.critic)
-        with memory_phase("load"):
-            self.workers = self.make_workers(prepare_torch(self.config.trainer))
-        try:
-            if self.workers.reward_model is not None:
-                self.reward.attach(self.workers.reward_model)
-            state = self.run.attach(self.workers, checkpoint)
-        except BaseException:
-            self.workers.close()
-            raise
-        self.collect_state, self.kl_controller = state.collect, state.kl_controller
-        self.make_rollout(self.workers.engine)
+        super().init_workers()
+        # Batches are checked against the turns that the engine wrote
+        watched = self.turns.watch(self.workers.engine)
+        self.sampler = dataclasses.replace(self.sampler, engine=watched)
         return self
-
-    def load_data(self) -> None:
-        """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
-        config, data = self.config, self.config.data
-        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        modality = load_modality(config.actor_rollout_ref.model, self.tokenizer)
-        self.agent_loop = make_agent_loop(config, self.tokenizer)
-        tools_of = self.agent_loop and self.agent_loop.tools_of
-        self.stream = PromptStream(data, self.tokenizer, config.trainer.seed, modality=modality, tools_of=tools_of)
-        self.val_prompts = load_val_prompts(data, self.tokenizer, modality, tools_of)
-        warn_of_trained_questions(self.stream.files.questions(), self.val_prompts)
-        check_examples(self.agent_loop, itertools.chain(self.stream.files.examples(), self.val_prompts))
-        self.reward = RewardLayer(config)
-        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts), self.tokenizer)
-        examples = list(self.stream.files.first.values())
-        check_hooks(examples, self.reward.known, self.shape_reward, self.keep_group)
-
-    def longest(self) -> dict[str, tuple[int, int]]:
-        """Return, by the key of their files, the tokens of the longest prompt and those that may follow it."""
-        found = {"data.train_files": self.room(self.stream.files.longest)}
-        if self.val_prompts:
-            found["data.val_files"] = self.room(max(len(prompt.token_ids) for prompt in self.val_prompts))
-        return found
-
-    def room(self, prompt: int) -> tuple[int, int]:
-        """Return the tokens of a prompt as the policy reads it, tools included, and of what may follow it."""
-        return prompt, self.config.data.max_response_length
-
-    def make_workers(self, device: torch.device) -> LocalWorkers:
-        """Return the models and the engine, where ``trainer.backend`` places them."""
-        from core.cluster.workers import LocalWorkers, ray_backend  # which import transformers
-
-        backend = ray_backend().RayWorkers if self.config.trainer.backend == "ray" else LocalWorkers
-        needs = {"needs_ref": self.needs.ref, "needs_critic": self.needs.critic}
-        return backend(self.config, self.tokenizer, device, **needs)
-
-    def make_rollout(self, engine: Any) -> None:
-        """Set what samples from the engine, and what answers and scores groups with the hooks."""
-        if self.reward.in_process and isinstance(engine, InProcessEngine):
-            self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
-        self.sampler = self.make_sampler(self.turns.watch(engine))
-        n, greedy = self.config.actor_rollout_ref.rollout.n, self.needs.baseline
-        hooks = self.generate, self.shape_reward
-        self.rollout = GroupRollout(*hooks, self.reward, self.clock, n, self.train_sampling, self.barrier, greedy)
-        make_deterministic(self.config, engine, self.barrier)
-
-    def make_sampler(self, engine: Any) -> TrajectorySampler:
-        """Return what samples single turns and episodes from an engine."""
-        return TrajectorySampler(engine, self.tokenizer, self.config.trainer.seed, self.agent_loop, self.barrier)
 
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
@@ -189,17 +117,12 @@ class RayPPOTrainer:
                     batch = self.apply_rollout_correction(batch, metrics)
                     batch = self.estimate_advantages(batch, metrics)
                     self.update(batch, metrics)
-                    self.collect_state = ahead.result(metrics) or self.collect_state  # None: nothing was begun
+                    self.take_ahead(ahead.result(metrics))
                     with metrics.time("update_weights"):  # proved by checksums and a probe, where there are two copies
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
 
     # -- hooks: a recipe overrides these ---------------------------------------------------------
-
-    async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
-        """Return one trajectory. Base: an episode of the configured agent loop, or else one turn of the engine."""
-        length = self.config.data.max_response_length
-        return await self.sampler.sample(prompt, sample_index, sampling, Limits(length, turn=length))
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score that trains; validation never calls it. Base: the scorer's."""
@@ -214,8 +137,9 @@ class RayPPOTrainer:
         algorithm = self.config.algorithm
         penalties_N = None
         if algorithm.use_kl_in_reward:
-            penalties_N, self.kl_controller, measured = kl_rewards(batch, self.kl_controller, algorithm.kl_penalty)
-            metrics.add(measured)
+            penalties_N, kl_controller, kl_metrics = kl_rewards(batch, self.state.kl_controller, algorithm.kl_penalty)
+            self.state = dataclasses.replace(self.state, kl_controller=kl_controller)
+            metrics.add(kl_metrics)
         inputs, shape = advantages.inputs_of(batch, algorithm, penalties_N), batch.response_mask.shape
         advantages_N, returns_N = checks.of_tokens(self.estimator, inputs, shape, torch.Tensor)
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
@@ -231,29 +155,28 @@ class RayPPOTrainer:
 
         Sets the state that the next step starts from.
         """
-        looks_ahead, wanted = self.looks_ahead(metrics.step), self.config.data.train_batch_size
-
-        async def roll_group(ordinal: int) -> ScoredGroup:
-            group = await self.roll_group(ordinal)
-            answered()
-            self.reward.failures.stop_if_all(wanted * self.config.actor_rollout_ref.rollout.n)
-            return group
-
-        with metrics.time("gen"), progress(f"step {metrics.step}, answers", wanted, "prompt") as answered:
+        looks_ahead = self.looks_ahead(metrics.step)
+        wanted = self.config.data.train_batch_size
+        with (
+            metrics.time("gen"),
+            progress(f"step {metrics.step}, answers", wanted, "prompt") as answered,
+        ):
             collecting = collect(
-                roll_group,
+                self.roll_group,
                 self.keep_group,
-                self.collect_state,
+                self.state.collect,
                 self.collect_limits(),
                 stop_requested=lambda: self.run.stop.requested,
+                after_group=answered,
                 ahead=looks_ahead,
             )
             self.collected = self.runner.run(collecting)
         self.reward.failures.stop_if_none_is_graded(self.collected.groups)
-        self.collect_state = self.collected.state
+        collect_state = self.collected.state
         if not looks_ahead:
-            # Which groups beyond the step were answered depends on timing, and must not reach a checkpoint
-            self.collect_state = dataclasses.replace(self.collect_state, carried={})
+            # Which groups beyond the step were answered depends on timing: no checkpoint may hold them
+            collect_state = dataclasses.replace(collect_state, carried={})
+        self.state = dataclasses.replace(self.state, collect=collect_state)
         metrics.add(self.collected.metrics)
         return self.collected.groups
 
@@ -298,23 +221,6 @@ class RayPPOTrainer:
             checks.finite(batch, "adv", "reward", "advantages", "returns")
         return batch
 
-    def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Take the critic's optimizer steps, and the policy's from step ``trainer.critic_warmup`` on, as verl.
-
-        The policy's own warm-up begins with its first step.
-        """
-        step, config = metrics.step, self.config
-        first = max(1, config.trainer.critic_warmup) if self.needs.critic else 1
-        if self.needs.critic:
-            lr_multiplier = multiplier(config.critic.optim, step - 1, self.run.total_steps)
-            with metrics.time("update_critic"):
-                metrics.add(self.workers.update_critic(batch, lr_multiplier))
-        if step >= first:
-            optim = config.actor_rollout_ref.actor.optim
-            lr_multiplier = multiplier(optim, step - first, self.run.total_steps)
-            with metrics.time("update_actor"):
-                metrics.add(self.workers.update_actor(batch, lr_multiplier))
-
     def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the run, which records and saves it."""
         trainer, step = self.config.trainer, metrics.step
@@ -332,10 +238,9 @@ class RayPPOTrainer:
         if (printed := self.config.reward_model.num_examine) or trainer.rollout_data_dir:
             rows = generation_rows(step, groups_P, self.tokenizer)
             self.run.tracker.show(step, rows, printed, "rollout_data_dir")
-        state = LoopState(self.kl_controller, self.collect_state)
-        if self.run.is_due(trainer.test_freq, step, state):
+        if self.run.is_due(trainer.test_freq, step, self.state):
             self.validate(metrics)
-        self.run.complete(metrics, state)
+        self.run.complete(metrics, self.state)
 
     # -- what collecting needs -------------------------------------------------------------------
 
@@ -348,8 +253,25 @@ class RayPPOTrainer:
         return CollectLimits(wanted, in_flight, DRAWN * max(wanted, in_flight), raise_on_exhausted=False)
 
     async def roll_group(self, ordinal: int) -> ScoredGroup:
-        """Answer the prompt of an ordinal and score the answers."""
-        return await self.rollout.roll_group(self.stream.prompt(ordinal))
+        """Answer the prompt of an ordinal ``rollout.n`` times, score the answers and shape the scores.
+
+        If the estimator needs it, a greedy answer is scored as well: the group's baseline.
+        """
+        prompt = self.stream.prompt(ordinal)
+        sample_indices = range(self.config.actor_rollout_ref.rollout.n)
+        answering = [self.score_answers(prompt, sample_indices, self.train_sampling)]
+        if self.needs.baseline:
+            greedy = dataclasses.replace(self.train_sampling, temperature=0.0)
+            answering.append(self.score_answers(prompt, [GREEDY], greedy))
+        group, *greedy_group = await asyncio.gather(*answering)
+        # If no answer of a step can be scored, the run stops before the step is answered to its end
+        n_answers = self.config.data.train_batch_size * len(sample_indices)
+        self.reward.failures.stop_if_all(n_answers)
+        baseline = self._shaped(greedy_group[0])[0] if greedy_group else None
+        return dataclasses.replace(group, scores=self._shaped(group), baseline=baseline)
+
+    def _shaped(self, group: ScoredGroup) -> tuple[Score, ...]:
+        return tuple(map(self.shape_reward, group.scores, group.trajectories))
 
     def looks_ahead(self, step: int) -> bool:
         """Return whether the next step's first prompts are answered by the policy that this step updates."""
@@ -360,6 +282,11 @@ class RayPPOTrainer:
         if not self.looks_ahead(step):
             return None
         return collect_ahead(self.roll_group, self.keep_group, self.collected, self.collect_limits())
+
+    def take_ahead(self, collect_state: CollectState | None) -> None:
+        """Go on from what was collected ahead; None if nothing was."""
+        if collect_state is not None:
+            self.state = dataclasses.replace(self.state, collect=collect_state)
 
     # -- what is measured and shown --------------------------------------------------------------
 
@@ -375,46 +302,3 @@ class RayPPOTrainer:
             return {}
         z = checks.entropy_gap_z(metrics.values, int(batch.response_mask.sum()))
         return {} if z is None else {"rollout_corr/entropy_gap_z": z}
-
-    # -- validation ------------------------------------------------------------------------------
-
-    def validate_before_training(self) -> None:
-        """Validate the untrained policy, or with ``trainer.val_only`` whatever was loaded."""
-        trainer, step = self.config.trainer, self.run.step
-        if self.val_prompts and (trainer.val_only or (trainer.val_before_train and step == 0)):
-            metrics = StepMetrics(step)
-            self.validate(metrics)
-            self.run.tracker.log(metrics)
-
-    async def evaluate(self) -> Sequence[ScoredGroup]:
-        """Answer and score the validation prompts; no hook that shapes or filters is called."""
-        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
-
-        async def answers(prompt: Prompt) -> ScoredGroup:
-            group = await self.rollout.answers(prompt, range(n), self.val_sampling)
-            answered()
-            return group
-
-        with progress("validation", len(self.val_prompts), "prompt") as answered:
-            return await asyncio.gather(*map(answers, self.val_prompts))
-
-    def validate(self, metrics: StepMetrics) -> None:
-        """Answer every validation prompt ``val_kwargs.n`` times and record what was right."""
-        step = metrics.step
-        with metrics.time("testing"):
-            groups = self.runner.run(self.evaluate())
-        self.reward.failures.stop_if_none_is_graded(groups)
-        metrics.add(self.reward.usage("perf/val_judge"))
-        metrics.add(self.reward.failures.rate("reward/val_failed_rate"))
-        self.clock.take()  # of validation, which is one part of the step
-        records = [ValRecord.of(group) for group in groups]
-        metrics.add(validation_metrics(records))
-        if self.agent_loop is not None:
-            found = self.agent_loop.metrics().items()
-            metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
-        self.run.tracker.log_validation(step, records)
-        rows = generation_rows(step, groups, self.tokenizer)
-        last = self.run.is_last(step, LoopState(self.kl_controller, self.collect_state))
-        last = last or self.config.trainer.val_only
-        self.run.tracker.log_samples(step, rows, last)
-        self.run.tracker.show(step, rows, self.config.reward_model.val_num_examine, "validation_data_dir")

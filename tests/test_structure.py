@@ -32,6 +32,7 @@ TOP_LEVEL = {
 # arises, from its own layer. A name is that of a package or of a file at the top of core.
 LAYERS = (
     ("command_line", "ray_trainer", "plan", "export", "evaluate"),
+    ("trainer",),
     ("run",),
     ("cluster", "rollout", "trace"),
     ("engines", "rewards"),

@@ -8,30 +8,24 @@ silently on short answers. Timing decides only how many ordinals beyond the last
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from core.config.schema import Config
-from core.engines import RolloutEngine, SamplingParams
+from core.engines import RolloutEngine
 from core.engines.in_process_engine import InProcessEngine
-from core.rewards.layer import RewardLayer
 from core.rollout.agent_loop import Barrier
 from core.tracking.metrics import BusyClock
-from core.types import Dropped, Prompt, ScoredGroup, StepMetrics, Trajectory
-from reward_scores.score import Score
+from core.types import Dropped, ScoredGroup, StepMetrics
 
 log = logging.getLogger(__name__)
 
 FilteredGroup = ScoredGroup | Dropped
 RollGroup = Callable[[int], Awaitable[ScoredGroup]]
 KeepGroup = Callable[[ScoredGroup], bool]
-Generate = Callable[[Prompt, int, SamplingParams], Awaitable[Trajectory]]
-ShapeReward = Callable[[Score, Trajectory], Score]
-GREEDY = -1  # the sample index of a greedy baseline answer
 STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sample still decodes
 
 
@@ -80,12 +74,14 @@ async def collect(
     limits: CollectLimits,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
+    after_group: Callable[[], None] = lambda: None,
     ahead: bool = False,
 ) -> Collected:
     """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known, and abort the others.
 
     ``ahead``: :func:`collect_ahead` follows. Raises :class:`Exhausted` where ``limits.drawn`` prompts have none that
     passes, or with ``limits.raise_on_exhausted`` too few, and :class:`StopRequested` once ``stop_requested()`` is true.
+    ``after_group()`` is called after each group that ended.
     """
     groups, drawing = _Groups(roll_group, keep_group, state, limits), state.next_ordinal
     try:
@@ -95,7 +91,8 @@ async def collect(
                 drawing += 1
             if not groups.in_flight or groups.settled(state.next_ordinal):
                 break
-            await groups.filter_finished()
+            for _ in range(await groups.filter_finished()):
+                after_group()
         else:
             raise StopRequested
     finally:
@@ -167,13 +164,14 @@ class _Groups:
             self.in_flight[asyncio.ensure_future(self.roll_group(ordinal))] = ordinal
             self.drawn += 1
 
-    async def filter_finished(self) -> None:
-        """Wait for groups and filter them."""
+    async def filter_finished(self) -> int:
+        """Wait for groups and filter them. Return how many ended."""
         done, _ = await asyncio.wait(self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED)
         for task in sorted(done, key=self.in_flight.__getitem__):  # a set has no order, a replay needs one
             ordinal = self.in_flight.pop(task)
             group = task.result()
             self.decided[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
+        return len(done)
 
     async def abort(self) -> None:
         """Cancel what is in flight and wait until it has ended."""
@@ -210,45 +208,6 @@ class _Groups:
         while end in self.decided:
             end += 1
         return len(self.passed(end)) >= self.limits.wanted
-
-
-@dataclass(frozen=True)
-class GroupRollout:
-    """Answers a prompt ``n`` times with the hook ``generate``, scores the answers and shapes their scores.
-
-    With ``greedy`` each group has a greedy answer as well, whose score is its baseline. ``clock`` counts the seconds in
-    which anything decodes or is scored.
-    """
-
-    generate: Generate
-    shape_reward: ShapeReward
-    reward: RewardLayer
-    clock: BusyClock
-    n: int
-    sampling: SamplingParams
-    barrier: Barrier
-    greedy: bool = False
-
-    async def roll_group(self, prompt: Prompt) -> ScoredGroup:
-        """Answer a prompt, score the answers and shape their scores."""
-        rolls = [self.answers(prompt, range(self.n), self.sampling)]
-        if self.greedy:
-            rolls.append(self.answers(prompt, [GREEDY], dataclasses.replace(self.sampling, temperature=0.0)))
-        rolled = await asyncio.gather(*rolls)
-        scores, *baseline = [tuple(map(self.shape_reward, one.scores, one.trajectories)) for one in rolled]
-        return dataclasses.replace(rolled[0], scores=scores, baseline=baseline[0][0] if baseline else None)
-
-    async def answers(self, prompt: Prompt, indices: Iterable[int], sampling: SamplingParams) -> ScoredGroup:
-        """Return an answer for each sample index, each scored while others still decode; nothing shapes the scores."""
-
-        async def answer(index: int) -> tuple[Trajectory, Score]:
-            with self.clock.busy("decode"):
-                trajectory = await self.generate(prompt, index, sampling)
-            with self.clock.busy("reward"):
-                score = await self.barrier.run("scores", lambda: self.reward.score(prompt, trajectory))
-            return trajectory, score.keeping_raw()
-
-        return ScoredGroup(prompt, *zip(*await asyncio.gather(*map(answer, indices)), strict=True))
 
 
 def make_deterministic(config: Config, engine: RolloutEngine, barrier: Barrier) -> None:

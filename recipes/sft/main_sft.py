@@ -5,7 +5,7 @@ python -m recipes.sft.main_sft key=value ...    DRY_RUN=1 in the environment onl
 
 from core import command_line
 
-TRAINER = "recipes.sft.sft_trainer:SFTTrainer"
+TRAINER = "recipes.sft.sft_trainer:RaySFTTrainer"
 
 if __name__ == "__main__":
     command_line.main("sft", trainer=TRAINER)

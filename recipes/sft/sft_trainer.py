@@ -7,34 +7,33 @@ only where a validation needs them.
 
 from __future__ import annotations
 
+import dataclasses
+
+from core.algorithm.losses import KLController
 from core.algorithm.sequences import count_by_sequence
-from core.data.prompts import PromptStream, load_val_prompts, warn_of_trained_questions
-from core.learner.models import load_tokenizer
-from core.ray_trainer import RayPPOTrainer
-from core.rewards.layer import RewardLayer
-from core.rollout.agent_loop import check_examples, make_agent_loop
+from core.config.schema import Config
+from core.data.prompts import PromptStream
 from core.rollout.collect import CollectState, StopRequested
 from core.run import LoopState
 from core.tracking.metrics import progress_metrics
+from core.trainer import Trainer
 from core.types import StepMetrics, TrainBatch
 from recipes.sft.demonstrations import DemonstrationFiles, demonstration_batch, end_ids
 
 
-class SFTTrainer(RayPPOTrainer):
+class RaySFTTrainer(Trainer):
     """Fine-tunes on ``data.train_files``; ``data.val_files`` are questions, as in every other recipe."""
 
-    def load_data(self) -> None:
-        """Load tokenizer, demonstrations, questions and scorers, and check them. Raises InputError."""
-        model, data = self.config.actor_rollout_ref.model, self.config.data
-        self.tokenizer = load_tokenizer(model)
+    def __init__(self, config: Config):
+        no_kl = KLController("fixed", 0.0, 0.0, 1)
+        super().__init__(config, LoopState(no_kl, CollectState()))
+
+    def load_stream(self) -> PromptStream:
+        """Return the demonstrations of ``data.train_files``. Raises InputError."""
+        model = self.config.actor_rollout_ref.model
+        data = self.config.data
         files = DemonstrationFiles(data, self.tokenizer, end_ids(self.tokenizer, model))
-        self.stream = PromptStream(data, self.tokenizer, self.config.trainer.seed, files)
-        self.agent_loop = make_agent_loop(self.config, self.tokenizer)
-        self.val_prompts = load_val_prompts(data, self.tokenizer, tools_of=self.agent_loop and self.agent_loop.tools_of)
-        warn_of_trained_questions(files.questions(), self.val_prompts)
-        check_examples(self.agent_loop, self.val_prompts)
-        self.reward = RewardLayer(self.config)
-        self.reward.check(self.val_prompts, self.tokenizer)
+        return PromptStream(data, self.tokenizer, self.config.trainer.seed, files)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return the tokens of the longest demonstration, which nothing follows, and of the longest question."""
@@ -54,15 +53,15 @@ class SFTTrainer(RayPPOTrainer):
         """Return the step's demonstrations, which are those of the next ordinals."""
         if self.run.stop.requested:
             raise StopRequested
-        first, count = self.collect_state.next_ordinal, self.config.data.train_batch_size
+        first = self.state.collect.next_ordinal
+        count = self.config.data.train_batch_size
         batch = [self.stream.prompt(ordinal) for ordinal in range(first, first + count)]
-        self.collect_state = CollectState(first + count)
+        self.state = dataclasses.replace(self.state, collect=CollectState(first + count))
         return demonstration_batch(batch, self.tokenizer.pad_token_id)
 
     def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the run, which records and saves it."""
         step, trained = metrics.step, count_by_sequence(batch.response_mask, batch.lengths).float()
-        state = LoopState(self.kl_controller, self.collect_state)
         metrics.add(
             {
                 "sft/tokens_trained": float(trained.sum()),
@@ -72,11 +71,11 @@ class SFTTrainer(RayPPOTrainer):
                 "perf/total_num_tokens": float(batch.tokens),
             }
         )
-        epoch = self.stream.epoch(self.collect_state.next_ordinal - 1)
+        epoch = self.stream.epoch(self.state.collect.next_ordinal - 1)
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
-        if self.run.is_due(self.config.trainer.test_freq, step, state):
+        if self.run.is_due(self.config.trainer.test_freq, step, self.state):
             self.validate(metrics)
-        self.run.complete(metrics, state)
+        self.run.complete(metrics, self.state)
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer the questions with the learner's weights, which engines have not had since the last validation."""

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from tests.core.scripted_run import configured, prepare, scripted
 
@@ -122,9 +121,3 @@ def test_without_a_critic_no_step_waits_for_its_warm_up(folder):
     run = scripted()(configured(folder, "none", "trainer.critic_warmup=5", steps=2), lambda *_: "1").init_workers()
     run.fit()
     assert run.workers.version == 2
-
-
-def test_a_misspelt_hook_is_refused_where_the_class_is_made():
-    with pytest.raises(InputError, match="keep_groups: nothing calls it; the hook is keep_group"):
-        type("Mine", (RayPPOTrainer,), {"keep_groups": lambda self, group: True})
-    type("Own", (RayPPOTrainer,), {"group_of": lambda self: None, "keep_group": lambda self, group: True})

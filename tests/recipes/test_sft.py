@@ -25,7 +25,7 @@ from recipes.sft.demonstrations import (
     DemonstrationFiles,
     Writer,
 )
-from recipes.sft.sft_trainer import SFTTrainer
+from recipes.sft.sft_trainer import RaySFTTrainer
 from tests.recipes.sft_data import (
     TEMPLATE,
     chats,
@@ -276,8 +276,8 @@ def lines(folder: Path) -> list[dict]:
     return [{name: value for name, value in one.items() if not name.startswith(timing)} for one in found]
 
 
-def fitted(files: Path, folder: Path, *overrides: str) -> SFTTrainer:
-    run = SFTTrainer(configured(files, f"trainer.default_local_dir={folder}", *overrides)).init_workers()
+def fitted(files: Path, folder: Path, *overrides: str) -> RaySFTTrainer:
+    run = RaySFTTrainer(configured(files, f"trainer.default_local_dir={folder}", *overrides)).init_workers()
     run.fit()
     return run
 
@@ -308,7 +308,7 @@ def test_a_run_raises_the_likelihood_and_records_it(whole):
 
 def test_a_stopped_run_ends_as_if_it_had_never_stopped(files, whole, tmp_path):
     folder = tmp_path / "run"
-    run = SFTTrainer(configured(files, f"trainer.default_local_dir={folder}")).init_workers()
+    run = RaySFTTrainer(configured(files, f"trainer.default_local_dir={folder}")).init_workers()
     draw = run.draw
 
     def stop_in_the_fourth(step):

@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_without_staleness_trains_no_answer_of_an_older_polic
 def test_on_policy_nothing_is_collected_ahead(folder):
     run = fit(folder, "on-policy", steps=3)
     assert all(step - 1 == version for step, one in enumerate(run.details, start=1) for _, version in one)
-    assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.run.run_dir).metrics[0]
+    assert not run.state.collect.carried and "timing_s/gen_ahead" not in load_run(run.run.run_dir).metrics[0]
 
 
 def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
