@@ -185,7 +185,8 @@ class ExampleFile:
         number: int,
         problems: Problems,
     ) -> Example | None:
-        if isinstance(raw, bytes):
+        is_line = isinstance(raw, bytes)
+        if is_line:
             try:
                 raw = parse_line(raw)
             except LINE_ERRORS as error:
@@ -212,12 +213,29 @@ class ExampleFile:
             return None
         prompt, reward = raw[self.prompt_key], raw["reward_model"]
         if not isinstance(prompt, str):
-            # Parquet gives every message every field of the column; a chat template must not see those it lacks.
-            present = ({k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt)
-            prompt = tuple(present)
+            prompt = tuple(message_of(stored, nested=not is_line) for stored in prompt)
         gold, style = reward.get("ground_truth"), reward.get("style") or "rule"
         source, facts = raw[self.reward_fn_key], raw.get("extra_info") or {}
         return Example(self.path, number, source, prompt, gold, facts, style, tuple(media))
+
+
+def message_of(stored: Mapping[str, Any], *, nested: bool) -> Message:
+    """Return a message without the empty fields that a chat template must not see.
+
+    Parquet gives each message, and each struct inside one, all fields of its column.
+    With ``nested`` the arguments of other rows' tool calls go too.
+    """
+    message = {key: value for key, value in stored.items() if value is not None or key == "content"}
+    return {key: without_nulls(value) for key, value in message.items()} if nested else message
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the empty fields of the structs inside it."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def sha256_of(path: str | Path) -> str:

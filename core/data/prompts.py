@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 Text = str | Sequence[Message]  # a prompt as the data has it
 SUBSET = -2  # keeps this permutation apart from those of the order
 CHAT_FIX = "mend the roles, or set another chat template"
+FIRST_TAG = re.compile(r"\s*<([a-zA-Z][\w-]*)>")
+LAST_TAG = re.compile(r"<([a-zA-Z][\w-]*)>\s*\Z")
 TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
 # (sizes of the files) -> the numbers of the examples to take of each one
 Choose = Callable[[Sequence[int]], Sequence[np.ndarray]]
@@ -133,19 +135,32 @@ class Encoder:
             rule = "the tokenizer has no chat template, and the data holds chats"
             fix = "set actor_rollout_ref.model.custom_chat_template, or write the prompts as plain strings"
             raise InputError([f"{rule}; {fix}"])
-        prefilled = chat[-1]["role"] == "assistant"
-        options = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, **self.template_kwargs}
-        return template_of(self.tokenizer, options)(chat, **arguments)
+
+        def written(messages: Sequence[Message], begun: bool) -> str:
+            options = {"add_generation_prompt": not begun, "continue_final_message": begun}
+            render = template_of(self.tokenizer, {**options, **self.template_kwargs})
+            return render(messages, **arguments)
+
+        last, whole = chat[-1], "continue_final_message" in self.template_kwargs
+        begun = last["role"] == "assistant"
+        if not begun or whole or len(chat) == 1 or not isinstance(last.get("content"), str):
+            return written(chat, begun)
+        try:
+            continued = written(chat, True)
+        except ChatError:
+            continued = ""  # the template drops the beginning, as R1's does a closed thought
+        return begin_answer(written(chat[:-1], False), last["content"], continued)
 
     def opened_tag(self, prompt: Text, ids: Sequence[int]) -> str | None:
         """Return the tag, such as ``<think>``, that a prompt opens for the policy to close; None without one.
 
         A template or a plain string opens one by ending with it, a begun answer by beginning with it.
         """
-        match = re.search(r"<([a-zA-Z][\w-]*)>\s*\Z", self.tokenizer.decode(list(ids[-TAG_TOKENS:])))
-        if match is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        match = LAST_TAG.search(self.tokenizer.decode(list(ids[-TAG_TOKENS:])))
+        if match is None and len(prompt) > 1 and not isinstance(prompt, str):
             begun = prompt[-1].get("content") or ""
-            match = re.match(r"\s*<([a-zA-Z][\w-]*)>", begun)
+            if prompt[-1]["role"] == "assistant":
+                match = FIRST_TAG.match(begun) or LAST_TAG.search(self.render(prompt[:-1]))
             if match is not None and f"</{match[1]}>" in begun:
                 return None
         return f"<{match[1]}>" if match else None
@@ -159,6 +174,23 @@ class Encoder:
                 if marked and MARK not in marked:  # no text at all is another problem
                     raise ChatError(f"it leaves out the text of role {role}")
                 self._written_roles.add(role)
+
+
+def begin_answer(asked: str, begun: str, continued: str) -> str:
+    """Return the prompt that ends with the beginning of an answer.
+
+    ``asked`` is the chat up to the answer, ``continued`` what the chat template makes of both. That
+    stands unless it leaves out either, or writes a closed thought in front of the beginning (Qwen3,
+    GLM 4.5). Then the beginning follows ``asked``, as if the policy had written it.
+    """
+    between = continued[len(asked) : len(continued) - len(begun)]
+    is_whole = continued.startswith(asked) and continued.endswith(begun)
+    if is_whole and not re.search(r"</[a-zA-Z][\w-]*>\s*\Z", between):
+        return continued
+    tag, opened = FIRST_TAG.match(begun), LAST_TAG.search(asked)
+    if tag and opened and tag[1] == opened[1]:  # both open it
+        asked = asked[: opened.start()]
+    return asked + begun
 
 
 class PromptFiles:

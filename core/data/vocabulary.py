@@ -6,6 +6,7 @@ short conversation is rendered with marks in place of texts: what stands between
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,13 +103,46 @@ def template_of(tokenizer: Any, kwargs: Mapping[str, Any]) -> Render:
     """Return the rendering of a tokenizer's chat template with these arguments."""
 
     def render(messages: Sequence[Message], **arguments: Any) -> str:
-        chat, options = [dict(message) for message in messages], {**kwargs, **arguments}
-        try:
-            return tokenizer.apply_chat_template(chat, tokenize=False, **options)
-        except Exception as error:  # a template is a program: it raises what it does (an index, a type, its own)
-            raise ChatError(" ".join(str(error).split())[:300] or type(error).__name__) from error
+        chat = [dict(message) for message in messages]
+        # Some templates take arguments only as the text that the data has.
+        chats = [with_read_arguments(chat), chat]
+        failures = []
+        for calls in chats if chats[0] != chat else [chat]:
+            try:
+                options = {**kwargs, **arguments}
+                return tokenizer.apply_chat_template(calls, tokenize=False, **options)
+            except Exception as error:  # a template is a program: an index, a type, its own
+                failures.append(error)
+        reason = " ".join(str(failures[0]).split())[:300] or type(failures[0]).__name__
+        raise ChatError(reason) from failures[0]
 
     return render
+
+
+def with_read_arguments(chat: Sequence[Message]) -> list[Message]:
+    """Return a chat whose calls have values where the data has their arguments as JSON text.
+
+    vLLM and SGLang do so too: a template that writes arguments as JSON would encode the text anew.
+    """
+    return [
+        {**message, "tool_calls": [_read_call(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in chat
+    ]
+
+
+def _read_call(call: Any) -> Any:
+    """Return a call, or the function inside it, with its arguments as values."""
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _read_call(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call  # none, values already, or another text, which the template may write as it is
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def written_behind(render: Render, *messages: Message, **arguments: Any) -> str:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from core.data import vocabulary
-from core.data.parquet import Example, Problems
+from core.data.parquet import Example, Problems, message_of, without_nulls
 from core.data.prompts import CHAT_FIX, Choose, Encoder, question_hash
 from core.errors import InputError
 from core.files import local_path
@@ -312,14 +312,7 @@ def _tools(value: Any, key: str) -> list[dict[str, Any]]:
         raise DemonstrationError(f"{key} is no JSON ({error})", "write a list of schemas, or its JSON") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DemonstrationError(f"{key} must hold a list of schemas of tools", "write a list of schemas, or its JSON")
-    return _filled(tools)
-
-
-def _filled(value: Any) -> Any:
-    """Return a value without the empty fields inside it: parquet gives each struct of a column all fields."""
-    if isinstance(value, list):
-        return [_filled(one) for one in value]
-    return {k: _filled(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    return without_nulls(tools)
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
@@ -331,7 +324,7 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
             raise DemonstrationError(f"{key} must hold messages with role and content", "write both")
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise DemonstrationError(f"{key} must hold text (images are not supported)", "make content a string")
-    return [{k: v for k, v in one.items() if v is not None or k == "content"} for one in value]
+    return [message_of(message, nested=True) for message in value]
 
 
 def _value(row: Mapping[str, Any], key: str) -> Any:

@@ -119,6 +119,25 @@ def test_questions_of_demonstrations_are_those_that_a_validation_compares(tmp_pa
         assert len(files) == 2 and files.questions() == {path: [question_hash(asked)] * 2}
 
 
+def test_a_call_is_trained_on_with_its_own_arguments_as_values(tmp_path):
+    call = "{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    template = TEMPLATE.replace("m['content']", "(m['content'] or '')").replace(
+        "{% generation %}",
+        "{% generation %}{% for c in m.tool_calls or [] %}" + call + "{% endfor %}",
+    )
+    calls = [("f", {"city": "Paris"}), ("g", {"sum": "1+1"})]
+    rows = []
+    for name, arguments in calls:
+        for written in (arguments, json.dumps(arguments)):
+            function = {"name": name, "arguments": written}
+            answer = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+            rows.append({"messages": [{"role": "user", "content": "a"}, answer]})
+    expected = [f"assistant: {name}{json.dumps(arguments)}<eos>" for name, arguments in calls]
+    for kind in (0, 1):  # structs, JSON text
+        shown = read_rows(tmp_path, rows[kind::2], template)
+        assert [text.rpartition("<bos>")[2].rstrip() for text in shown] == expected
+
+
 def test_columns_of_tools_and_thinking_are_arguments_of_the_chat_template(tmp_path):
     """verl renders both; a column that is left out trains on another prompt than the file's author meant."""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -43,6 +43,83 @@ def test_a_chat_ends_where_the_answer_begins_and_a_begun_answer_is_continued():
     assert encoded(begun) == "<bos>user: 1+1?\n<bos>assistant: I think"
 
 
+QWEN3 = (
+    "{% for m in messages %}[{{ m.role[0] | upper }}]"
+    "{% if m.role == 'assistant' and '</think>' not in m.content %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}[A]"
+    "{{ '<think>\n\n</think>\n\n' if enable_thinking is false }}{% endif %}"
+)
+GLM45 = QWEN3.replace("<think>\n\n</think>\n\n", "\n<think></think>\n")
+R1 = (
+    "{% for m in messages %}[{{ m.role[0] | upper }}]"
+    "{{ m.content.split('</think>')[-1] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[A]<think>\n{% endif %}"
+)
+GEMMA = QWEN3.replace("<think>\n\n</think>\n\n", "").replace("m.content }}", "m.content | trim }}")
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}[Q] {{ m.content }}"
+    "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "begun", "expected", "tag"),
+    [
+        (QWEN3, "<think>\n", "[A]<think>\n", "<think>"),
+        (QWEN3, "<think>", "[A]<think>", "<think>"),
+        (QWEN3, "Let me see", "[A]Let me see", None),
+        (QWEN3, "<think>\nI add.\n</think>\nIt is", "[A]<think>\nI add.\n</think>\nIt is", None),
+        (QWEN3, "", "[A]", None),
+        (GLM45, "<think>\n", "[A]<think>\n", "<think>"),
+        (R1, "<think>\nOkay, ", "[A]<think>\nOkay, ", "<think>"),
+        (R1, "<think>Okay", "[A]<think>Okay", "<think>"),
+        (R1, "Okay", "[A]<think>\nOkay", "<think>"),
+        (R1, "<think>\nnone\n</think>", "[A]<think>\nnone\n</think>", None),
+        (R1, "none\n</think>\n", "[A]<think>\nnone\n</think>\n", None),
+        (GEMMA, "<think>\n", "[A]<think>\n", "<think>"),
+        (GEMMA, " so ", "[A] so ", None),
+        (LLAMA2, "I think", " I think", None),
+    ],
+)
+def test_a_begun_answer_stands_as_the_policy_would_write_it(template, begun, expected, tag):
+    encoder = Encoder(tiny_tokenizer(), {"chat_template": template})
+    chat = [USER, {"role": "assistant", "content": begun}]
+    asked = encoder.render([USER]).partition("[A]")[0]
+    assert encoder.render(chat) == asked + expected
+    assert encoder.opened_tag(chat, encoder.encode(chat)) == tag
+
+
+def test_a_begun_answer_keeps_the_empty_thought_that_was_asked_for():
+    chat = [USER, {"role": "assistant", "content": "It is"}]
+    shown = encoded(chat, chat_template=QWEN3, enable_thinking=False)
+    assert shown == "[U]1+1?<eos>[A]<think>\n\n</think>\n\nIt is"
+
+
+CALLS = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{% endfor %}"
+)
+JOINED = CALLS.replace("c.function.arguments | tojson", "'' + c.function.arguments")  # text alone
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "expected"),
+    [
+        (CALLS, '{"city": "Paris", "day": null}', 'f({"city": "Paris", "day": null})'),
+        (CALLS, {"city": "Paris"}, 'f({"city": "Paris"})'),
+        (CALLS, "Paris", 'f("Paris")'),
+        (JOINED, '{"a":1}', 'f({"a":1})'),
+    ],
+)
+def test_arguments_that_are_json_text_reach_the_template_as_values(template, arguments, expected):
+    function = {"name": "f", "arguments": arguments}
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    chat = [USER, calling, {"role": "tool", "content": "ok"}]
+    assert encoded(chat, chat_template=template) == f"1+1?{expected}ok"
+    assert function["arguments"] == arguments
+
+
 THINKS = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
 
 

@@ -149,6 +149,30 @@ def test_a_template_s_refusal_and_a_prompt_without_tokens_are_problems(tmp_path)
         refused(lambda: stream(file, apply_chat_template_kwargs={"chat_template": template}), said)  # noqa: B023
 
 
+CALLS = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("ending", "own_null"), [("parquet", ""), ("jsonl", ', "day": null')])
+def test_a_call_shows_its_own_arguments_and_none_of_other_rows(tmp_path, ending, own_null):
+    rows = []
+    for number, arguments in enumerate([{"city": "Paris", "day": None}, {"sum": "1+1"}, {}]):
+        calls = [{"function": {"arguments": arguments}}]
+        calling = {"role": "assistant", "content": "", "tool_calls": calls}
+        prompt = [{"role": "user", "content": "go"}, calling, {"role": "tool", "content": "ok"}]
+        rows.append(plain_row(number, prompt=prompt))
+    path = tmp_path / f"a.{ending}"
+    if ending == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        write_parquet(path, rows)
+    loaded = stream(str(path), shuffle=False, apply_chat_template_kwargs={"chat_template": CALLS})
+    shown = [tiny_tokenizer().decode(loaded.prompt(number).token_ids) for number in range(3)]
+    assert shown == [f'go{{"city": "Paris"{own_null}}}ok', 'go{"sum": "1+1"}ok', "go{}ok"]
+
+
 def test_a_prompt_knows_the_tag_that_it_opens(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [plain_row(0, text="Q: 1+1? <think>"), plain_row(1)])
     assert {stream([path], shuffle=False).prompt(n).opened_tag for n in range(2)} == {"<think>", None}
