@@ -27,6 +27,7 @@ from core.command_line import is_dry_run
 from core.config import Config, composition, convert, examine, recipes
 from core.config.paths import is_local
 from core.config.section import show
+from core.data.json_values import from_json, to_json
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
 from core.files import file_sha256, is_url, write_atomic, written_here
 from core.tracking import run_manifest
@@ -64,7 +65,7 @@ def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text
     """Return what a line holds. ``mask_runs`` are lengths of stretches of ids: the policy's, not its, its, ..."""
     runs = [(wrote, len(list(same))) for wrote, same in groupby(trajectory.response_mask.tolist())]
     return {
-        **{name: getattr(prompt, name) for name in OF_PROMPT},
+        **{name: to_json(getattr(prompt, name)) for name in OF_PROMPT},
         "sample": sample,
         "prompt": prompt_text,
         "response": trajectory.response_text,
@@ -78,7 +79,8 @@ def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text
 
 def prompt_of(answer: Mapping[str, Any]) -> Prompt:
     """Return the question of a line: what a scorer reads of it, without its ids."""
-    return Prompt(token_ids=(), messages=(), **{name: answer.get(name) for name in OF_PROMPT})
+    fields = {name: from_json(answer.get(name)) for name in OF_PROMPT}
+    return Prompt(token_ids=(), messages=(), **fields)
 
 
 def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:

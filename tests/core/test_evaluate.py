@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,12 @@ import pytest
 
 from core import evaluate
 from core.config import compose, convert, examine, recipes
+from core.data.parquet import ExampleFile
 from core.errors import InputError
 from core.evaluate import answer_line, prompt_of, read_lines, trajectory_of
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import facts
+from core.tracking.tracker import json_line
 from core.types import Prompt, Segment, Stop, Trajectory
 from results.reporting import accuracies
 from tests.checkpoints import RUN, CheckpointStore
@@ -331,6 +335,28 @@ def test_an_episode_comes_back_with_its_mask_and_segments():
     assert facts(back) == facts(trajectory) and back.response_text == "asksay"
     assert prompt_of(row).ground_truth == {"target": ["x"]} and prompt_of(row).uid == "u"
     assert prompt_of(row).opened_tag == "<think>"
+
+
+def test_a_scorer_of_recorded_answers_gets_the_values_that_training_gives(tmp_path):
+    """Parquet holds bytes, dates and decimals, which the lines of a file of answers do not."""
+    day = datetime(2020, 1, 5, 10, tzinfo=UTC)
+    facts = {
+        "nanoseconds": pa.array([day.replace(tzinfo=None)], pa.timestamp("ns")),
+        "span": pa.array([timedelta(1, 2, 3)], pa.duration("ns")),
+        "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
+        **{name: [value] for name, value in {"time": day.time(), "date": day.date(), "at": day}.items()},
+        **{"text": ["2020-01-05"], "money": [Decimal("1.10")], "spent": [timedelta(-1, 5)], "none": [None]},
+    }
+    gold = pa.StructArray.from_arrays([pa.array([b"\x00\xff"])], ["ground_truth"])
+    extra = pa.StructArray.from_arrays([pa.array(value) for value in facts.values()], [*facts])
+    columns = {"data_source": ["s"], "prompt": ["q"], "reward_model": gold, "extra_info": extra}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    example = ExampleFile(tmp_path / "a.parquet").example(0)
+    prompt = Prompt(-1, "u", (3,), (), example.ground_truth, "s", example.extra_info)
+    trajectory = Trajectory(*np.zeros((4, 0)), (), Stop.EOS, 0, 0)
+    read = prompt_of(json.loads(json_line(answer_line(prompt, 0, trajectory, ""))))
+    assert (read.ground_truth, read.extra_info) == (b"\x00\xff", example.extra_info)
+    assert list(map(type, read.extra_info.values())) == list(map(type, example.extra_info.values()))
 
 
 def test_a_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
