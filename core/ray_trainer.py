@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,25 +102,29 @@ class RayPPOTrainer(Trainer):
     def fit(self) -> None:
         """Train to the last step. Each iteration makes one policy version."""
         owned = self.workers, self.agent_loop, self.reward
-        with (
-            self.run.running(*owned) as self.runner,
-            closing(Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)) as ahead,
-        ):
+        with self.run.running(*owned) as self.runner:
+            ahead = Ahead(self.runner, self.clock, overlaps=self.workers.overlaps)
             self.workers.sync_weights(self.run.step)
             self.validate_before_training()
             for metrics in self.run.steps():
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
-                    ahead.start(self.collect_ahead(metrics.step), metrics)  # with max_staleness: before the update
-                    batch = self.make_batch(groups_P)
-                    batch = self.compute_log_probs(batch, metrics)
-                    batch = self.apply_rollout_correction(batch, metrics)
-                    batch = self.estimate_advantages(batch, metrics)
-                    self.update(batch, metrics)
-                    self.take_ahead(ahead.result(metrics))
+                    train = functools.partial(self.train, groups_P, metrics)
+                    # With max_staleness the next step's first prompts are answered before the update
+                    batch, state = ahead.train(train, self.collect_ahead(metrics.step), metrics)
+                    self.take_ahead(state)
                     with metrics.time("update_weights"):  # proved by checksums and a probe, where there are two copies
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
+
+    def train(self, groups_P: Sequence[ScoredGroup], metrics: StepMetrics) -> TrainBatch:
+        """Train critic and policy on the step's groups and return their batch."""
+        batch = self.make_batch(groups_P)
+        batch = self.compute_log_probs(batch, metrics)
+        batch = self.apply_rollout_correction(batch, metrics)
+        batch = self.estimate_advantages(batch, metrics)
+        self.update(batch, metrics)
+        return batch
 
     # -- hooks: a recipe overrides these ---------------------------------------------------------
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from core.engines import RolloutEngine
 from core.engines.in_process_engine import InProcessEngine
 from core.rollout.agent_loop import Barrier
 from core.tracking.metrics import BusyClock
-from core.types import Dropped, ScoredGroup, StepMetrics
+from core.types import Dropped, ScoredGroup, StepMetrics, TrainBatch
 
 log = logging.getLogger(__name__)
 
@@ -226,41 +225,50 @@ def make_deterministic(config: Config, engine: RolloutEngine, barrier: Barrier) 
 class Ahead:
     """Answers the next step's first prompts while a step trains (``trainer.max_staleness=1``).
 
-    The work runs on the runner's event loop in a thread of its own; until :meth:`result` nobody else may use the
-    runner. Where engine and learner do not overlap (in one process, on one GPU) :meth:`start` waits for it.
+    Where engine and learner overlap, training has a thread, and what answers and grades stays on
+    the runner's event loop in the main one: a user's function may use signals, which Python handles
+    nowhere else. In one process, or on one GPU, the answers come first.
     """
 
     def __init__(self, runner: asyncio.Runner, clock: BusyClock, *, overlaps: bool):
-        self.runner, self.clock, self.overlaps = runner, clock, overlaps
-        self._state: CollectState | None = None
-        self._task: asyncio.Task | None = None
-        self._future: Future | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self.runner = runner
+        self.clock = clock
+        self.overlaps = overlaps
 
-    def start(self, work: Coroutine[Any, Any, CollectState] | None, metrics: StepMetrics) -> None:
-        """Begin the work of a step, if there is any, and add the seconds of what was collected for the step itself."""
-        self._state = None
+    def train(
+        self,
+        train: Callable[[], TrainBatch],
+        work: Coroutine[Any, Any, CollectState] | None,
+        metrics: StepMetrics,
+    ) -> tuple[TrainBatch, CollectState | None]:
+        """Return the batch that ``train`` returns, and the state of the work, if there is any.
+
+        Add the seconds of what was collected for the step itself. An error of the work surfaces
+        once the step has trained.
+        """
+        state = None
         if work is not None and not self.overlaps:
             with metrics.time("gen_ahead"):
-                self._state = self.runner.run(work)
+                state = self.runner.run(work)
         metrics.add({f"timing_s/{name}": seconds for name, seconds in self.clock.take().items()})
         if work is not None and self.overlaps:
-            self._task = self.runner.get_loop().create_task(work)
-            self._future = self._thread.submit(self.runner.run, asyncio.wait_for(self._task, None))
+            return self.runner.run(self._beside(train, work, metrics))
+        return train(), state
 
-    def result(self, metrics: StepMetrics) -> CollectState | None:
-        """Return the state to go on from, complete with the answers, or None where there was no work."""
-        if self._future is not None:
+    async def _beside(
+        self,
+        train: Callable[[], TrainBatch],
+        work: Coroutine[Any, Any, CollectState],
+        metrics: StepMetrics,
+    ) -> tuple[TrainBatch, CollectState]:
+        collecting = asyncio.ensure_future(work)
+        try:
+            batch = await asyncio.to_thread(train)
             with metrics.time("wait_ahead"):
-                self._state = self._future.result()
-            self._future = None
-            hidden = sum(self.clock.take().values()) - metrics.values["timing_s/wait_ahead"]
-            metrics.add({"timing_s/hidden_ahead": max(0.0, hidden)})
-        return self._state
-
-    def close(self) -> None:
-        """Cancel what is not done yet, as when a step fails, and wait until it has ended."""
-        if self._future is not None:
-            self.runner.get_loop().call_soon_threadsafe(self._task.cancel)
-            wait([self._future])
-        self._thread.shutdown()
+                state = await collecting
+        finally:
+            collecting.cancel()  # where training failed
+            await asyncio.wait({collecting})
+        hidden = sum(self.clock.take().values()) - metrics.values["timing_s/wait_ahead"]
+        metrics.add({"timing_s/hidden_ahead": max(0.0, hidden)})
+        return batch, state

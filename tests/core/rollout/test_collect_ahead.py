@@ -175,3 +175,24 @@ def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
             run.fit()
         assert run.run.step == 1  # a fault in the collection surfaces after the update
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+
+
+ALARM = """
+import signal
+def compute_score(solution_str, **rest):
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)  # refused outside of the main thread
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    return float(solution_str)
+"""
+
+
+def test_answers_ahead_are_graded_where_a_function_may_use_signals(folder, tmp_path):
+    (tmp_path / "alarm.py").write_text(ALARM)
+    function = f"custom_reward_function.path={tmp_path}/alarm.py"
+    run = scripted()(configured(folder, "alarm", *STALE, function, steps=3), lambda *_: "1").init_workers()
+    run.workers.overlaps = True
+    run.fit()
+    rows = load_run(run.run.run_dir).metrics
+    assert [(row.get("reward/failed_rate", 0.0), row["critic/score/mean"]) for row in rows] == [(0.0, 1.0)] * 3
