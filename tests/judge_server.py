@@ -1,7 +1,7 @@
 """A server with OpenAI's chat interface for tests, scripted: what it replies is a function of the request.
 
-``reply(number, body)`` returns a text (the judge's words), a dict of what differs in the reply (``text``, ``finish``,
-``model``, ``status``, ``headers``, ``raw``), or a number of seconds for which it hangs.
+``reply(number, body)`` returns a text (the judge's words), a dict of what differs in the reply (``text``, ``usage``,
+``finish``, ``model``, ``status``, ``headers``, ``raw``), or a number of seconds for which it hangs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class JudgeServer(Recorder):
         given = {"text": given} if isinstance(given, str) else given
         message = {"role": "assistant", "content": given.get("text", "[[1]]")}
         choice = {"index": 0, "message": message, "finish_reason": given.get("finish", "stop"), "logprobs": None}
+        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         made = {
             **{"id": "x", "object": "chat.completion", "created": 0, "model": given.get("model", MODEL)},
-            **{"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}},
+            **{"choices": [choice], "usage": given.get("usage", usage)},
         }
         status = given.get("status", 200)
         if status != 200:

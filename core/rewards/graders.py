@@ -15,9 +15,11 @@ import json
 import os
 import queue
 import resource
+import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +54,9 @@ class InProcess:
             return as_score(await result if inspect.isawaitable(result) else result)
         except WorkersLost:  # of the pool: never the fault of an answer
             raise
-        except (Exception, SystemExit) as error:  # sys.exit in a scorer must not end the run, which would look finished
+        except BaseException as error:  # sys.exit in a scorer must not end the run, which would look finished
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # who waits for the score was cancelled
             return crash(error)
 
     def close(self) -> None:
@@ -114,26 +118,34 @@ class GraderPool:
 class Grader:
     """One grading process, which is started when it is first needed. Methods block.
 
-    Lines to it: the settings, then a job each. Lines from it: null once it is ready, then ``[result, fit]``; one that
-    is not ``fit`` is killed. A result is the fields of a score, or the text of a failure.
+    Lines to it: the settings, then a job each. Lines from it: null once it is ready, then
+    ``[result, fit, crowded]``; one that is not ``fit`` is killed. A result is the fields of a score,
+    or the text of a failure. A grader is ``crowded`` where a scorer left threads or tasks behind,
+    which may hold up the next answer.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
         self.settings, self.closed = settings, False
+        self.crowded = False
         self.process: subprocess.Popen[bytes] | None = None
 
     def grade(self, job: str, seconds: float) -> Score | Failure:
         """Return the result of a job. Raises WorkersLost where no process starts."""
-        for _ in range(2):  # a death from outside is no fault of the answer; one that kills its grader does so again
+        # A death from outside is no fault of the answer, nor is what an earlier one left behind. An answer that kills
+        # or holds up its grader does so again
+        for _ in range(2):
             if not self.closed and (self.process is None or self.process.poll() is not None):
                 self._start()
             process = self.process
             if self.closed or process is None:  # before or while it started
                 return Failure(ScoreStatus.CRASH, "the graders were closed")
+            crowded = self.crowded
             try:
                 reply = self._ask(process, job, seconds)
             except TimeoutError:
                 self.kill()
+                if crowded:
+                    continue
                 return Failure(ScoreStatus.TIMEOUT, f"killed after {seconds:g} s (reward_model.timeout_s)")
             if reply:
                 return self._result(reply)
@@ -142,6 +154,7 @@ class Grader:
 
     def _start(self) -> None:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self.crowded = False
         process = self.process = subprocess.Popen(
             [sys.executable, "-m", "core.rewards.graders"],
             bufsize=0,
@@ -150,6 +163,7 @@ class Grader:
             start_new_session=True,  # a Ctrl-C is the driver's: the step it finishes still needs its scores
             env={**os.environ, "PYTHONPATH": path, **SINGLE_THREADED},
         )
+        os.set_blocking(process.stdin.fileno(), False)
         try:
             ready = self._ask(process, to_json(self.settings), START_S)
         except TimeoutError:
@@ -161,8 +175,8 @@ class Grader:
     def _ask(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> bytes:
         """Send a line and return the next one; nothing where the process ends. Raises TimeoutError."""
         end, reply = time.monotonic() + seconds, bytearray()
-        with contextlib.suppress(OSError):  # it is dead: what is read tells
-            process.stdin.write(line.encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it is dead: what is read tells
+            _write(process.stdin.fileno(), line.encode() + b"\n", end)
         while not reply.endswith(b"\n") and len(reply) < LONGEST_LINE:
             if not wait([process.stdout], max(0.0, end - time.monotonic())):
                 raise TimeoutError
@@ -177,7 +191,7 @@ class Grader:
     def _result(self, reply: bytes) -> Score | Failure:
         """Read a reply, which a scorer may have written itself."""
         try:
-            found, fit = json.loads(reply)
+            found, fit, self.crowded = json.loads(reply)
             if isinstance(found, str):
                 result = Failure(ScoreStatus.CRASH, found)
             else:
@@ -195,6 +209,17 @@ class Grader:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _write(pipe: int, line: bytes, end: float) -> None:
+    """Write to a pipe that does not block. Raises TimeoutError at ``end``: nobody reads the other side."""
+    unsent = memoryview(line)
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_WRITE)
+        while unsent:
+            if not selector.select(max(0.0, end - time.monotonic())):
+                raise TimeoutError
+            unsent = unsent[os.write(pipe, unsent) :]
 
 
 def to_json(value: Any) -> str:
@@ -246,7 +271,8 @@ def main() -> None:
         if os.getpid() != me:  # a scorer forked, and this is the child that came back from it as well
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of this answer's scorer must not end the next one
-        replies.write(json.dumps([result, fit]).encode() + b"\n")
+        crowded = threading.active_count() > 1 or bool(asyncio.all_tasks(runner.get_loop()))
+        replies.write(json.dumps([result, fit, crowded]).encode() + b"\n")
 
 
 if __name__ == "__main__":

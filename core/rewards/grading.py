@@ -9,7 +9,8 @@ import inspect
 import linecache
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +85,7 @@ class CustomFunction:
         self.settings = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "lists": lists}
         self.lists, self.known = lists, tuple(f"{name}s" for name in ARGUMENTS) if lists else ARGUMENTS
         self.name, self.kwargs = f"{path}:{name}", dict(kwargs or {})
+        self._loop: asyncio.AbstractEventLoop | None = None  # for a function that asks for one
         where = path.removeprefix("file://").removeprefix("pkg://")
         try:
             self.function: Callable[..., Any] = load_object(f"{where}:{name}", f"{CUSTOM}.path")
@@ -118,10 +120,25 @@ class CustomFunction:
         values = (data_source, response, *copy.deepcopy((ground_truth, dict(extra_info))))
         values = [[value] for value in values] if self.lists else values
         given = {name: value for name, value in zip(self.known, values, strict=True) if name in self.arguments}
-        result = self.function(**given, **self.kwargs)
+        with self._own_event_loop():
+            result = self.function(**given, **self.kwargs)
         if self.lists and len(result) != 1:
             raise ScoreError(f"a function of lists must return one result an answer: got {result!r:.100} for one")
         return result[0] if self.lists else result
+
+    @contextmanager
+    def _own_event_loop(self) -> Iterator[None]:
+        """Let the function run an event loop (``asyncio.run``), which one that runs in this thread would refuse."""
+        running = asyncio._get_running_loop()
+        if self._loop is None or self._loop.is_closed():
+            self._loop = asyncio.new_event_loop()
+        asyncio._set_running_loop(None)
+        asyncio.set_event_loop(self._loop)
+        try:
+            yield
+        finally:
+            asyncio.set_event_loop(running)
+            asyncio._set_running_loop(running)
 
 
 class Scorers:

@@ -124,11 +124,13 @@ class Judge:
     async def _reply(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the reply to a request, kept or new. The request is all that decides it. Raises RequestFailed."""
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        if (kept := self.kept.get(key, retry=True)) is not None:
+        if (kept := self.kept.get(key, retry=True)) is not None and _is_read(kept):
             self.http.counts["cached"] += 1
             return kept
         reply = await self.http.request("POST", f"{self.url}/chat/completions", body, _read_completion)
         self.http.counts["tokens"] += reply["tokens"]
+        if kept is not None:  # of former code, which kept what it could not read
+            self.kept.delete(key, retry=True)
         self.kept.add(key, reply, retry=True)
         return self.kept.get(key, retry=True)  # the first of equal requests at the same time, so that a replay agrees
 
@@ -183,10 +185,24 @@ def _read_template(path: str | Path) -> str:
 
 
 def _read_completion(reply: HttpReply) -> dict[str, Any]:
+    """Return the text, the reason for its end and the tokens of a reply. Only the text is indispensable."""
     answer = reply.json()
     try:
-        choice, tokens = answer["choices"][0], (answer.get("usage") or {}).get("total_tokens", 0)
-        text = choice["message"].get("content") or ""
-        return {"text": text, "finish": choice.get("finish_reason") or "", "tokens": tokens}
+        choice = answer["choices"][0]
+        content = choice["message"].get("content")
+        if isinstance(content, list):  # parts, as OpenAI's interface also has it
+            content = "".join(part["text"] for part in content if part.get("type", "text") == "text")
+        read = {"text": content or "", "finish": str(choice.get("finish_reason") or ""), "tokens": 0}
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}") from error
+    if not _is_read(read):
+        raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}")
+    usage = answer.get("usage")
+    tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
+    return {**read, "tokens": tokens if isinstance(tokens, int) else 0}
+
+
+def _is_read(reply: Any) -> bool:
+    """Return whether a reply is one that :func:`_read_completion` returns."""
+    kinds = {"text": str, "finish": str, "tokens": int}
+    return isinstance(reply, dict) and all(isinstance(reply.get(name), kind) for name, kind in kinds.items())

@@ -99,6 +99,45 @@ def test_an_alarm_of_one_answer_does_not_end_the_next(make_pool, write):
     assert statuses(grade(make_pool(path), [job("alarm"), job("slow")])) == ["ok", "ok"]
 
 
+STUCK = """
+    import asyncio, threading, time
+    def hog():
+        time.sleep(0.2)
+        9**9**9**9  # in C: no other thread runs meanwhile
+    async def task():
+        await asyncio.sleep(0)
+        hog()
+    async def leaves_a_task():
+        asyncio.get_running_loop().create_task(task())
+        return 1
+    def compute_score(solution_str, **kwargs):
+        if solution_str == "thread":
+            threading.Thread(target=hog, daemon=True).start()
+        elif solution_str == "task":
+            return leaves_a_task()
+        elif solution_str == "awaits":
+            return asyncio.sleep(0, 1)
+        elif solution_str == "hangs":
+            hog()
+        return 1
+"""
+
+
+@pytest.mark.parametrize(("left", "innocent"), [("thread", "x"), ("thread", "x" * 200_000), ("task", "awaits")])
+def test_an_answer_after_one_that_left_its_grader_stuck_is_graded(make_pool, write, left, innocent):
+    """One of 200 kB does not fit in the pipe that nobody reads."""
+    pool = make_pool(write(STUCK), timeout_s=1.5)
+    assert statuses(grade(pool, [job(left)])) == ["ok"]
+    time.sleep(0.5)
+    assert statuses(grade(pool, [job(innocent)])) == ["ok"]
+
+
+def test_an_answer_that_hangs_behind_a_crowd_is_given_up_after_its_second_deadline(make_pool, write):
+    pool, begun = make_pool(write(STUCK), timeout_s=1.0), time.monotonic()
+    assert statuses(grade(pool, [job("thread"), job("hangs"), job("x")])) == ["ok", "timeout", "ok"]
+    assert time.monotonic() - begun < 30
+
+
 def test_memory_is_limited_and_what_a_grader_cannot_load_ends_the_run(make_pool, write):
     body = "def compute_score(solution_str, **kwargs): return len(bytearray(int(solution_str) * 2**20)) > 0"
     assert statuses(grade(make_pool(write(body)), [job("600"), job("100")])) == ["crash", "ok"]

@@ -88,6 +88,42 @@ def test_a_number_in_brackets_is_read_and_anything_doubtful_is_none(make, reply,
         make().read({"text": reply, "finish": "length"})
 
 
+@pytest.mark.parametrize(
+    ("reply", "value", "tokens"),
+    [
+        ({"text": [{"type": "text", "text": "so "}, {"type": "text", "text": "[[1]]"}]}, 1.0, 110),
+        ({"text": [{"type": "reasoning", "text": "[[0]]"}, {"type": "text", "text": "[[1]]"}]}, 1.0, 110),
+        ({"usage": None}, 1.0, 0),
+        ({"usage": {"total_tokens": None}}, 1.0, 0),
+        ({"usage": {"total_tokens": "110"}}, 1.0, 0),
+        ({"usage": [110]}, 1.0, 0),
+        ({"finish": {"reason": "stop"}}, 1.0, 110),
+        ({"text": None}, None, 0),
+        ({"text": 1}, None, 0),
+        ({"text": {"text": "[[1]]"}}, None, 0),
+        ({"text": [{"type": "text", "text": None}]}, None, 0),
+        ({"raw": [1]}, None, 0),
+    ],
+)
+def test_a_reply_in_another_form_is_read_or_a_failure_and_ends_no_run(make, monkeypatch, reply, value, tokens):
+    monkeypatch.setattr(judge_module, "GIVE_UP_S", 0.0)
+    with serve(lambda *_: reply) as server:
+        (graded,) = grade(make(server.url), "4")
+    assert (graded.value if value is not None else graded.status.value) == (value or "crash")
+    if value is not None:
+        assert graded.parts["judge_tokens"] == tokens
+
+
+def test_a_kept_reply_that_cannot_be_read_is_requested_again(make):
+    with serve("[[1]]") as server:
+        judge = make(server.url)
+        assert grade(judge, "4")[0].value == 1.0
+        (key,) = judge.kept
+        judge.kept[key] = {"text": ["[[0]]"], "finish": "stop", "tokens": None}  # as former code kept them
+        assert grade(judge, "4")[0].value == 1.0 and len(server.requests) == 2
+        assert grade(judge, "4")[0].value == 1.0 and len(server.requests) == 2
+
+
 def test_no_answer_can_close_its_own_tags_or_is_expanded_again():
     template, texts = TEMPLATE.read_text(), {"question": "q", "response": "4", "reference": "4"}
     honest = fill(template, texts)

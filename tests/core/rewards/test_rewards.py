@@ -227,7 +227,18 @@ def test_parts_that_are_no_numbers_are_kept_as_texts_beside_the_answers(make_lay
 
 
 @pytest.mark.parametrize(
-    "body", ["raise KeyError('no such thing')", "return float('nan')", "return None", "return exit()"], ids=str.split
+    "body",
+    [
+        "raise KeyError('no such thing')",
+        "return float('nan')",
+        "return None",
+        "return exit()",
+        "raise KeyboardInterrupt('an Error')",
+        "raise GeneratorExit('an Error')",
+        "import asyncio\n    raise asyncio.CancelledError('an Error')",
+        "raise StopIteration('an Error')",
+    ],
+    ids=str.split,
 )
 def test_a_failing_function_is_a_status_and_on_error_decides(make_layer, body):
     zero = grade(make_layer(body), prompt(), trajectory("x"))
@@ -236,6 +247,49 @@ def test_a_failing_function_is_a_status_and_on_error_decides(make_layer, body):
     assert masked.masked and masked.status is ScoreStatus.CRASH
     with pytest.raises(RewardError, match=r"(?s)row-7.*the answer text.*(Error|SystemExit)"):
         grade(make_layer(body, on_error="raise"), prompt(), trajectory("the answer text"))
+
+
+ASYNC_CANCEL = """import asyncio
+async def compute_score(solution_str):
+    if solution_str == "cancels":
+        raise asyncio.CancelledError
+    await asyncio.sleep(3600)
+"""
+
+
+def test_a_function_that_cancels_itself_fails_and_one_that_is_cancelled_ends(make_layer):
+    layer = make_layer(ASYNC_CANCEL)
+    assert grade(layer, prompt(), trajectory("cancels")).status is ScoreStatus.CRASH
+
+    async def main():
+        task = asyncio.create_task(layer.score(prompt(), trajectory("waits")))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait({task})
+        return task.cancelled()
+
+    assert asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return asyncio.run(score())",
+        "return asyncio.get_event_loop().run_until_complete(score())",
+        "loop = asyncio.new_event_loop(); return loop.run_until_complete(score())",
+        "loop = asyncio.get_event_loop(); value = loop.run_until_complete(score()); loop.close(); return value",
+    ],
+)
+def test_a_function_may_run_an_event_loop(make_layer, body):
+    layer = make_layer(f"import asyncio\nasync def score(): return 2.0\ndef compute_score(solution_str):\n    {body}")
+
+    async def main():
+        scores = [await layer.score(prompt(), trajectory("x")) for _ in range(2)]
+        await asyncio.sleep(0)  # the loop of the run goes on
+        assert asyncio.get_event_loop() is asyncio.get_running_loop()
+        return [score.value for score in scores]
+
+    assert asyncio.run(main()) == [2.0, 2.0]
 
 
 def test_the_first_failure_is_printed_once_and_the_rate_counted(make_layer, caplog):
