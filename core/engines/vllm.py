@@ -24,7 +24,7 @@ from core.data.vocabulary import known_ids, unknown_among
 from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, checksum
 from core.errors import InputError, WorkersLost
-from core.learner.models import load_policy, positions, resolve_path
+from core.learner.models import config_changes, load_policy, positions, resolve_path
 from core.vision.pictures import modality_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ FIXED = {
 UNKNOWN = "unknown_ids"  # of vLLM's additional_config
 KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 HIDDEN = "llvmlite.binding.ffi"
-ATTENTION_KEY = "attn_implementation"  # the learner's; vLLM has its own kernels
 LEAST_LENGTH = 64  # of prompt and response: the probe's text is a prompt too
 
 
@@ -253,13 +252,11 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     part, data = config.actor_rollout_ref, config.data
     model, rollout = part.model, part.rollout
     extra = {name: value for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items() if value is not None}
-    # Fields of the model's configuration that vLLM is to read otherwise than they stand in its folder
-    overrides = {name: value for name, value in thaw(model.override_config).items() if name != ATTENTION_KEY}
     longest = max(data.max_prompt_length + data.max_response_length, LEAST_LENGTH)
     arguments = {
         "model": resolve_path(model.path),
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": overrides,
+        "hf_overrides": config_changes(model),
         "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
         "tensor_parallel_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
         "max_model_len": min(longest, positions(skeleton.config)),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from core.config import paths, registry
-from core.config.section import FULL_PRECISION
+from core.config.section import FULL_PRECISION, thaw
 from core.errors import InputError
 from core.files import is_url, local_path
 from core.vision.pictures import TEXT, Modality, PictureFormat, modality_of
@@ -35,6 +35,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout")
 # Spaces, newlines, digits, capitals and scripts, which tokenizers of one vocabulary divide differently
 TOKENIZER_SAMPLE = "Tom has 12 apples\nand buys 345 more.  It's\n\n DON'T\tcafé ﬁ a\u0301 你好 Привет हिन्दी 🙂 x=1\n"
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 CLASSIFIERS = {
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
@@ -160,9 +161,26 @@ def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
     return Modality(True, PictureFormat.of(config, path, tokenizer)) if modality.reads_media else modality
 
 
+def same_positions(config: Any) -> int | None:
+    """Return the longest sequence that leaves the positions of others alone; None for models without such a bound.
+
+    Dynamic and longrope choose the frequencies of a whole pass, and of all that follows in a cache, by the longest
+    sequence in it: beyond this length log-probs would depend on what shares the pass.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
+    types = [each.get("rope_type") or "" for each in kinds]
+    limits = [text.max_position_embeddings for each in types if "dynamic" in each]
+    pairs = zip(types, kinds, strict=True)
+    limits += [each["original_max_position_embeddings"] for name, each in pairs if name == "longrope"]
+    return min(limits, default=None)
+
+
 def positions(config: Any) -> int:
-    """Return how many tokens a model of this configuration has positions for."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    """Return the longest sequence that a model of this configuration can read."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min(most, same_positions(config) or most)
 
 
 def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:
@@ -171,11 +189,14 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
     ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. Raises InputError.
     """
     model, data = config.actor_rollout_ref.model, config.data
-    most = positions(_model_config(model, resolve_path(model.path, weights=False)))
+    shape = _model_config(model, resolve_path(model.path, weights=False))
+    most, why = positions(shape), ""
+    if most == same_positions(shape):
+        why = " before its positions depend on the longest sequence of a pass (dynamic, longrope)"
     keys = f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}"
     problems = [
         f"{keys}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
-        f"max_position_embeddings={most}; lower them, or set data.filter_overlong_prompts=True"
+        f"max_position_embeddings={most}{why}; lower them, or set data.filter_overlong_prompts=True"
         for key, (prompt, more) in longest.items()
         if prompt + more > most
     ]
@@ -295,9 +316,69 @@ def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> A
 
     with readable(path):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    for name, value in model.override_config.items() if overrides else ():
-        if not hasattr(config, name):
-            key = f"actor_rollout_ref.model.override_config.{name}"
-            raise InputError(f"{key}: {type(config).__name__} has no such field")
-        setattr(config, name, value)
-    return config
+    changes = thaw(model.override_config) if overrides else {}
+    return _overridden(config, path, changes) if changes else config
+
+
+def config_changes(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model's configuration that ``override_config`` changes, derived ones included."""
+    if not model.override_config:
+        return {}
+    path = resolve_path(model.path, weights=False)
+    before = _model_config(model, path, overrides=False).to_dict()
+    after = _model_config(model, path).to_dict()
+    return {name: value for name, value in after.items() if before.get(name) != value}
+
+
+def _overridden(config: Any, path: str, changes: dict[str, Any]) -> Any:
+    """Return the configuration that a ``config.json`` with these changes would give. Raises InputError."""
+    key = "actor_rollout_ref.model.override_config"
+    kind, rope = type(config), getattr(config, "rope_parameters", None)
+    known = ROPE_FIELDS if rope else ()
+    for name in changes:
+        if not (hasattr(config, name) or name in known):
+            raise InputError(f"{key}.{name}: {kind.__name__} has no such field")
+    fields, _ = kind.get_config_dict(path)
+    pattern = fields.pop("layer_types", None)
+    if pattern and getattr(kind.from_dict(dict(fields)), "layer_types", None) != pattern:
+        fields["layer_types"] = pattern  # of the model's own; elsewhere it follows from the window's fields
+    of_rope = {name: value for name, value in changes.items() if name in known}
+    changes = {name: value for name, value in changes.items() if name not in of_rope}
+    if of_rope:
+        fields = {name: value for name, value in fields.items() if name not in ROPE_FIELDS}
+        fields["rope_parameters"] = _rope_parameters(rope, of_rope, key)
+    for name, value in changes.items():
+        part = fields.get(name)
+        fields[name] = {**part, **value} if isinstance(part, dict) and isinstance(value, dict) else value
+    try:
+        result = kind.from_dict(fields)
+    except Exception as error:  # each class checks its fields in its own way
+        rule = f"{kind.__name__} refuses it ({' '.join(str(error).split())[:200]})"
+        raise InputError(f"{key}={changes | of_rope}: {rule}; give what its config.json may hold") from error
+    result.name_or_path = path
+    for name, value in changes.items():
+        if not isinstance(value, dict) and getattr(result, name, value) != value:
+            rule = f"{kind.__name__} makes {getattr(result, name)} of it"
+            fix = "set the field that it depends on too (sliding_window needs use_sliding_window)"
+            raise InputError(f"{key}.{name}={value}: {rule}; {fix}")
+    kinds = getattr(result, "layer_types", None)
+    if changes.get("sliding_window") and kinds and "sliding_attention" not in kinds:
+        rule = f"no layer of {kind.__name__} has a window"
+        raise InputError(f"{key}.sliding_window={changes['sliding_window']}: {rule}; lower max_window_layers too")
+    return result
+
+
+def _rope_parameters(rope: Mapping[str, Any], changes: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the parameters of rotary positions: ``rope_scaling`` replaces all but the base and the share of a head."""
+    whole = changes.get("rope_parameters", changes.get("rope_scaling", rope))
+    whole = dict(whole or {"rope_type": "default"})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        if whole.keys() != rope.keys() or "rope_theta" in changes:
+            rule = f"positions differ by kind of layer here ({', '.join(rope)})"
+            raise InputError(f"{key}: {rule}; give rope_parameters with each of them")
+        return whole
+    if "type" in whole:  # its name in older files
+        whole["rope_type"] = whole.pop("type")
+    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    theta = {"rope_theta": changes["rope_theta"]} if "rope_theta" in changes else {}
+    return {**kept, **whole, **theta}

@@ -19,6 +19,7 @@ from core.errors import InputError
 from core.learner.batching import micro_batches
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
+from core.learner.models import same_positions
 from core.learner.packing import (
     ForwardInputs,
     can_share,
@@ -127,6 +128,7 @@ class LearnerModel:
         self.ranks, self.mesh = ranks, mesh
         if compute_dtype is not None:
             module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
+        self.longest = same_positions(module.config)
         self.split = 1 if mesh is None else mesh.size()  # ranks that split each pass between them
         use_packed_attention(module, self.split)
         self.shares = can_share(module) and not modality_of(module.config).reads_media  # whose positions are not places
@@ -151,7 +153,14 @@ class LearnerModel:
         return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
 
     def pass_over(self, batch: TrainBatch, media: PictureInputs | None = None) -> ForwardInputs:
-        """Return the inputs of a pass over the micro-batch, which reads the prompts of its groups once."""
+        """Return the inputs of a pass over the micro-batch, which reads the prompts of its groups once.
+
+        Raises InputError for a sequence that would change the positions of the others.
+        """
+        if self.longest is not None and (length := int(batch.lengths.max())) > self.longest:
+            kind = f"{type(self.module).__name__} computes positions by the longest sequence of a pass"
+            rule = f"a sequence has {length} tokens, and {kind} beyond {self.longest}"
+            raise InputError(f"model.path: {rule}; lower data.max_prompt_length or max_response_length")
         ids, group = batch.input_ids.long(), batch.group if self.shares else None
         return forward_inputs(ids, batch.response_mask, batch.lengths, group_B=group, media=media, mesh=self.mesh)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.errors import InputError
-from core.learner.models import REWARD_MODEL, load_classifier, read_tokenizer, resolve_path
+from core.learner.models import REWARD_MODEL, load_classifier, read_tokenizer, resolve_path, same_positions
 from core.rewards.grading import Answer, Failure, model_score
 from reward_scores.score import Score, ScoreStatus
 
@@ -35,6 +35,10 @@ class RewardModel:
         self.config, self.device = config, torch.device(device)
         self.module, self.by_token = load_classifier(config.model)
         self.module.to(self.device)
+        longest = same_positions(self.module.config)
+        if longest is not None and config.max_length > longest:
+            rule = f"the model computes positions by the longest answer of a pass beyond {longest} tokens"
+            raise InputError(f"reward_model.max_length={config.max_length}: {rule}; lower it to that")
         self.any_pad = self.by_token or getattr(self.module.config, "pad_token_id", None) is None
         self.tokenizer = None
         if config.model.input_tokenizer is not None:

@@ -222,7 +222,8 @@ def test_the_configuration_reaches_vllm(model, monkeypatch):
         *(f"{ROLLOUT}.enable_prefix_caching=False", "+actor_rollout_ref.model.override_config.rope_theta=5.0"),
     )
     found = engine_arguments(config, empty)
-    expected = {"model": str(model), "hf_overrides": {"rope_theta": 5.0}, "dtype": "bfloat16", "block_size": 64}
+    rope = {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}
+    expected = {"model": str(model), "hf_overrides": rope, "dtype": "bfloat16", "block_size": 64}
     expected |= {"tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 512}
     expected |= {"enforce_eager": False, "enable_prefix_caching": False, "enable_chunked_prefill": True}
     assert expected.items() <= found.items() and "swap" not in found and not found["enable_sleep_mode"]

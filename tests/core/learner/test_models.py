@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
+from core.config.schema import Config
 from core.config.training_keys import ModelConfig
-from core.learner.models import load_tokenizer
+from core.errors import InputError
+from core.learner.models import config_changes, load_policy, load_tokenizer, positions, same_positions
+from core.learner.passes import MicroBatchSize, Policy
+from core.types import TrainBatch
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TEXT = "Tom has 12 apples\nand buys 345 more.  Why?\n\nIt's DON'T\tcafé naïve 你好 Привет 🙂\n    x = 1\n"
@@ -61,3 +68,116 @@ def test_a_tokenizer_whose_class_cannot_be_built_of_its_vocabulary_is_read_from_
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"}))
     tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path)))
     assert tokenizer("a b\n1")["input_ids"] == tiny_tokenizer()("a b\n1")["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("qwen2").save_pretrained(folder)
+    return folder
+
+
+def loaded(base: Path, **changes: Any) -> Any:
+    config = Config().actor_rollout_ref.model.replace(path=str(base), override_config=changes)
+    return load_policy(config)
+
+
+def with_config(base: Path, folder: Path, dropped: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A copy of the base whose config.json holds the changes itself."""
+    shutil.copytree(base, folder)
+    fields = json.loads((base / "config.json").read_text()) | changes
+    kept = {name: value for name, value in fields.items() if name not in dropped}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+THETA = {"rope_theta": 10000.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("override", "dropped", "written"),
+    [
+        (WINDOW, ("layer_types",), WINDOW),
+        (
+            {"rope_scaling": {"rope_type": "yarn", **YARN}},
+            (),
+            {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}},
+        ),
+        ({"rope_scaling": {"type": "yarn", **YARN}}, (), {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}}),
+        (
+            {"rope_parameters": {"rope_type": "yarn", **YARN}},
+            (),
+            {"rope_parameters": {"rope_type": "yarn", **YARN, **THETA}},
+        ),
+        ({"rope_theta": 100.0}, (), {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        ({"num_hidden_layers": 1}, ("layer_types",), {"num_hidden_layers": 1}),
+    ],
+)
+def test_an_override_is_what_config_json_would_make_of_it_in_the_learner_and_for_vllm(
+    base, tmp_path, override, dropped, written
+):
+    """A window had no effect: the layers' types had been derived before. Mappings of YAML ended the run."""
+    ids = torch.arange(30)[None]
+    model = loaded(base, **override)
+    expected = loaded(with_config(base, tmp_path / "written", dropped, **written))
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert not torch.equal(model(ids).logits, loaded(base)(ids).logits)
+    changes = config_changes(ModelConfig(path=str(base), override_config=override))
+    assert type(model.config).from_dict(loaded(base).config.to_dict() | changes).to_dict() == model.config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [{"no_such": 1}, {"sliding_window": 4}, {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2}],
+)
+def test_an_override_without_effect_is_refused(base, override):
+    with pytest.raises(InputError, match=r"^actor_rollout_ref\.model\.override_config\.(no_such|sliding_window)"):
+        loaded(base, **override)
+
+
+def dynamic_model(kind: str) -> Any:
+    rope = {"rope_type": kind, "factor": 4.0, **THETA}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+    return tiny_model("llama", max_position_embeddings=16 if kind == "dynamic" else 256, rope_parameters=rope)
+
+
+def sequences(*lengths: int) -> TrainBatch:
+    total = sum(lengths)
+    mask = torch.cat([torch.arange(length) > 2 for length in lengths])
+    batch = TrainBatch(torch.tensor(lengths))
+    return batch.adding(
+        input_ids=torch.arange(total, dtype=torch.int32) % 90, response_mask=mask, group=torch.arange(len(lengths))
+    )
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_sequence_that_would_change_the_positions_of_others_is_refused(kind):
+    """Log-probs of a short sequence moved by up to 0.9 when a longer one shared its micro-batch."""
+    model = dynamic_model(kind)
+    policy = Policy(model, temperature=1.0)
+    alone = policy.log_probs(sequences(8), MicroBatchSize(max_sequences=1))[0]
+    beside = policy.log_probs(sequences(8, 16), MicroBatchSize(max_tokens=64))[0]
+    assert torch.allclose(alone, beside[:8], atol=1e-5)
+    with pytest.raises(InputError, match="a sequence has 17 tokens"):
+        policy.log_probs(sequences(8, 17), MicroBatchSize(max_sequences=1))
+    assert positions(model.config) == 16, "engines refuse it too, and vLLM takes the short factors"
+
+
+def test_positions_that_do_not_depend_on_length_have_no_such_bound():
+    rope = {"rope_type": "yarn", **YARN, **THETA}
+    model = tiny_model("llama", rope_parameters=rope)
+    assert same_positions(model.config) is None and positions(model.config) == 256
+    short, both = (
+        Policy(model, temperature=1.0).log_probs(sequences(*lengths), MicroBatchSize(max_tokens=64))[0]
+        for lengths in ((8,), (8, 30))
+    )
+    assert torch.allclose(short, both[:8], atol=1e-5)
+
+
+@pytest.mark.parametrize("override", [{"num_hidden_layers": "x"}, {"rope_scaling": {"rope_type": "yarn"}}])
+def test_an_override_that_the_model_refuses_is_one_line(base, override):
+    with pytest.raises(InputError, match=r"^actor_rollout_ref\.model\.override_config=.* refuses it"):
+        loaded(base, **override)
