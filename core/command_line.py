@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, verl_names
-from core.config.defaults import resolve
-from core.config.section import Limit, show
+from core.config.defaults import has_accelerator, resolve
+from core.config.section import Limit, Problem, show
 from core.errors import FULL, InputError, OutOfMemory, UnhealthyRun, WorkersLost, WriteFailed, printable, write_failed
 
 log = logging.getLogger("core")
@@ -88,13 +88,19 @@ def is_dry_run() -> bool:
 def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Return the problems of a configuration and with what it names; in a dry run with the ``typed`` paths only."""
     from core.plan import model_problems
+    from core.tracking.tracker import folder_problem
 
     config = composed.config
     refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)  # these keys hold their defaults
     absent = [line for line in map(str, paths.missing(config, typed)) if not line.startswith(refused)]
     problems = [*composed.problems, *map(str, composed.repeated), *absent]
+    if in_the_way := folder_problem(config):
+        problems.append(in_the_way)
     if typed is None:
         problems += _missing_here(config)
+        on_cpus = ranks_on_cpus(composed)
+        if on_cpus and on_cpus.key in composed.scripted:
+            problems.append(str(on_cpus))
     if not composed.problems:
         problems += model_problems(config)
     return problems
@@ -119,6 +125,18 @@ def _missing_here(config: Config) -> list[str]:
             lines.append("trainer.device=cuda: PyTorch finds no GPU here; use cpu, or see nvidia-smi")
     no_cluster = paths.address_problem(config)
     return [*lines, str(no_cluster)] if no_cluster else lines
+
+
+def ranks_on_cpus(composed: Composed) -> Problem | None:
+    """Return the problem of ranks that were asked for as GPUs, and will compute on a CPU without a word."""
+    trainer, key = composed.config.trainer, "trainer.n_gpus_per_node"
+    if trainer.backend != "ray" or trainer.device or has_accelerator():
+        return None
+    if key not in composed.given:
+        return None
+    rule = "this machine has no GPU, so that learner ranks would compute on its CPU"
+    fix = "set trainer.device=cpu if that is meant, or cuda where a cluster has the GPUs"
+    return Problem(key, composed.given[key], rule, fix)
 
 
 def open_files(trainer: str, config: Config) -> list[str]:
@@ -171,7 +189,8 @@ def _notes(composed: Composed) -> dict[str, list[str]]:
         for key, (value, settings) in composed.read.items()
     ]
     unused = [f"{key}={show(value, key)}: {reason}" for key, (value, reason) in composed.unused.items()]
-    return {"warning": list(composed.warnings), "read as": read, "no effect": unused}
+    warnings = [*composed.warnings, *(str(each) for each in [ranks_on_cpus(composed)] if each)]
+    return {"warning": warnings, "read as": read, "no effect": unused}
 
 
 def _report(recipe: str, composed: Composed) -> str:
@@ -265,6 +284,7 @@ def work(trainer: str, config: Config) -> None:
 def train(trainer: Callable[[Config], Any], config: Config) -> Any:
     """Train to the end, restarting from the run's last checkpoint when a process dies or hangs. Return the trainer."""
     limit, restarts = config.trainer.max_restarts, 0
+    began_in = os.getcwd()  # a scorer may change it, and paths of data and models are relative
     while True:
         trained = trainer(config)
         try:
@@ -279,6 +299,7 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
         except Exception as error:
             _end(error, trained.run.run_dir)
         restarts += 1
+        os.chdir(began_in)
         if trained.run.has_own_checkpoint:  # else it begins again where the command says
             config = convert.replaced(config, {"trainer.resume_mode": "auto"})
         log.error("restart %d of %d, after step %d", restarts, limit, trained.run.saved_step or 0)

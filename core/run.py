@@ -61,7 +61,7 @@ class Run:
 
     def __init__(self, config: Config, state: LoopState):
         self.config, self.trainer, self.state = config, config.trainer, state
-        self.run_dir = run_folder(config)
+        self.run_dir = run_folder(config).absolute()  # a scorer may change the current folder
         self.store = CheckpointStore(self.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         self.stop, self.health = GracefulStop(), Health()
         self.crossed: set[str] = set()  # the bounds that the last step crossed, which was warned of

@@ -68,6 +68,7 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
         found.warnings += [str(replace(one, fix="this last one counts")) for one in found.repeated]
         found.repeated.clear()
     found.given, found.typed = script | typed, frozenset(typed)
+    found.scripted = frozenset(script)
     script_preset = None if typed_preset else script_preset
     tree = over(convert.as_tree(schema()), nested(file), _preset(script_preset, found), nested(script))
     tree = over(tree, _preset(typed_preset, found), literal(own_tree(base or {}, schema)), nested(typed))

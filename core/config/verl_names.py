@@ -42,7 +42,8 @@ class Composed:
     repeated: list[Problem] = field(default_factory=list)  # keys with two values: problems of a command line
     warnings: Sequence[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # keys that an override set (no recipe's file), values as read
-    typed: frozenset[str] = frozenset()  # those of them that were typed, not given by a run script
+    typed: frozenset[str] = frozenset()  # those of them that were typed
+    scripted: frozenset[str] = frozenset()  # those that a run script gives, whatever was typed over them
     read: dict[str, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict)  # of another version -> what it means
     unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # overrides that do nothing here -> value, reason
     without_effect: frozenset[str] = frozenset()  # every key that has no effect, from any source

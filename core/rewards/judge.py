@@ -59,7 +59,7 @@ class Judge:
         self.config, self.url = config, config.url.rstrip("/")
         self.template = _read_template(config.template or TEMPLATE)
         self.reads_reference = "{reference}" in self.template
-        folder = Path(config.cache_dir).expanduser() / "replies"
+        folder = Path(config.cache_dir).expanduser().absolute() / "replies"
         # JSON and never pickles: a folder may come from somebody else
         self.kept = diskcache.Cache(folder, disk=diskcache.JSONDisk, eviction_policy="none")
         token = os.environ.get(config.api_key_env)  # a server of one's own needs none

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config import Config, to_yaml
-from core.config.paths import recipe_of
+from core.config.paths import recipe_of, run_folder
 from core.errors import WriteFailed, write_failed, writing
 from core.files import PARTIAL, is_url, upload, write_atomic
 from core.tracking import run_manifest
@@ -56,6 +56,7 @@ class Tracker:
         changes: run_manifest.Changes | None = None,
     ) -> None:
         self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
+        self._began_in = Path.cwd()  # a scorer may change it
         self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
         with writing(self.run_dir, "the run folder"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ class Tracker:
         def write() -> None:
             if is_url(folder):
                 return upload(str(folder), key, name, text.encode())
-            here = Path(os.path.expanduser(folder))
+            here = self._began_in / os.path.expanduser(folder)
             here.mkdir(parents=True, exist_ok=True)
             write_atomic(here / name, text)
 
@@ -136,6 +137,19 @@ class Tracker:
         self.manifest["status"] = status
         self.manifest["sessions"][-1]["ended"] = run_manifest.now()
         attempt(self.run_dir / MANIFEST, self._write_manifest)
+
+
+def folder_problem(config: Config) -> str | None:
+    """Return what is wrong with a run folder that is not there yet, or that no run wrote."""
+    key, text = "trainer.default_local_dir", config.trainer.default_local_dir
+    fix = "name a folder of the run's own, or leave it out for outputs/<recipe>/<experiment_name>"
+    if not text.strip():  # which pathlib takes for the current folder
+        return f"{key}={text}: names no folder; {fix}"
+    folder = run_folder(config)
+    left = [name for name in RUN_FILES if (folder / name).exists()]
+    if left and not (folder / MANIFEST).exists():
+        return f"{key}={text}: holds {left[0]}, which no run wrote and a run would move away; {fix}"
+    return None
 
 
 def _set_aside(run_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -52,6 +53,25 @@ def test_a_home_folder_is_expanded_wherever_a_run_writes_or_reads(tmp_path, monk
     trainer.fit()
     assert (tmp_path / "a/run/global_step_1").is_dir() and (tmp_path / "dumps/1.jsonl").is_file()
     assert checkpoint_at("~/a/run/global_step_1", "--run").step == 1
+
+
+def test_a_scorer_that_changes_the_folder_loses_nothing_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def wanders(request, version):
+        os.chdir(tmp_path / "elsewhere")
+        return respond(request, version)
+
+    prepare(tmp_path)
+    folders = ("trainer.default_local_dir=./a/run", "trainer.rollout_data_dir=dumps")
+    settings = (*folders, "trainer.total_training_steps=2", "trainer.save_freq=1")
+    trainer = scripted()(configured(tmp_path, "run", *settings), wanders).init_workers()
+    trainer.fit()
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert len((tmp_path / "a/run/metrics.jsonl").read_text().splitlines()) == 2
+    assert CheckpointStore(tmp_path / "a/run").steps() == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "dumps").iterdir()) == ["1.jsonl", "2.jsonl"]
 
 
 def test_a_batch_beyond_the_data_and_trained_questions_that_validate_are_warned_of(tmp_path, caplog):

@@ -115,6 +115,47 @@ def test_what_this_machine_cannot_start_is_one_line(data, capsys, monkeypatch):
     assert "vllm can be imported" in text and "ray can be imported" in text
 
 
+def test_a_run_takes_no_folder_that_no_run_wrote(data, here, capsys, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "1")
+    key = "trainer.default_local_dir"
+    for text in ("", "' '"):
+        (line,) = ends(2, "ppo", [*data, f"{key}={text}"], capsys=capsys).err.splitlines()
+        assert line.startswith(f"{key}=") and "names no folder" in line
+    (here / "mine" / "validation").mkdir(parents=True)
+    for text in ("mine", f"{here}/mine"):
+        (line,) = ends(2, "ppo", [*data, f"{key}={text}"], capsys=capsys).err.splitlines()
+        assert line.startswith(f"{key}={text}: ") and "validation" in line
+    (here / "mine" / "manifest.json").write_text("{}")
+    for fine in ("mine", ".", "new/run"):
+        ends(0, "ppo", [*data, f"{key}={fine}"], capsys=capsys)
+
+
+def test_gpus_that_are_not_there_are_told_once_and_refused_under_a_run_script(data, capsys, monkeypatch):
+    key = "trainer.n_gpus_per_node"
+    lines = {"typed": [*data, RAY, f"{key}=2"], "scripted": [RAY, f"{key}=8", "--", *data]}
+    lines["both"] = [*lines["scripted"], f"{key}=2"]
+
+    def told(line, code=None):
+        if code is None:
+            prepare("ppo", line)
+            text = capsys.readouterr().err
+        else:
+            out = ends(code, "ppo", line, capsys=capsys)
+            text = out.out + out.err
+        return [one for one in text.splitlines() if f"{key}=" in one and "no GPU" in one]
+
+    monkeypatch.setattr("core.command_line.has_accelerator", lambda: False)
+    assert len(told(lines["typed"])) == 1
+    assert len(told(lines["scripted"], 2)) == len(told(lines["both"], 2)) == 1
+    for line in lines.values():
+        assert told([*line, "trainer.device=cpu"]) == []
+    monkeypatch.setenv("DRY_RUN", "1")
+    assert [len(told(line, 0)) for line in lines.values()] == [1, 1, 1]
+    monkeypatch.delenv("DRY_RUN")
+    monkeypatch.setattr("core.command_line.has_accelerator", lambda: True)
+    assert [told(line) for line in lines.values()] == [[], [], []]
+
+
 # --- clusters ---
 
 
