@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,11 +198,15 @@ def generate(call: GenerateCall) -> bool:
     model loads for data, settings and files that do not go together.
     """
     from core.data.prompts import load_val_prompts
+    from core.data.vocabulary import with_template_date
     from core.learner.models import load_modality, load_tokenizer
     from core.rollout.agent_loop import check_examples, make_agent_loop
 
     config, model, out = call.config, call.config.actor_rollout_ref.model, call.out
     tokenizer = load_tokenizer(model)
+    begun = read_manifest(out, "answers")["settings"] if out.exists() else {}
+    config = with_template_date(config, tokenizer, begun.get("data.chat_template_date"))
+    call = replace(call, config=config)
     loop = make_agent_loop(config, tokenizer)
     with ExitStack() as owned:
         if loop is not None:

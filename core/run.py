@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import yaml
 
 from core.algorithm.losses import KLController
 from core.checkpoint import run_state
@@ -93,6 +95,18 @@ class Run:
             if not self.trainer.val_only:
                 self.store.claim()
             self.remote.open(writes=not self.trainer.val_only)
+
+    def recorded_date(self) -> str | None:
+        """Return the date that the chat template wrote at the first start, if it is recorded."""
+        folder = self.run_dir if self.trainer.resume_mode == "auto" else None
+        if self.trainer.resume_mode == "resume_path" and self.trainer.resume_from_path:
+            folder = Path(self.trainer.resume_from_path).expanduser().parent
+        record = folder and folder / "config.yaml"
+        if record is None or not record.is_file():
+            return None
+        data = (yaml.safe_load(record.read_text(encoding="utf-8")) or {}).get("data") or {}
+        day = data.get("chat_template_date")
+        return day and str(day)
 
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
         """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.

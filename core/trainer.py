@@ -15,6 +15,7 @@ import torch
 
 from core.config.schema import Config
 from core.data.prompts import PromptStream, load_val_prompts
+from core.data.vocabulary import with_template_date
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import memory_phase
@@ -97,6 +98,8 @@ class Trainer:
         """Load tokenizer, examples and scorers, and check them with each other. Raises InputError."""
         model = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model)
+        self.config = with_template_date(self.config, self.tokenizer, self.run.recorded_date())
+        self.run.config = self.config
         self.modality = load_modality(model, self.tokenizer)
         self.agent_loop = make_agent_loop(self.config, self.tokenizer)
         tools_of = self.agent_loop and self.agent_loop.tools_of

@@ -26,6 +26,7 @@ DEFAULTS = dict(
     train_max_samples=-1,
     val_max_samples=-1,
     apply_chat_template_kwargs={},
+    chat_template_date=None,
 )
 
 

@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator
@@ -88,6 +89,13 @@ def _is_name(value: str) -> bool:
     return plain and value[:1] not in ("", ".", "-") and len(value.encode(errors="replace")) <= 200
 
 
+def _is_day(value: str) -> bool:
+    try:
+        return date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        return False
+
+
 def _number_or_text(value: Any) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return float(value) if number else value if isinstance(value, str) else refuse("a number or text")
@@ -100,6 +108,7 @@ def _mapping(value: Any) -> FrozenDict:
 MAPPING = "a mapping, as in {name: value}"
 NAME = "a name of at most 200 bytes without /, \\, line breaks, outer spaces, and a dot or a dash in front"
 Name = Annotated[str, Limit(NAME, _is_name)]  # part of a path, of commands and of services' pages
+Day = Annotated[str, Limit("a date as 2026-01-31", _is_day)]
 Count = Annotated[int, Limit("at least 1", lambda v: v >= 1)]
 Size = Annotated[int, Limit("at least 0", lambda v: v >= 0)]
 OffOrCount = Annotated[int, Limit("-1 (off) or at least 1", lambda v: v == -1 or v >= 1)]

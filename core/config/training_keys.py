@@ -11,6 +11,7 @@ from core.config.section import (
     Betas,
     ClipLow,
     Count,
+    Day,
     DType,
     FrozenDict,
     Names,
@@ -70,6 +71,9 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = key(False, "leave out examples whose prompt is longer than max_prompt_length")
     truncation: Literal["error", "left", "right", "middle"] = key("error", "of a longer prompt: the end that is cut")
     apply_chat_template_kwargs: Open = key(FrozenDict(), "arguments of the tokenizer's apply_chat_template")
+    chat_template_date: Day | None = key(
+        None, "today's date for chat templates that write one; null: that of the run's first start"
+    )
 
 
 # --- models and their updates ---

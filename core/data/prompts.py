@@ -17,7 +17,14 @@ import numpy as np
 
 from core.data.draw_order import DrawOrder, permutation
 from core.data.parquet import Example, ExampleFile, Problems
-from core.data.vocabulary import MARK, ChatError, Message, has_template, template_of
+from core.data.vocabulary import (
+    MARK,
+    ChatError,
+    Message,
+    has_template,
+    template_arguments,
+    template_of,
+)
 from core.errors import InputError
 from core.types import Prompt
 from core.vision.pictures import TEXT, MediaError, Modality, Pictures
@@ -206,7 +213,7 @@ class PromptFiles:
         self.config, self.tools_of = config, tools_of or (lambda _: ())
         self.limited_by = "max_prompt_length" if config.max_start_length is None else "max_start_length"
         self.limit: int = getattr(config, self.limited_by)  # tokens of a prompt
-        self.encoder = Encoder(tokenizer, config.apply_chat_template_kwargs, modality)
+        self.encoder = Encoder(tokenizer, template_arguments(config), modality)
         self.files: list[ExampleFile] = []
         self.measured = np.zeros(0, MEASURES)  # of the examples that can be drawn, in the order of the files
         self.first: dict[str, Example] = {}  # data source -> its first example

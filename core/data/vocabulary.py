@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,28 @@ def first_token(text: str, tokens: Mapping[str, int]) -> str | None:
 
 class ChatError(ValueError):
     """The chat template refuses a chat."""
+
+
+def template_arguments(data: Any) -> dict[str, Any]:
+    """Return what a ``data`` section gives to the chat template, its clock included."""
+    arguments = dict(data.apply_chat_template_kwargs)
+    if data.chat_template_date is not None:
+        arguments["strftime_now"] = date.fromisoformat(data.chat_template_date).strftime
+    return arguments
+
+
+def with_template_date(config: Any, tokenizer: Any, recorded: str | None) -> Any:
+    """Return the configuration with the date that its chat template writes, if it writes one.
+
+    It is the configured date, else the ``recorded`` one of an earlier start, else today's. With the
+    clock of the machine the prompt of an ordinal would be another one tomorrow.
+    """
+    template = config.data.apply_chat_template_kwargs.get("chat_template")
+    template = template or getattr(tokenizer, "chat_template", None)
+    if config.data.chat_template_date is not None or "strftime_now" not in str(template):
+        return config
+    day = recorded or date.today().isoformat()
+    return config.replace(data=config.data.replace(chat_template_date=day))
 
 
 def template_of(tokenizer: Any, kwargs: Mapping[str, Any]) -> Render:

@@ -152,7 +152,7 @@ class ToolAgentLoop(AgentLoop):
         self.calls = {id(owner): UntrustedCalls() for owner in owners}
         self.counts: Counter[str] = Counter()
         self.traced: set[str] = set()  # tools whose first failure was logged
-        kwargs = config.data.apply_chat_template_kwargs
+        kwargs = vocabulary.template_arguments(config.data)
         self.whole_tokens = vocabulary.whole_tokens(tokenizer)
         self.ends = vocabulary.template_ends(tokenizer, kwargs)
         schemas = [tool.schema for tool in self.tools.values()]  # some tokenizers have a template of its own for them

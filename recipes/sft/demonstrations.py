@@ -176,7 +176,7 @@ class DemonstrationFiles:
 
     def __init__(self, config: DemonstrationConfig, tokenizer: Any, ends: Collection[int]):
         self.config, self.limit = config, config.max_prompt_length + config.max_response_length
-        self.writer = Writer(tokenizer, config.apply_chat_template_kwargs, ends)
+        self.writer = Writer(tokenizer, vocabulary.template_arguments(config), ends)
         self.measured: list[Demonstration] = []  # that can be drawn
         self._questions: dict[str, list[int]] = {}  # path -> hashes of what its demonstrations answer
 

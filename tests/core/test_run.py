@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+from datetime import date
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from core.checkpoint.run_state import DriverState
 from core.checkpoint.store import CheckpointStore, checkpoint_at
 from core.command_line import train
+from core.data import vocabulary
 from core.errors import InputError, WorkersLost, WriteFailed
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
 from tests.row_files import write_parquet
@@ -232,3 +235,48 @@ def test_a_stopped_run_names_auto_only_where_that_continues_it(tmp_path, caplog,
     changed = ["trainer.resume_mode=auto"] if fix else keys
     again = start(tmp_path, *changed, f"trainer.default_local_dir={tmp_path}/new")
     assert again.run.step == again.workers.version == first + steps
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+ENDED = "{% if add_generation_prompt %}: {% endif %}"
+
+
+def test_a_chat_template_writes_the_date_of_the_first_start_ever_after(tmp_path, monkeypatch):
+    class Day(date):
+        number = 0
+
+        @classmethod
+        def today(cls):
+            cls.number += 1
+            return cls(2026, 1, cls.number)
+
+    def shown(*overrides):
+        trainer = start(tmp_path, "data.shuffle=False", *overrides)
+        trainer.fit()
+        prompts = [trainer.stream.prompt(0), trainer.val_prompts[0]]
+        texts = {trainer.tokenizer.decode(prompt.token_ids)[:11] for prompt in prompts}
+        record = yaml.safe_load((trainer.run.run_dir / "config.yaml").read_text())
+        return texts, record["data"]["chat_template_date"]
+
+    prepare(tmp_path)
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    template = {"chat_template": DATED + ENDED}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **template}))
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    monkeypatch.setattr(vocabulary, "date", Day)
+    first = {"01 Jan 2026"}, "2026-01-01"
+    assert shown("trainer.total_training_steps=1") == first
+    assert shown("trainer.total_training_steps=2") == first
+    path = f"trainer.resume_from_path={tmp_path}/run/global_step_1"
+    other = ("trainer.resume_mode=resume_path", path, f"trainer.default_local_dir={tmp_path}/other")
+    assert shown("trainer.total_training_steps=3", *other) == first
+    assert Day.number == 1
+    with pytest.raises(InputError, match="data.chat_template_date was 2026-01-01, is 2026-05-05"):
+        start(tmp_path, "data.chat_template_date=2026-05-05")
+    fresh = f"trainer.default_local_dir={tmp_path}/fresh"
+    assert shown("trainer.total_training_steps=1", fresh) == ({"02 Jan 2026"}, "2026-01-02")
+
+
+def test_a_run_whose_template_writes_no_date_records_none(tmp_path):
+    trainer = start(tmp_path)
+    assert trainer.config.data.chat_template_date is None
