@@ -39,7 +39,7 @@ from core.tracking.tracker import Tracker
 from core.types import Prompt, StepMetrics
 
 if TYPE_CHECKING:
-    from core.cluster.workers import LocalWorkers
+    from core.cluster.workers import Workers
     from core.config.schema import Config, TrainerConfig
     from core.data.prompts import PromptStream
 
@@ -75,7 +75,7 @@ class Run:
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
         self.saved_step: int | None = None
         self.has_own_checkpoint = False  # in its folder, so that resume_mode=auto goes on with this run
-        self.workers: LocalWorkers | None = None
+        self.workers: Workers | None = None
         self.contents: Mapping[str, list[str]] = {}
         self.changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
         self.tracker: Tracker | None = None
@@ -148,7 +148,7 @@ class Run:
         allow = self.trainer.resume_with_changes or self.trainer.val_only  # which trains nothing
         self.changes = check_resume(checkpoint.folder, saved, self.provenance(saved), allow=allow)
 
-    def attach(self, workers: LocalWorkers, checkpoint: Checkpoint | None) -> LoopState:
+    def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
         """Take the models into the run and return the state to go on from, as if the run had never stopped."""
         self.workers = workers
         self.contents |= bases(self.config)  # of a hub id only now on this machine

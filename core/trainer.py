@@ -19,6 +19,7 @@ from core.data.vocabulary import with_template_date
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import memory_phase
+from core.learner.batching import mini_batching
 from core.learner.models import check_lengths, load_modality, load_tokenizer
 from core.learner.step_settings import StepNeeds, multiplier
 from core.rewards.layer import RewardLayer
@@ -40,7 +41,7 @@ from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
-    from core.cluster.workers import LocalWorkers
+    from core.cluster.workers import Workers
     from core.data.parquet import Example
 
 
@@ -57,6 +58,10 @@ class Trainer:
         self.run = Run(config, state)
         self.needs = StepNeeds.of(config)
         self.val_sampling = sampling_params(config, config.actor_rollout_ref.rollout.val_kwargs)
+        actor = config.actor_rollout_ref.actor
+        length = config.data.max_response_length
+        self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
+        self.critic_mini_batches = mini_batching(config.critic, length)
         self.barrier = Barrier()
         self.clock = BusyClock("decode", "reward")
         # Set by init_workers:
@@ -66,7 +71,7 @@ class Trainer:
         self.val_prompts: Sequence[Prompt] = ()
         self.reward: RewardLayer | None = None
         self.agent_loop: AgentLoop | None = None  # None if a trajectory is one turn
-        self.workers: LocalWorkers | None = None
+        self.workers: Workers | None = None
         self.sampler: TrajectorySampler | None = None
         # Set by fit, for as long as it runs:
         self.runner: asyncio.Runner | None = None
@@ -129,7 +134,7 @@ class Trainer:
         """Return the tokens of a prompt as the policy reads it, and of what may follow it."""
         return prompt, self.config.data.max_response_length
 
-    def make_workers(self, device: torch.device) -> LocalWorkers:
+    def make_workers(self, device: torch.device) -> Workers:
         """Return the models and the engine, where ``trainer.backend`` places them."""
         from core.cluster.workers import LocalWorkers, ray_backend  # which import transformers
 
@@ -183,12 +188,14 @@ class Trainer:
             first_step = max(1, config.trainer.critic_warmup)
             lr_multiplier = multiplier(config.critic.optim, step - 1, self.run.total_steps)
             with metrics.time("update_critic"):
-                metrics.add(self.workers.update_critic(batch, lr_multiplier))
+                mini_batches = self.critic_mini_batches(batch)
+                metrics.add(self.workers.update_critic(mini_batches, lr_multiplier))
         if step >= first_step:
             optim = config.actor_rollout_ref.actor.optim
             lr_multiplier = multiplier(optim, step - first_step, self.run.total_steps)
             with metrics.time("update_actor"):
-                metrics.add(self.workers.update_actor(batch, lr_multiplier))
+                mini_batches = self.actor_mini_batches(batch)
+                metrics.add(self.workers.update_actor(mini_batches, lr_multiplier))
 
     # -- validation ------------------------------------------------------------------------------
 

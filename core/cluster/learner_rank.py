@@ -1,130 +1,36 @@
-"""The models of one process: whole ones, or this rank's part of those that several processes share.
+"""This rank's part of the models that several processes share.
 
 The passes and updates are those of ``core.learner.learner``; how a model is sharded, of ``core.cluster.fsdp``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core.cluster.fsdp import ProcessRanks, fill, gather, gathered, move_state, own_part, reshard, shard
 from core.engines.weight_buckets import Bucket, Staging, Weight, pack
 from core.learner import saving
-from core.learner.learner import Actor, Critic
-from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
-from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
-from core.learner.passes import BasePolicy, Policy, probe_ids, probe_log_probs, training_size
-from core.types import TrainBatch
+from core.learner.learner import Models
+from core.learner.lora import has_adapters, load_adapters, merged_weights, trained_weights
+from core.learner.models import load_tokenizer
+from core.learner.passes import probe_ids, probe_log_probs
 
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.training_keys import Sharing
 
 
-class Learner:
-    """Policy, reference and critic, whole in this process, for the phases of a step.
-
-    ``known`` are the tokenizer's ids (:func:`core.data.vocabulary.known_ids`). ``master_dtype`` is float32 except in
-    tests.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        *,
-        needs_ref: bool,
-        needs_critic: bool,
-        known: np.ndarray | None = None,
-        master_dtype: torch.dtype = torch.float32,
-    ):
-        self.config, self.device = config, device
-        self.skeletons: dict[str, nn.Module] = {}  # a model's names and shapes; where it is whole, the model
-        part, critic, seed = config.actor_rollout_ref, config.critic, config.trainer.seed
-        ref = part.actor if part.model.lora_rank else part.ref  # with adapters the policy without them
-        self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": ref.fsdp_config}
-
-        def policy(on_meta: bool) -> nn.Module:
-            module = freeze_parts(load_policy(part.model, master_dtype, on_meta=on_meta), config)
-            return add_adapters(module, part.model, seed)
-
-        def value_model(on_meta: bool) -> nn.Module:
-            return add_adapters(load_critic(critic.model, seed, master_dtype, on_meta=on_meta), critic.model, seed)
-
-        options = {"temperature": part.rollout.temperature or 1.0, "known": known}
-        module = self.place("actor", policy, part.actor)
-        bypass = config.algorithm.rollout_correction.bypass_mode
-        self.actor = Actor(module, part.actor, bypass=bypass, **options, **self.computing("actor", part.actor))
-        self.trained: dict[str, Actor | Critic] = {"actor": self.actor}
-        self.frozen: dict[str, Policy | BasePolicy] = {}
-        self.critic = None
-        if needs_ref and part.model.lora_rank:
-            self.frozen["ref"] = BasePolicy(module, **options, **self.computing("ref", part.ref))
-        elif needs_ref:
-            module = self.place("ref", policy, part.ref).requires_grad_(False)
-            self.frozen["ref"] = Policy(module, **options, **self.computing("ref", part.ref))
-        for role, (_, model, dtype, temperature) in config.frozen_models.items():
-            self.fsdp[role] = part.ref.fsdp_config.replace(dtype=dtype)
-            load = functools.partial(load_policy, model, master_dtype)
-            module = self.place(role, lambda on_meta, load=load: load(on_meta=on_meta), part.ref).requires_grad_(False)
-            scores = {"temperature": temperature, "known": known}
-            self.frozen[role] = Policy(module, **scores, **self.computing(role, part.ref))
-        if needs_critic:
-            module = self.place("critic", value_model, critic)
-            self.critic = self.trained["critic"] = Critic(module, critic, **self.computing("critic", critic))
-
-    def place(self, name: str, make: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
-        """Make a model where it computes. ``make`` returns it, without weights (on the meta device) if told to."""
-        self.skeletons[name] = make(False).to(self.device)
-        return self.skeletons[name]
-
-    def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
-        """Return how a model's passes are computed. A whole reference has the policy's number format."""
-        return {"compute_dtype": compute_dtype(self.fsdp["actor" if name == "ref" else name].dtype)}
-
-    def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
-        """Have a model ready for the time of a phase."""
-        return contextlib.nullcontext()
-
-    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
-        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each and 0 elsewhere."""
-        with self.at_work("actor"):
-            return self.actor.log_probs(batch, training_size(self.config.actor_rollout_ref.actor))
-
-    def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
-        """Return the log-probs of the reference policy, or of the recipe's frozen model of this role, [N]."""
-        with self.at_work(role):
-            return self.frozen[role].log_probs(batch, training_size(self.config.actor_rollout_ref.actor))[0]
-
-    def compute_values(self, batch: TrainBatch) -> Tensor:
-        """Return the critic's values, [N]."""
-        with self.at_work("critic"):
-            return self.critic.values(batch)
-
-    def update_actor(self, steps: Sequence[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        """Take an optimizer step for each batch; return ``actor/...`` metrics."""
-        with self.at_work("actor", updates=True):
-            return self.actor.update(steps, lr_multiplier)
-
-    def update_critic(self, steps: Sequence[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        """Take an optimizer step of the critic for each batch; return ``critic/...`` metrics."""
-        with self.at_work("critic", updates=True):
-            return self.critic.update(steps, lr_multiplier)
-
-
-class LearnerRank(Learner):
+class LearnerRank(Models):
     """This rank's part of the models, for the phases of a step on the rank's share of a batch.
 
     Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. The process group exists

@@ -8,7 +8,8 @@ broadcasts it to engines with GPUs of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from core.cluster.ray_pools import RayProcesses, rank_name
 from core.data.vocabulary import known_ids
 from core.engines.weight_buckets import Checksum, merged
 from core.errors import WorkersLost
-from core.learner.batching import contributing_sequences, mini_batching, rank_shares
+from core.learner.batching import contributing_sequences, rank_shares
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
 from core.learner.packing import scattered
@@ -40,9 +41,6 @@ class RayWorkers(RayProcesses):
         self.bucket_bytes = part.rollout.update_weights_bucket_megabytes * 2**20
         self.broadcasts = not part.hybrid_engine
         self.joined = False  # whether rank 0 and the engines are in a group
-        actor, length = config.actor_rollout_ref.actor, config.data.max_response_length
-        self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
-        self.critic_mini_batches = mini_batching(config.critic, length)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         part = self.config.actor_rollout_ref.actor
@@ -54,14 +52,14 @@ class RayWorkers(RayProcesses):
     def compute_values(self, batch: TrainBatch) -> Tensor:
         return self._pass("values", "compute_values", batch, self.config.critic)[0]
 
-    def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+    def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         part = self.config.actor_rollout_ref.actor
-        steps, only = self.actor_mini_batches(batch), only_advantages_train(part)
-        return self._update("update_actor", part, steps, actor_reads(part, batch), only, lr_multiplier)
+        reads = functools.partial(actor_reads, part)
+        return self._update("update_actor", part, steps, reads, only_advantages_train(part), lr_multiplier)
 
-    def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        steps = self.critic_mini_batches(batch)
-        return self._update("update_critic", self.config.critic, steps, CRITIC_READS, False, lr_multiplier)
+    def update_critic(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        part = self.config.critic
+        return self._update("update_critic", part, steps, lambda _: CRITIC_READS, False, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Bring the weights to every engine; prove it by checksums, and by a probe within the bound of the precision.
@@ -161,11 +159,18 @@ class RayWorkers(RayProcesses):
         return whole
 
     def _update(
-        self, phase: str, part: Any, steps: Iterable[TrainBatch], reads: Sequence[str], only: bool, lr_multiplier: float
+        self,
+        phase: str,
+        part: Any,
+        steps: Iterable[TrainBatch],
+        reads: Callable[[TrainBatch], Sequence[str]],
+        only: bool,
+        lr_multiplier: float,
     ) -> dict[str, float]:
         """Take all optimizer ``steps`` of ``part``, where ``only`` the advantages may train.
 
-        Sequences that train are shared out apart from those that only a metric reads.
+        ``reads`` are the fields of a mini-batch that travel. Sequences that train are shared out apart
+        from those that only a metric reads.
         """
         self._free_gpus()
         together = part.together
@@ -177,7 +182,7 @@ class RayWorkers(RayProcesses):
                 rows = chosen.nonzero()[:, 0]
                 shares.append([rows[share] for share in self._shares(step.lengths[rows], together)])
             for mine, indices in zip(by_group, zip(*shares, strict=True), strict=True):
-                mine.append(step.only(reads).rows(torch.cat(indices)))
+                mine.append(step.only(reads(step)).rows(torch.cat(indices)))
         sent = [ray.put(mine) for mine in by_group]
         calls = {rank_name(r): (phase, sent[r // together], lr_multiplier) for r in range(self.ranks)}
         return self.watch.call(phase, "call", calls)[0]

@@ -1,27 +1,24 @@
-"""The phases of a step in this process: one learner and one engine, for tests, debugging and small runs.
+"""The phases of a step: the protocol, and its form in this process, for tests, debugging and small runs.
 
-``ray_workers`` has the same phases over the processes of a cluster; the trainer does not know which it has. Batches
-arrive whole: splitting them is the workers' business.
+``ray_workers`` has the same phases over the processes of a cluster. The trainer does not know which it has.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from core.cluster.learner_rank import Learner
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine, make_engine
 from core.engines.weight_buckets import checksum
-from core.learner.batching import mini_batching
+from core.learner.learner import Models
 from core.learner.lora import merged_weights
 from core.learner.models import load_policy
 from core.learner.passes import compare_probe, compare_weights, probe_ids, probe_log_probs
@@ -44,44 +41,104 @@ def on_same_weights(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, shared)
 
 
-class LocalWorkers(Learner):
-    """One learner and one engine in this process. The engine sleeps while the learner works."""
+class Workers(Protocol):
+    """What computes the phases of a step: in this process, or over Ray.
 
-    ranks = 1  # learner processes
-    overlaps = False  # whether the engine can work while the learner does
+    Batches arrive whole, and mini-batches as the trainer cut them: splitting them over processes and
+    into micro-batches is the workers' business.
+    """
 
-    def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
-        self.engine: RolloutEngine = NoEngine()
-        super().__init__(config, device, known=known_ids(tokenizer), **learner)
-        self.tokenizer = tokenizer
-        self.reward_model: RewardModelCall | None = None
-        self.one_copy = config.one_copy and self.actor.module.dtype == torch.float32
-        if config.needs_engine:
-            model, module = config.actor_rollout_ref.model, self.actor.module
-            policy = (lambda: on_same_weights(module)) if self.one_copy else lambda: load_policy(model).to(device)
-            self.engine = make_engine(config, policy, tokenizer, device)
-        if config.reward_model.loads_model:
-            from core.rewards.reward_model import RewardModel
-
-            self.reward_model = RewardModel(config.reward_model, device).score
-        actor, length = config.actor_rollout_ref.actor, config.data.max_response_length
-        self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
-        self.critic_mini_batches = mini_batching(config.critic, length)
+    engine: Any  # a RolloutEngine, or NoEngine
+    reward_model: RewardModelCall | None
+    ranks: int  # learner processes
 
     @property
     def threads(self) -> int:
         """Return the number of torch's threads in each learner process."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether the engine can work while the learner does."""
+
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        """Return log-probs and entropies of the policy tokens, [N] each."""
+
+    def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
+        """Return the log-probs of a frozen model, [N]."""
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        """Return the critic's values, [N]."""
+
+    def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        """Take an optimizer step of the policy for each mini-batch. Return metrics."""
+
+    def update_critic(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        """Take an optimizer step of the critic for each mini-batch. Return metrics."""
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Copy the policy's weights to the engine and check them. Return metrics."""
+
+    def save(self, folder: Path) -> Mapping[str, str]:
+        """Write the trained models into ``folder``. Return file -> SHA-256 of what is on disk already."""
+
+    def load(self, folder: Path) -> None:
+        """Read what :meth:`save` wrote."""
+
+    def close(self) -> None:
+        """End the engine and the processes."""
+
+
+class LocalWorkers:
+    """The models and one engine in this process. The engine sleeps while the learner works."""
+
+    ranks = 1
+    overlaps = False
+
+    def __init__(self, config: Config, tokenizer: Any, device: torch.device, **needs: Any):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.models = Models(config, device, known=known_ids(tokenizer), **needs)
+        self.engine: RolloutEngine = NoEngine()
+        self.reward_model: RewardModelCall | None = None
+        module = self.models.actor.module
+        self.one_copy = config.one_copy and module.dtype == torch.float32
+
+        def make_policy() -> nn.Module:
+            if self.one_copy:
+                return on_same_weights(module)
+            return load_policy(config.actor_rollout_ref.model).to(device)
+
+        if config.needs_engine:
+            self.engine = make_engine(config, make_policy, tokenizer, device)
+        if config.reward_model.loads_model:
+            from core.rewards.reward_model import RewardModel
+
+            self.reward_model = RewardModel(config.reward_model, device).score
+
+    @property
+    def threads(self) -> int:
+        """Return the number of torch's threads."""
         return torch.get_num_threads()
 
-    def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         self.engine.sleep()
-        return super().at_work(name, updates=updates)
+        return self.models.compute_log_probs(batch)
 
-    def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        return super().update_actor(self.actor_mini_batches(batch), lr_multiplier)
+    def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
+        self.engine.sleep()
+        return self.models.compute_ref_log_prob(batch, role)
 
-    def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        return super().update_critic(self.critic_mini_batches(batch), lr_multiplier)
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        self.engine.sleep()
+        return self.models.compute_values(batch)
+
+    def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        self.engine.sleep()
+        return self.models.update_actor(steps, lr_multiplier)
+
+    def update_critic(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        self.engine.sleep()
+        return self.models.update_critic(steps, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the learner's weights to the engine, in memory, and prove by checksums and a probe that they arrived.
@@ -94,7 +151,7 @@ class LocalWorkers(Learner):
         sent, dtype = {}, getattr(self.engine, "weights_dtype", None)  # of one that has the learner's names
 
         def sending() -> Iterator[tuple[str, Tensor]]:
-            for name, value in merged_weights(self.actor.module):
+            for name, value in merged_weights(self.models.actor.module):
                 if dtype is not None:
                     sent[name] = checksum(value.to(dtype) if value.is_floating_point() else value)
                 yield name, value
@@ -102,8 +159,8 @@ class LocalWorkers(Learner):
         proofs = self.engine.update_weights(sending(), version)
         if dtype is not None:
             compare_weights(sent, proofs[0].weights)
-        expected = probe_log_probs(self.actor)
-        log_probs = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
+        expected = probe_log_probs(self.models.actor)
+        log_probs = self.engine.probe(probe_ids(self.models.actor.module.config.get_text_config().vocab_size))
         return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, bf16=not self.config.full_precision)}
 
     def save(self, folder: Path) -> dict[str, str]:
@@ -111,14 +168,14 @@ class LocalWorkers(Learner):
 
         Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others are the caller's.
         """
-        for name, part in self.trained.items():
+        for name, part in self.models.trained.items():
             save_model(part.module, self.tokenizer, folder / name)
             save_optimizer(part, folder / name / OPTIMIZER)
         return {}
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote."""
-        for name, part in self.trained.items():
+        for name, part in self.models.trained.items():
             load_model(part.module, folder / name)
             load_optimizer(part, folder / name)
 

@@ -1,14 +1,18 @@
-"""The policy and the critic as they train: updates with gradient accumulation.
+"""The models that a step reads and trains: the policy, the critic, and frozen ones such as the reference.
 
 A batch that reaches ``update`` is one optimizer step with its ``loss_weight``; micro-batches add up partial sums.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +21,14 @@ from core.algorithm.losses import LossInputs, MetricSums, kl_penalty, policy_los
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.learner.batching import split_zero_gradient
-from core.learner.passes import LearnerModel, Policy, training_size
+from core.learner.lora import add_adapters
+from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
+from core.learner.passes import BasePolicy, LearnerModel, Policy, training_size
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.training_keys import ActorConfig, CriticConfig
+    from core.config.schema import Config
+    from core.config.training_keys import ActorConfig, CriticConfig, Sharing
 
 PASS_READS = ("input_ids", "response_mask", "group")  # what a pass for log-probs or values reads of a batch
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
@@ -219,3 +226,100 @@ class Critic(LearnerModel):
         means.value("vf_loss", float(loss.detach()), counts=False)
         means.tokens({**stats, "vpred_mean": values}, mask)
         return loss
+
+
+class Models:
+    """Policy, critic and frozen models, whole in this process, for the phases of a step.
+
+    ``known`` are the ids of the tokenizer (:func:`core.data.vocabulary.known_ids`). ``master_dtype`` is
+    float32 except in tests.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        *,
+        needs_ref: bool,
+        needs_critic: bool,
+        known: np.ndarray | None = None,
+        master_dtype: torch.dtype = torch.float32,
+    ):
+        self.config = config
+        self.device = device
+        self.skeletons: dict[str, nn.Module] = {}  # names and shapes of each model; if it is whole, the model
+        part = config.actor_rollout_ref
+        critic = config.critic
+        seed = config.trainer.seed
+        ref = part.actor if part.model.lora_rank else part.ref  # with adapters: the policy without them
+        self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": ref.fsdp_config}
+
+        def make_policy(on_meta: bool) -> nn.Module:
+            module = freeze_parts(load_policy(part.model, master_dtype, on_meta=on_meta), config)
+            return add_adapters(module, part.model, seed)
+
+        def make_critic(on_meta: bool) -> nn.Module:
+            module = load_critic(critic.model, seed, master_dtype, on_meta=on_meta)
+            return add_adapters(module, critic.model, seed)
+
+        reading = {"temperature": part.rollout.temperature or 1.0, "known": known}
+        policy = self.place("actor", make_policy, part.actor)
+        bypass = config.algorithm.rollout_correction.bypass_mode
+        self.actor = Actor(policy, part.actor, bypass=bypass, **reading, **self.computing("actor", part.actor))
+        self.critic: Critic | None = None
+        self.trained: dict[str, Actor | Critic] = {"actor": self.actor}
+        self.frozen: dict[str, Policy | BasePolicy] = {}
+        if needs_ref and part.model.lora_rank:
+            self.frozen["ref"] = BasePolicy(policy, **reading, **self.computing("ref", part.ref))
+        elif needs_ref:
+            module = self.place("ref", make_policy, part.ref).requires_grad_(False)
+            self.frozen["ref"] = Policy(module, **reading, **self.computing("ref", part.ref))
+        for role, (_, model, dtype, temperature) in config.frozen_models.items():
+            self.fsdp[role] = part.ref.fsdp_config.replace(dtype=dtype)
+            load = functools.partial(load_policy, model, master_dtype)
+            module = self.place(role, lambda on_meta, load=load: load(on_meta=on_meta), part.ref)
+            scores = {"temperature": temperature, "known": known}
+            self.frozen[role] = Policy(module.requires_grad_(False), **scores, **self.computing(role, part.ref))
+        if needs_critic:
+            module = self.place("critic", make_critic, critic)
+            self.critic = Critic(module, critic, **self.computing("critic", critic))
+            self.trained["critic"] = self.critic
+
+    def place(self, name: str, make: Callable[[bool], nn.Module], sharing: Sharing) -> nn.Module:
+        """Make a model where it computes. ``make(True)`` returns it on the meta device, without weights."""
+        self.skeletons[name] = make(False).to(self.device)
+        return self.skeletons[name]
+
+    def computing(self, name: str, sharing: Sharing) -> dict[str, Any]:
+        """Return how a model's passes are computed. A whole reference has the policy's number format."""
+        return {"compute_dtype": compute_dtype(self.fsdp["actor" if name == "ref" else name].dtype)}
+
+    def at_work(self, name: str, *, updates: bool = False) -> AbstractContextManager[None]:
+        """Have a model ready for the time of a phase."""
+        return contextlib.nullcontext()
+
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each."""
+        with self.at_work("actor"):
+            return self.actor.log_probs(batch, training_size(self.config.actor_rollout_ref.actor))
+
+    def compute_ref_log_prob(self, batch: TrainBatch, role: str = "ref") -> Tensor:
+        """Return the log-probs of the reference policy, or of the recipe's frozen model of this role, [N]."""
+        with self.at_work(role):
+            size = training_size(self.config.actor_rollout_ref.actor)
+            return self.frozen[role].log_probs(batch, size)[0]
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        """Return the critic's values, [N]."""
+        with self.at_work("critic"):
+            return self.critic.values(batch)
+
+    def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        """Take an optimizer step of the policy for each batch. Return ``actor/...`` metrics."""
+        with self.at_work("actor", updates=True):
+            return self.actor.update(steps, lr_multiplier)
+
+    def update_critic(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        """Take an optimizer step of the critic for each batch. Return ``critic/...`` metrics."""
+        with self.at_work("critic", updates=True):
+            return self.critic.update(steps, lr_multiplier)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -101,8 +101,9 @@ class ScriptedWorkers:
     def compute_log_probs(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return batch.rollout_log_probs.clone(), torch.zeros_like(batch.rollout_log_probs)
 
-    def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+    def update_actor(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         self.version += 1
+        batch = list(steps)[-1]
         metrics = {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0, "actor/skipped_updates": 0.0, "actor/entropy": 1.0}
         if batch.has("old_log_probs"):
             del metrics["actor/entropy"]

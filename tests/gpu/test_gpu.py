@@ -22,6 +22,7 @@ from core.types import Prompt, ScoredGroup
 from reward_scores.score import Score
 from tests.core.engine_contract import ask, sample_all
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.optimizer_steps import update_actor
 from tests.tiny import tiny_model, tiny_tokenizer
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -99,13 +100,13 @@ def test_gradients_of_sequences_together_are_those_of_each_alone(device, dtype):
 @precisions
 def test_a_sync_reaches_the_engine(folder, device, dtype, monkeypatch):
     one = workers(folder, device, dtype)
-    one.update_actor(mixed_batch(), 1.0)
+    update_actor(one, mixed_batch())
     one.one_copy = False  # in float32 there is nothing to hand over, and the copy is one onto itself
     assert one.sync_weights(1)["rollout_corr/probe_diff"] < (1e-4 if dtype is torch.float32 else 0.1)
     if dtype is torch.float32:
         return
     for _ in range(5):
-        one.update_actor(mixed_batch(), 5.0)
+        update_actor(one, mixed_batch(), 5.0)
     monkeypatch.setattr(one.engine, "update_weights", lambda *_: None)
     monkeypatch.setattr(one.engine, "weights_dtype", None)  # without checksums: the probe has to notice it
     with pytest.raises(WeightSyncError, match="stale"):
@@ -117,11 +118,11 @@ def test_a_bf16_step_is_near_the_fp32_one_and_keeps_fp32_masters(folder, device)
     metrics, moved = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         one = workers(folder, device, dtype)
-        before = {key: value.detach().clone() for key, value in one.actor.module.named_parameters()}
-        metrics[dtype] = one.update_actor(mixed_batch(), 1.0)
-        after = dict(one.actor.module.named_parameters())
+        before = {key: value.detach().clone() for key, value in one.models.actor.module.named_parameters()}
+        metrics[dtype] = update_actor(one, mixed_batch())
+        after = dict(one.models.actor.module.named_parameters())
         assert {value.dtype for value in after.values()} == {torch.float32}
-        state = one.actor.stepper.optimizer.state_dict()["state"].values()
+        state = one.models.actor.stepper.optimizer.state_dict()["state"].values()
         assert {value.dtype for entry in state for value in entry.values()} == {torch.float32}
         moved[dtype] = torch.cat([(after[key].detach() - value).flatten() for key, value in before.items()])
     for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
@@ -163,7 +164,10 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
     from core.learner.batching import mini_batching
 
     steps = list(mini_batching(config.actor_rollout_ref.actor, config.data.max_response_length)(mixed_batch()))
-    found, expected = one.update_actor(steps, 1.0), alone.update_actor(mixed_batch(), 1.0)
+    found, expected = (
+        one.update_actor(steps, 1.0),
+        update_actor(alone, mixed_batch()),
+    )
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
     batch = mixed_batch()
     mine = one.compute_log_probs(batch)[0]

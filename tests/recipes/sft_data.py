@@ -16,6 +16,7 @@ from core.cluster.workers import LocalWorkers
 from core.config import compose
 from core.config.schema import Config
 from recipes.sft.demonstrations import Demonstration, demonstration_batch
+from tests.optimizer_steps import update_actor
 from tests.tiny import tiny_model, tiny_tokenizer
 
 # Ends a turn with the end-of-sequence token, as chat templates do, and writes a newline behind it, which no policy does
@@ -106,9 +107,9 @@ def learner_gradients(
     found = {}
 
     def step(rate: float) -> tuple[float, bool]:
-        found.update({name: p.grad.clone() for name, p in workers.actor.module.named_parameters()})
+        found.update({name: p.grad.clone() for name, p in workers.models.actor.module.named_parameters()})
         return 1.0, True
 
-    workers.actor.stepper.step = step
-    metrics = workers.update_actor(demonstration_batch(demonstrations, 0), 1.0)
+    workers.models.actor.stepper.step = step
+    metrics = update_actor(workers, demonstration_batch(demonstrations, 0))
     return metrics["actor/pg_loss"], found, metrics

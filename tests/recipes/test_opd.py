@@ -61,7 +61,10 @@ def test_the_reward_of_a_token_is_that_of_a_softmax_written_out(folder):
     one.update = update
     with pytest.raises(Stopped):
         one.fit()
-    batch, models = sampled["batch"], {"student": one.workers.actor, "teacher": one.workers.frozen["teacher"]}
+    batch, models = (
+        sampled["batch"],
+        {"student": one.workers.models.actor, "teacher": one.workers.models.frozen["teacher"]},
+    )
     logp = {}
     for name, policy in models.items():
         rows = []
@@ -130,7 +133,7 @@ def test_an_adapted_student_has_a_teacher_beside_its_reference(folder):
     one.fit()
     rows = [json.loads(line) for line in (folder / "lora" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["actor/kl_loss"] == 0 < rows[-1]["actor/kl_loss"]
-    assert rows[0]["distillation/reverse_kl"] > 0 and set(one.workers.frozen) == {"ref", "teacher"}
+    assert rows[0]["distillation/reverse_kl"] > 0 and set(one.workers.models.frozen) == {"ref", "teacher"}
 
 
 @pytest.mark.processes

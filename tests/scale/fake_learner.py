@@ -118,9 +118,9 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
         with meter.at(None):
             return propagate(*args)
 
-    fsdp_load = learner_rank.load_policy
-    yield "core.cluster.learner_rank.load_policy", load
-    yield "core.cluster.learner_rank.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
+    fsdp_load = learner.load_policy
+    yield "core.learner.learner.load_policy", load
+    yield "core.learner.learner.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
     yield "core.cluster.learner_rank.fill", lambda *_, **__: None
     yield "core.cluster.split_layers.split_layers", real(split_layers)
     yield "core.cluster.learner_rank.copy", SimpleNamespace(deepcopy=real(copy.deepcopy))
@@ -145,7 +145,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield name, propagate_uncounted
 
 
-add_adapters = learner_rank.add_adapters
+add_adapters = learner.add_adapters
 
 
 def _few_chunks(chunks: Callable[[int, int], Iterator[slice]]) -> Callable[[int, int], Iterator[slice]]:

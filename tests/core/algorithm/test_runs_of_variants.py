@@ -38,14 +38,15 @@ def trained(folder, run, *overrides):
     seen = []
     update = trainer.workers.update_actor
 
-    def watched(batch, rate):
-        metrics = update(batch, rate)
-        seen.append((batch, metrics))
+    def watched(steps, rate):
+        steps = list(steps)
+        metrics = update(steps, rate)
+        seen.append((steps[0], metrics))
         return metrics
 
     trainer.workers.update_actor = watched
     trainer.fit()
-    weights = [parameter.detach().clone() for parameter in trainer.workers.actor.module.parameters()]
+    weights = [parameter.detach().clone() for parameter in trainer.workers.models.actor.module.parameters()]
     return seen, weights
 
 

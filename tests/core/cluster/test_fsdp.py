@@ -15,6 +15,7 @@ from core.learner.batching import mini_batches
 from core.learner.lora import merged_weights
 from tests.core import fsdp_ranks
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.optimizer_steps import update_actor, update_critic
 from tests.tiny import tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -52,11 +53,20 @@ def train_local(config, batch, updates=3, dtype=torch.float64, load=None, ref=Fa
     one = local(config, dtype, ref)
     if load:
         one.load(load)
-    metrics = [{**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for _ in range(updates)]
-    weights = {"actor": dict(merged_weights(one.actor.module)), "critic": dict(merged_weights(one.critic.module))}
+    metrics = [
+        {
+            **update_critic(one, batch),
+            **update_actor(one, batch),
+        }
+        for _ in range(updates)
+    ]
+    weights = {
+        "actor": dict(merged_weights(one.models.actor.module)),
+        "critic": dict(merged_weights(one.models.critic.module)),
+    }
     log_probs, values = one.compute_log_probs(batch)[0], one.compute_values(batch)
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
-    return {**found, "ref": one.compute_ref_log_prob(batch)} if "ref" in one.frozen else found
+    return {**found, "ref": one.compute_ref_log_prob(batch)} if "ref" in one.models.frozen else found
 
 
 def assert_same_training(found, expected, rtol=1e-9, atol=1e-9):
@@ -96,7 +106,10 @@ def two(models, tmp_path_factory):
     batch = mixed_batch()
     whole = local(cluster_config(models["untied"]))
     workers_save = folder / "from_local"
-    whole.update_critic(batch, 1.0), whole.update_actor(batch, 1.0)
+    (
+        update_critic(whole, batch),
+        update_actor(whole, batch),
+    )
     whole.save(workers_save)
     jobs = {
         "untied": ("train", cluster_config(models["untied"]), {"batch": batch}),
@@ -138,10 +151,10 @@ def test_two_ranks_train_as_one_process(two, models, name):
 
 def local_gradients(config, batch):
     one = local(config, torch.float32)
-    one.actor.mismatch, means = MetricSums(), MetricSums()
+    one.models.actor.mismatch, means = MetricSums(), MetricSums()
     (step,) = mini_batches(batch, prompts=8, scale_factor=24.0)
-    one.actor.accumulate(step, means)
-    return {key: parameter.grad for key, parameter in one.actor.module.named_parameters()}, means.sums["pg_loss"]
+    one.models.actor.accumulate(step, means)
+    return {key: parameter.grad for key, parameter in one.models.actor.module.named_parameters()}, means.sums["pg_loss"]
 
 
 def distance(found, expected):
@@ -244,7 +257,7 @@ def test_every_rank_writes_files_of_its_own_in_the_format_of_transformers(two, m
     config = cluster_config(models["tied"])
     one = LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=True)
     one.load(folder)
-    for name, value in one.actor.module.state_dict().items():
+    for name, value in one.models.actor.module.state_dict().items():
         assert torch.equal(value, expected[name]), name
     one.close()
 

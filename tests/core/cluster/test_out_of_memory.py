@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.cluster import learner_rank
 from core.cluster.workers import LocalWorkers
 from core.command_line import work
 from core.config import compose
 from core.engines.hf import HFEngine
 from core.errors import MEMORY_KEYS, out_of_memory
+from core.learner import learner
 from core.learner.learner import Actor
 from tests.faults.tiny_run import command, prepare
 
@@ -34,7 +34,7 @@ def fail(*_, **__):
 
 # phase -> what is planted: an owner and its method that fails
 PLANTED = {
-    "load": (learner_rank, "load_critic"),
+    "load": (learner, "load_critic"),
     "gen": (HFEngine, "sample"),
     "update_actor": (Actor, "update"),
     "save_checkpoint": (LocalWorkers, "save"),

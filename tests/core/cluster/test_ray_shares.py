@@ -10,9 +10,9 @@ import torch
 
 from core.cluster.processes import LearnerProcess
 from core.cluster.ray_workers import RayWorkers
-from core.learner.batching import mini_batching
 from core.types import TrainBatch
 from tests.core.ray_cluster import cluster_config, mixed_batch
+from tests.optimizer_steps import update_actor
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -59,7 +59,6 @@ def workers(request, tmp_path, monkeypatch):
     workers = object.__new__(RayWorkers)
     config = cluster_config(tmp_path, f"{ACTOR}.{key}=2", f"{ACTOR}.ppo_mini_batch_size=8", *packed, ranks=4)
     workers.config, workers.ranks, workers.device, workers.watch = config, 4, torch.device("cpu"), Wire()
-    workers.actor_mini_batches = mini_batching(config.actor_rollout_ref.actor, config.data.max_response_length)
     monkeypatch.setattr(ray, "put", workers.watch.put)
     return workers
 
@@ -71,7 +70,7 @@ def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(workers):
     log_probs, entropies = workers.compute_log_probs(batch)
     assert torch.equal(log_probs, written.float()) and torch.equal(entropies, -written.float())
     assert torch.equal(workers.compute_values(batch), written.float())
-    assert workers.update_actor(batch, 1.0) == {"loss": 1.0}
+    assert update_actor(workers, batch) == {"loss": 1.0}
     passes, values, update = zip(*(process.learner.asked for process in workers.watch.processes), strict=True)
     for first, second, third, fourth in (passes, [steps[0] for steps in update]):
         assert first is second and third is fourth and len(first) + len(third) == len(batch)
@@ -84,7 +83,7 @@ def test_batches_cross_once_without_padding_and_with_the_fields_of_their_phase(w
     assert batch.tokens < 0.6 * len(batch) * int(batch.lengths.max()), "padding would be no more"
     for phase, token_bytes in (
         (lambda: workers.compute_log_probs(batch), 5),
-        (lambda: workers.update_actor(batch, 1.0), 21),
+        (lambda: update_actor(workers, batch), 21),
     ):
         workers.watch.sent = 0
         phase()

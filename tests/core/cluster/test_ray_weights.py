@@ -18,6 +18,7 @@ from ray import cloudpickle
 from core.cluster.ray_workers import RayWorkers
 from core.errors import InputError, WorkersLost
 from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
+from tests.optimizer_steps import update_actor
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -70,7 +71,7 @@ def narrow(workers, share=6):
 
 
 def train(workers):
-    workers.update_actor(mixed_batch(), 1.0)
+    update_actor(workers, mixed_batch())
 
 
 def stored(workers):

@@ -22,6 +22,7 @@ from core.engines.weight_buckets import Staging, Weight, pack
 from core.errors import InputError, OutOfMemory, WorkersLost
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
+from tests.optimizer_steps import update_actor, update_critic
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
@@ -52,7 +53,15 @@ def pair(model):
     batch, (ranks, alone) = mixed_batch(), side_by_side(cluster_config(model))
     metrics = []
     for _ in range(3):
-        metrics.append([{**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for one in (ranks, alone)])
+        metrics.append(
+            [
+                {
+                    **update_critic(one, batch),
+                    **update_actor(one, batch),
+                }
+                for one in (ranks, alone)
+            ]
+        )
     yield ranks, alone, metrics
     ranks.close()
 
@@ -87,7 +96,10 @@ def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     alone.actor.config = config.actor_rollout_ref.actor
     for actor in ranks.learners:
         call(actor, lambda self, part: setattr(self.learner.actor, "config", part), config.actor_rollout_ref.actor)
-    found, expected = ranks.update_actor(batch, 1.0), alone.update_actor(batch, 1.0)
+    found, expected = (
+        update_actor(ranks, batch),
+        update_actor(alone, batch),
+    )
     assert "rollout_corr/logp_diff_max" in expected and "actor/entropy" in expected
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
@@ -99,7 +111,7 @@ def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkey
     ranks.sync_weights(4)  # engines that were put to sleep are woken
     alone.sync_weights(4)
     same_answers(ranks, alone, 16)
-    ranks.update_actor(mixed_batch(), 1.0)
+    update_actor(ranks, mixed_batch())
     monkeypatch.setattr(ranks, "_transfer", lambda version: None)
     with pytest.raises(WorkersLost, match="stale"):
         ranks.sync_weights(5)
@@ -110,10 +122,10 @@ def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
     batch = mixed_batch(groups=4)
     before = ranks.compute_log_probs(batch)[0]
     ranks.save(tmp_path)
-    after = [ranks.update_actor(batch, 1.0)["actor/grad_norm"] for _ in range(2)]
+    after = [update_actor(ranks, batch)["actor/grad_norm"] for _ in range(2)]
     ranks.load(tmp_path)
     torch.testing.assert_close(ranks.compute_log_probs(batch)[0], before, rtol=1e-12, atol=1e-12)
-    assert [ranks.update_actor(batch, 1.0)["actor/grad_norm"] for _ in range(2)] == pytest.approx(after, rel=1e-12)
+    assert [update_actor(ranks, batch)["actor/grad_norm"] for _ in range(2)] == pytest.approx(after, rel=1e-12)
 
 
 def same_answers(ranks, alone, count):
@@ -130,13 +142,19 @@ def test_ranks_that_share_layers_do_what_one_process_does(model, tmp_path):
     config = cluster_config(model, f"actor_rollout_ref.actor.{size}", f"critic.{size}", ranks=4)
     batch, (ranks, alone) = mixed_batch(), side_by_side(config)
     try:
-        found, expected = ({**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for one in (ranks, alone))
+        found, expected = (
+            {
+                **update_critic(one, batch),
+                **update_actor(one, batch),
+            }
+            for one in (ranks, alone)
+        )
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
         assert ranks.sync_weights(1)["rollout_corr/probe_diff"] < 1e-5
         alone.sync_weights(1)
         same_answers(ranks, alone, 8)
         ranks.save(tmp_path)
-        ranks.update_actor(batch, 1.0)
+        update_actor(ranks, batch)
         ranks.load(tmp_path)
         one, other = (workers.compute_log_probs(batch)[0] for workers in (ranks, alone))
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
@@ -243,11 +261,11 @@ def test_a_hang_names_phase_and_rank_and_a_full_or_dead_learner_its_rank(small):
     small.compute_log_probs(mixed_batch())  # it was slow, not lost
     call(small.learners[1], fill_up)
     with pytest.raises(OutOfMemory, match="phase update_actor on learner rank 1"):
-        small.update_actor(mixed_batch(), 1.0)
+        update_actor(small, mixed_batch())
     os.kill(pid_of(small.learners[1]), signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(WorkersLost, match="learner rank 1 died in phase update_actor"):
-        small.update_actor(mixed_batch(), 1.0)
+        update_actor(small, mixed_batch())
     assert time.monotonic() - start < 20
 
 

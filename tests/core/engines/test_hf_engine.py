@@ -123,10 +123,10 @@ def test_any_stale_weight_is_noticed(tmp_path, monkeypatch):
     config = cluster_config(write_model(tmp_path), "trainer.backend=local", "actor_rollout_ref.actor.use_kl_loss=False")
     options = {"needs_ref": False, "needs_critic": False, "master_dtype": torch.float64}  # in float32 there is one copy
     workers = LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), **options)
-    copy_weights, names = workers.engine._copy, list(workers.actor.module.state_dict())
+    copy_weights, names = workers.engine._copy, list(workers.models.actor.module.state_dict())
     for version, left_out in enumerate(names):
         with torch.no_grad():
-            for parameter in workers.actor.module.parameters():
+            for parameter in workers.models.actor.module.parameters():
                 parameter.add_(1e-6)
 
         def without(weights, values, left_out=left_out):

@@ -100,9 +100,9 @@ def test_any_stale_weight_of_a_run_is_noticed(engine, model, monkeypatch):
     config = cluster_config(model, *local, "actor_rollout_ref.actor.use_kl_loss=False")
     workers = LocalWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
     load, unnoticed = engine.load, []
-    for number, left_out in enumerate(workers.actor.module.state_dict()):
+    for number, left_out in enumerate(workers.models.actor.module.state_dict()):
         with torch.no_grad():
-            for parameter in workers.actor.module.parameters():
+            for parameter in workers.models.actor.module.parameters():
                 parameter.mul_(1.01 + number / 100)
 
         def without(bucket, left_out=left_out):

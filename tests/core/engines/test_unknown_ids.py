@@ -16,6 +16,7 @@ from core.types import Prompt, ScoredGroup
 from reward_scores.score import Score
 from tests.core.engine_contract import HELLO, ask, sample_all
 from tests.core.ray_cluster import cluster_config, write_model
+from tests.optimizer_steps import update_actor
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 CPU, SPARE = torch.device("cpu"), 60
@@ -55,9 +56,9 @@ def test_they_are_never_sampled_and_have_no_probability_anywhere(padded, engine)
         found = log_probs[batch.response_mask].numpy()
         np.testing.assert_allclose(found, np.concatenate([t.logprobs for t in plain]), atol=1e-4)
         assert torch.isfinite(entropy).all() and entropy.max() <= np.log(VOCAB_SIZE)
-        head = one.actor.module.get_output_embeddings().weight
+        head = one.models.actor.module.get_output_embeddings().weight
         before = head.detach().clone()
-        one.update_actor(batch.adding(advantages=torch.ones_like(log_probs)), 1.0)
+        update_actor(one, batch.adding(advantages=torch.ones_like(log_probs)))
         moved = (head.detach() - before)[VOCAB_SIZE:].abs().max()
         assert moved < 1e-3 < (head.detach() - before)[:VOCAB_SIZE].abs().max()  # weight decay alone
     finally:

@@ -127,7 +127,7 @@ def workers(model):
 def train(workers: LocalWorkers, seed: int = 0) -> None:
     """Every weight moves."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in workers.actor.module.parameters():
+    for parameter in workers.models.actor.module.parameters():
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
@@ -138,7 +138,7 @@ def test_every_sync_brings_every_weight_into_a_copy_of_the_engine_s(workers):
     for trajectory in sample_all(workers.engine, [ask((50 + i // 4, 60), seed=i, max_tokens=20) for i in range(16)]):
         assert trajectory.policy_version == 2
         with torch.no_grad():
-            logits = workers.actor.module(torch.tensor([[*trajectory.prompt_ids, *ids(trajectory)]])).logits[0]
+            logits = workers.models.actor.module(torch.tensor([[*trajectory.prompt_ids, *ids(trajectory)]])).logits[0]
         expected = logits[len(trajectory.prompt_ids) - 1 : -1].log_softmax(-1)
         expected = expected.gather(-1, torch.tensor(ids(trajectory))[:, None])[:, 0]
         np.testing.assert_allclose(trajectory.logprobs, expected.numpy(), atol=1e-4)
@@ -160,7 +160,7 @@ def leaving_out(bucket, names):
 def test_any_stale_weight_is_noticed(workers, monkeypatch):
     """One weight of each sync is left out, in turn; the head that is the embedding, under its own name alone too."""
     tied = ("model.embed_tokens.weight", "lm_head.weight")
-    names = [(name,) for name in workers.actor.module.state_dict() if name not in tied]
+    names = [(name,) for name in workers.models.actor.module.state_dict() if name not in tied]
     send, unnoticed = workers.engine.llm.collective_rpc, []
     for number, left_out in enumerate([*names, tied, tied[1:]]):
         train(workers, number)

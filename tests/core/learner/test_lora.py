@@ -19,6 +19,7 @@ from core.learner.passes import BasePolicy
 from core.ray_trainer import RayPPOTrainer
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
 from tests.faults.tiny_run import command, prepare
+from tests.optimizer_steps import update_actor, update_critic
 from tests.tiny import tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -79,37 +80,40 @@ def test_an_update_moves_what_trains_alone_and_the_reference_stays(folders, adap
     """The reference of adapters is the base itself; that of all weights is a copy, without which the KL stays 0."""
     made = config(folders["qwen2"]) if adapters else cluster_config(folders["qwen2"])
     one, batch = LocalWorkers(made, tiny_tokenizer(), CPU, needs_ref=True, needs_critic=False), mixed_batch()
-    ref = one.frozen["ref"]
-    assert isinstance(ref, BasePolicy) == adapters == (ref.module is one.actor.module)
-    started = {key: value.clone() for key, value in one.actor.module.named_parameters()}
+    ref = one.models.frozen["ref"]
+    assert isinstance(ref, BasePolicy) == adapters == (ref.module is one.models.actor.module)
+    started = {key: value.clone() for key, value in one.models.actor.module.named_parameters()}
     first = one.compute_log_probs(batch)[0]
     assert torch.equal(one.compute_ref_log_prob(batch), first)
     for _ in range(3):
-        metrics = one.update_actor(batch, 1.0)
+        metrics = update_actor(one, batch)
     assert metrics["actor/grad_norm"] > 0
-    now = dict(one.actor.module.named_parameters())
+    now = dict(one.models.actor.module.named_parameters())
     moved = {key for key, value in started.items() if not torch.equal(value, now[key])}
     assert moved == {key for key, value in now.items() if value.requires_grad}
     assert torch.equal(one.compute_ref_log_prob(batch), first)
     assert not torch.allclose(one.compute_log_probs(batch)[0], first, atol=1e-2)
-    assert len(one.actor.stepper.optimizer.state_dict()["state"]) == len(moved)
+    assert len(one.models.actor.stepper.optimizer.state_dict()["state"]) == len(moved)
 
 
 def test_the_engine_gets_the_merged_model(folders):
     one = workers(folders["tied"])
     for version in (1, 2):
-        one.update_actor(mixed_batch(), 1.0)
+        update_actor(one, mixed_batch())
         assert one.sync_weights(version)["rollout_corr/probe_diff"] < 1e-5
-    names = {name for name, _ in merged_weights(one.actor.module)}
+    names = {name for name, _ in merged_weights(one.models.actor.module)}
     assert names == set(load_policy(config(folders["tied"]).actor_rollout_ref.model).state_dict())
 
 
 def test_a_checkpoint_is_adapters_and_optimizer_and_goes_on_to_the_bit(folders, tmp_path):
     batch, straight = mixed_batch(), workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True)
     for _ in range(2):
-        straight.update_critic(batch, 1.0), straight.update_actor(batch, 1.0)
+        (
+            update_critic(straight, batch),
+            update_actor(straight, batch),
+        )
     straight.save(tmp_path)
-    for part, base in (("actor", straight.actor), ("critic", straight.critic)):
+    for part, base in (("actor", straight.models.actor), ("critic", straight.models.critic)):
         assert not (tmp_path / part / "model.safetensors").exists()
         stored = load_file(tmp_path / part / "adapter_model.safetensors")
         assert sum(v.numel() for v in stored.values()) == sum(v.numel() for v in trained_weights(base.module).values())
@@ -117,24 +121,27 @@ def test_a_checkpoint_is_adapters_and_optimizer_and_goes_on_to_the_bit(folders, 
     resumed = workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True)
     resumed.load(tmp_path)
     for one in (straight, resumed):
-        one.found = one.update_critic(batch, 1.0), one.update_actor(batch, 1.0)
+        one.found = (
+            update_critic(one, batch),
+            update_actor(one, batch),
+        )
     assert straight.found == resumed.found
-    for one, other in ((straight.actor, resumed.actor), (straight.critic, resumed.critic)):
+    for one, other in ((straight.models.actor, resumed.models.actor), (straight.models.critic, resumed.models.critic)):
         weights = dict(other.module.named_parameters())
         assert all(torch.equal(value, weights[key]) for key, value in one.module.named_parameters())
 
 
 def test_a_critic_trains_its_adapters_and_its_new_head(folders):
     one, batch = workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True), mixed_batch()
-    names = {key.split(".")[-3] if "lora" in key else key for key in trained_weights(one.critic.module)}
+    names = {key.split(".")[-3] if "lora" in key else key for key in trained_weights(one.models.critic.module)}
     assert names == {"lora_A", "lora_B", "score.weight", "score.bias"}
     before = one.compute_values(batch)
-    one.update_critic(batch, 1.0)
+    update_critic(one, batch)
     assert not torch.allclose(one.compute_values(batch), before, atol=1e-3)
-    merged = dict(merged_weights(one.critic.module))
+    merged = dict(merged_weights(one.models.critic.module))
     plain = load_critic(config(folders["qwen2"]).critic.model, seed=1)
     plain.load_state_dict(merged)
-    torch.testing.assert_close(logits(plain), logits(one.critic.module), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(plain), logits(one.models.critic.module), rtol=1e-4, atol=1e-5)
 
 
 def test_target_modules_are_named_as_in_peft_and_another_rank_is_refused(folders, tmp_path):

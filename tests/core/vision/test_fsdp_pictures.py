@@ -42,9 +42,9 @@ def test_gradients_of_two_ranks_are_those_of_one(tmp_path):
     found = on_ranks(2, tmp_path, jobs)
     for name, (part, keys) in cases.items():
         one = LocalWorkers(config[name], None, torch.device("cpu"), needs_ref=False, needs_critic=False)
-        one.actor.mismatch = MetricSums()
+        one.models.actor.mismatch = MetricSums()
         (step,) = mini_batches(part, prompts=8, scale_factor=24.0)
-        one.actor.accumulate(step, MetricSums())
-        expected = {key: p.grad for key, p in one.actor.module.named_parameters() if p.requires_grad}
+        one.models.actor.accumulate(step, MetricSums())
+        expected = {key: p.grad for key, p in one.models.actor.module.named_parameters() if p.requires_grad}
         assert any("visual" in key for key in expected) == (FROZEN not in keys)
         assert distance(getattr(found, name)["grads"], expected) < 1e-5, name

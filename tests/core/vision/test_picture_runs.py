@@ -46,7 +46,7 @@ def trained(files: Path, run: Path, *overrides: str, steps: int = 4) -> dict[str
     texts = command(files, "grpo", steps, "trainer.logger=[]", "data.max_prompt_length=96", *overrides)(run)[3:]
     trainer = RayPPOTrainer(compose("grpo", texts)).init_workers()
     trainer.fit()
-    return {name: value.clone() for name, value in trainer.workers.actor.module.state_dict().items()}
+    return {name: value.clone() for name, value in trainer.workers.models.actor.module.state_dict().items()}
 
 
 def lines(run: Path) -> list[dict]:
