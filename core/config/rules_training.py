@@ -16,6 +16,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS, CORRECTION = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction"
 ULYSSES, LAYERS = "ulysses_sequence_parallel_size", "tensor_model_parallel_size"
 VAL, JUDGE = f"{ROLLOUT}.val_kwargs", "reward_model.judge"
+VLLM_TEMPERATURES = (0.01, 2.0)  # vllm.SamplingParams raises what is lower, and refuses what is higher
 
 
 def schedules_have_an_end(c: View) -> Broken:
@@ -152,6 +153,15 @@ def training_samples_the_policy(c: View) -> Broken:
 # --- where it runs, and who plays episodes ---
 
 
+def vllm_draws_at_the_temperature(c: View) -> Broken:
+    low, high = VLLM_TEMPERATURES
+    for key, section in ((ROLLOUT, c.rollout), (VAL, c.val)):
+        samples = c.needs_engine and c.rollout.name == "vllm" and section.do_sample
+        if samples and section.temperature and not low <= section.temperature <= high:
+            rule = f"vLLM samples at {low:g} to {high:g}: it raises what is lower, and refuses what is higher"
+            yield f"{key}.temperature", rule, f"set one of these, or {ROLLOUT}.name=hf"
+
+
 def places_fit(c: View) -> Broken:
     local = c.trainer.backend == "local"
     for name in ("nnodes", "n_gpus_per_node"):
@@ -234,6 +244,7 @@ def what_engines_change(c: View) -> Broken:
 PROBLEMS = (
     *(schedules_have_an_end, the_critic, batches_are_whole, parts_divide_ranks),
     *(passes_hold_a_sequence, episodes_fit, answers_are_compared, rollout_correction_fits, staleness_and_resuming),
-    *(training_samples_the_policy, places_fit, who_plays_episodes, who_grades),
+    *(training_samples_the_policy, vllm_draws_at_the_temperature, places_fit),
+    *(who_plays_episodes, who_grades),
 )
 WARNINGS = (the_kl_is_penalised_twice, greedy_answers_are_alike, what_engines_change)

@@ -8,6 +8,7 @@ consumers alone decide the order of everything, and a replay repeats it to the b
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from core.engines.sampling import StopRule
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, check_weights, held_weights
 from core.learner.models import positions
 from core.types import Segment, Stop, Trajectory
+
+log = logging.getLogger(__name__)
 
 SETTLED_TURNS = 32  # turns of the event loop after scores from elsewhere came: more than all their effects can take
 TURNS = 4  # turns after a sample ended: its consumer, and those that it wakes, may request more
@@ -152,6 +155,7 @@ class InProcessEngine(Engine):
 
     def __init__(self, tokenizer: Any, model: nn.Module, device: torch.device, max_length: int = sys.maxsize):
         super().__init__(tokenizer, model, device, max_length)
+        self._requests: dict[Row, None] = {}  # of all consumers that wait, in the order of their arrival
         self._waiting: list[Row] = []
         self._task: asyncio.Task | None = None
 
@@ -164,7 +168,11 @@ class InProcessEngine(Engine):
             self._task = loop.create_task(self._decode())
         row.future = loop.create_future()
         self._waiting.append(row)
-        return await row.future
+        self._requests[row] = None
+        try:
+            return await row.future
+        finally:
+            del self._requests[row]
 
     async def _decode(self) -> None:
         task, turns = asyncio.current_task(), TURNS
@@ -182,10 +190,10 @@ class InProcessEngine(Engine):
                     row.future.set_result(row.trajectory())
                 turns = TURNS if finished else 1
         except Exception as error:
-            waiting = _awaited(self._running() + self._waiting)
-            for row in waiting:
+            live = self._live()
+            for row in live:
                 row.future.set_exception(error)
-            if not waiting:  # nobody awaits an answer: the fault must not end here unseen
+            if not live:  # nobody awaits an answer: the fault must not end here unseen
                 raise
         finally:
             if self._task is task:  # else another event loop has taken over
@@ -206,14 +214,17 @@ class InProcessEngine(Engine):
         return live
 
     def _live(self) -> list[Row]:
-        return [row for row in _awaited(self._running() + self._waiting) if not row.future.get_loop().is_closed()]
+        return [row for row in _awaited(list(self._requests)) if not row.future.get_loop().is_closed()]
 
     def _drop_all(self) -> None:
         for row in self._live():
             row.future.cancel()
         self._waiting = []
-        self._drop(list(self._running()))
         self._task = None
+        try:
+            self._drop(list(self._running()))
+        except Exception:  # of an engine that failed before: its first fault is the reason to show
+            log.warning("requests could not be aborted", exc_info=True)
 
     def _cancel_all(self) -> None:
         task = self._task
