@@ -35,55 +35,25 @@ def _scorer(module: ModuleType) -> Scorer:
     return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check, libraries, note)
 
 
-_MATH, _DAPO, _PRIME, _QA = _scorer(math_reward), _scorer(math_dapo), _scorer(prime_math), _scorer(qa_em)
-_CODE = _scorer(prime_code)
-_SHORT = _scorer(short_answer)
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+_SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 
 # A name that ends in * stands for every data source that starts so.
 SCORERS: dict[str, Scorer] = {
-    "lab/figures": _scorer(hops),
-    "lab/guesses": _scorer(hops),
-    "lab/hops": _scorer(hops),
+    **dict.fromkeys(("lab/figures", "lab/guesses", "lab/hops"), _scorer(hops)),
     "lab/knowledge*": _scorer(knowledge),
-    "lab/sums": _scorer(gsm8k),
+    **dict.fromkeys(("lab/sums", "openai/gsm8k"), _scorer(gsm8k)),
     "real/instructions": _scorer(instructions),
-    "real/passages": _SHORT,
-    "real/arithmetic": _SHORT,
-    "real/search": _QA,
+    **dict.fromkeys(("real/passages", "real/arithmetic"), _scorer(short_answer)),
     "control/random_reward": _scorer(random_reward),
-    "openai/gsm8k": _scorer(gsm8k),
-    "lighteval/MATH": _MATH,
-    "DigitalLearningGmbH/MATH-lighteval": _MATH,
-    "HuggingFaceH4/MATH-500": _MATH,
-    "math": _DAPO,
-    "math_dapo": _DAPO,
-    "math_dapo_reasoning": _DAPO,
-    "aime*": _DAPO,
-    "numina_aops_forum": _PRIME,
-    "numina_synthetic_math": _PRIME,
-    "numina_amc_aime": _PRIME,
-    "numina_synthetic_amc": _PRIME,
-    "numina_cn_k12": _PRIME,
-    "numina_olympiads": _PRIME,
-    "codecontests": _CODE,
-    "apps": _CODE,
-    "codeforces": _CODE,
-    "taco": _CODE,
+    **dict.fromkeys(
+        ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), _scorer(math_reward)
+    ),
+    **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning", "aime*"), _scorer(math_dapo)),
+    **dict.fromkeys((f"numina_{name}" for name in _NUMINA), _scorer(prime_math)),
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _scorer(prime_code)),
     "hiyouga/geometry3k": _scorer(geo3k),
-    "nq": _QA,
-    "triviaqa": _QA,
-    "popqa": _QA,
-    "hotpotqa": _QA,
-    "2wikimultihopqa": _QA,
-    "musique": _QA,
-    "bamboogle": _QA,
-    "searchR1_nq": _QA,
-    "searchR1_triviaqa": _QA,
-    "searchR1_popqa": _QA,
-    "searchR1_hotpotqa": _QA,
-    "searchR1_2wikimultihopqa": _QA,
-    "searchR1_musique": _QA,
-    "searchR1_bamboogle": _QA,
+    **dict.fromkeys(("real/search", *_SEARCHED, *(f"searchR1_{name}" for name in _SEARCHED)), _scorer(qa_em)),
     "qa_em_format": _scorer(qa_em_format),
     "countdown": _scorer(countdown),
     "multiply": _scorer(multiply),

@@ -6,7 +6,11 @@ inequalities and unions of intervals. Equality by algebra, which may not end, is
 * A unit may be missing on one side; two units that differ are not equal.
 * A percent sign is a factor of 1/100: 50% is 0.5. Where the other answer is a number above 1 in size, it is also a unit
   that may be missing: 50% is 50, but 0.5% is not 0.5.
-* What stands for the answer in front of ``=`` may be missing on one side (``m+n=42``); ``x^2=42`` is not 42.
+* What stands for the answer in front of ``=`` may be missing on one side. An answer may name more than a gold one does:
+  ``m+n=42`` is right for 42, and 42 is wrong for ``m+n=42``; ``x^2=42`` is not 42. A residue is no congruence.
+* An exact value may have an approximation behind it, and is what counts, unless the other answer is that approximation.
+
+The order of the two matters for this: the answer is first, the gold one second.
 """
 
 from __future__ import annotations
@@ -30,46 +34,88 @@ MAX_DEPTH = 5  # of tuples within tuples
 MAX_UNORDERED = 20  # elements of a set that are matched in any order
 _OPEN, _CLOSE = "([{", ")]}"
 _MATRIX = re.compile(r"[(\[]?\\begin\{([pbvBV]?(?:small)?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}[)\]]?")
+_APPROX = re.compile(r"\\approx(?![a-zA-Z]) ?")
+_NAMES = re.compile(r"^\([a-zA-Z]\w?(?:, ?[a-zA-Z]\w?)+\) ?= ?(?=[(\[{\\])")  # (x,y) = in front of tuples
 # What stands for the answer in front of "=": x, x_1, \theta, area, f(x), f^{-1}(x), \angle ABC, \text{Area}, (x,y)
 _LABEL = re.compile(
     r"(?:\\angle\s*)?(?:(?!\\(?:[dt]?frac|sqrt|pi|infty))\\?[a-zA-Z]\w{0,6}(?:_\{\w+\})?'*(?:\^\{-1\})?(?:\s?\([a-zA-Z]\))?"
     r"|\\(?:text|mathrm|mbox)\{[^{}]*\}|\([a-zA-Z](?:, ?[a-zA-Z])+\))"
 )
+# What is no name of a gold value: 12 is no answer to xy=12, nor 1 to \sin(x)=1; AB is a segment, area a word
+_NO_NAME = re.compile(
+    r"(?!sum|age)[a-z]{2,3}|abcde?f?|wxyz|[a-zA-Z]\d+[a-zA-Z]\w*|\w+_\w+_\w+|\\?(?:sin|cos|tan|cot|sec|csc|ln|log|exp)\W.*"
+)
+_SEGMENT = re.compile(r"\\overline ?\{?[A-Z]{2}\}?|\|[A-Z]{2}\||m ?\\angle ?\{?[A-Z]{1,3}\}?|\\#\(?\w+\)?")
+_WORKED_OUT = re.compile(
+    r"\\?(?:lim|int|sum|prod|b?mod|max|min|gcd|lcm|det|Pr|sup|inf|operatorname|begin|angle)(?![a-z])"
+)
 _CALL = re.compile(r"[a-zA-Z]\w?'*(?:\^\{-1\})?\s?\([\w =<>]+\)")
-_RELATION = re.compile(r"\\([lg])(eq?|eqslant|t)(?![a-zA-Z])|(\\equiv(?![a-zA-Z])|<=|>=|[<>=])")
+_RELATION = re.compile(r"\\([lg])(eq?|eqslant|t)(?![a-zA-Z])|(\\(?:equiv|ne)(?![a-zA-Z])|<=|>=|[<>=])")
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
-_OR = re.compile(r"\\(?:cup|lor)(?![a-zA-Z])|\\(?:text|mbox|mathrm)\{\s*(?:or|and)\s*\}|(?<= )(?:or|and)(?= )")
+_OR = re.compile(
+    r"\\(?:cup|lor)(?![a-zA-Z])|\\(?:text\w*|mbox|mathrm)\{\s*(?:or|and)\s*\}|(?<=[ )\]}])(?:or|and)(?=[ (\[\\])|;"
+)
 
 Parts = tuple[str, list[str], str]  # brackets around elements; the elements have an order unless the first is in _SETS
-_SETS = {"": "", "{": "", "union": "union", "and": "and"}  # kinds that may equal each other: 1, 2 is {1, 2}
+_SETS = {"": "", "{": "", "union": "", "and": "and"}  # kinds that may equal each other: 1, 2 is {1, 2}
 
 
-def equivalent(one: str, other: str) -> bool:
-    """Return whether two answers are equal as text, numbers, formulas, or part by part.
+def equivalent(answer: str, gold: str) -> bool:
+    """Return whether an answer equals the gold one as text, number, formula, or part by part.
 
     What is nothing but layout equals nothing.
     """
-    one, other = normal(one), normal(other)
+    one, other = normal(answer), normal(gold)
     if not re.search(r"\w", one) or not re.search(r"\w", other) or max(len(one), len(other)) > MAX_CHARS:
         return one == other and bool(re.search(r"\w", one))
+    if choice(other, alone=True):
+        one = re.sub(r"^\(([a-j])\)$", lambda found: found[0].upper(), one)
     if choice(one, alone=True) or choice(other, alone=True):
         return one == other or choice(one) == choice(other)
     (one, modulus), (other, modulus_too) = split_modulus(one), split_modulus(other)
-    if modulus and modulus_too and modulus != modulus_too:
+    if modulus_too and modulus != modulus_too:
         return False
-    return _same(number_of_base(one), number_of_base(other), 0)
+    if modulus and modulus_too and _same_residue(one, other, modulus):
+        return True
+    golds = _readings(number_of_base(other))
+    return any(_same(each, wanted, 0) for each in _readings(number_of_base(one)) for wanted in golds)
+
+
+def _readings(text: str) -> list[str]:
+    r"""Return the text, or the exact value in front of ``\approx`` and what follows it where that rounds the value."""
+    exact, *rounded = _split(text, _APPROX, empty=True) or [text]
+    if not rounded:
+        return [text]
+    value = _relation(exact)[0][-1]
+    if not exact or _LABEL.fullmatch(value):
+        return [rounded[-1]]
+    sizes = [_by_value(lambda one, _: number(one), side, "") for side in (value, rounded[-1])]
+    digits = re.search(r"\.(\d+)", rounded[-1])
+    step = 10.0 ** -len(digits[1] if digits else "")
+    close = None not in sizes and abs(sizes[0] - sizes[1]) < step
+    return [exact, rounded[-1]] if close else [exact]
+
+
+def _same_residue(one: str, other: str, modulus: str) -> bool:
+    """Compare two whole numbers, each alone or behind one name and a sign of congruence."""
+    residues = [re.fullmatch(r"(?:[a-zA-Z] ?(?:\\equiv|=) ?)?(-?\d{1,30})", side) for side in (one, other)]
+    if None in residues or not re.fullmatch(r"[1-9]\d{0,30}", modulus):
+        return False
+    return (int(residues[0][1]) - int(residues[1][1])) % int(modulus) == 0
 
 
 def cleaned(answer: str) -> str:
-    """Return the answer without layout, unit and words that do not change its value, nor ``x =``."""
+    """Return the answer without layout, words that do not change its value, and ``x =``; its unit in one spelling."""
     text = normal(answer)
     if len(text) > MAX_CHARS:
         return text
-    value, unit = split_unit(split_modulus(text)[0])
+    text, modulus = split_modulus(text)
+    value, unit = split_unit(text)
     sides, operators = _relation(value)
     if operators == ["="] and _is_label(sides[0], sides[1]):
         value = sides[1]
-    return value + ("\\%" if unit == "%" else "")
+    value += "\\%" if unit == "%" else f" {unit}" if unit else ""
+    return value + (f" mod {modulus}" if modulus else "")
 
 
 def _same(one: str, other: str, depth: int) -> bool:
@@ -77,6 +123,7 @@ def _same(one: str, other: str, depth: int) -> bool:
         return True
     if depth > MAX_DEPTH:
         return False
+    one, other = _NAMES.sub("", one), _NAMES.sub("", other)
     first, second = _parts(one), _parts(other)
     if first is None or second is None:
         operators = _operators(one), _operators(other)
@@ -85,11 +132,14 @@ def _same(one: str, other: str, depth: int) -> bool:
     if first is not None and second is not None:
         return _same_parts(first, second, depth + 1)
     if first is not None or second is not None:
-        parts, bare = (first, other) if second is None else (second, one)
-        return parts[0] == "{" and len(parts[1]) == 1 and _same(parts[1][0], bare, depth + 1)
+        parts = second if first is None else first
+        if parts[0] != "{" or len(parts[1]) != 1:
+            return False
+        return _same(one, parts[1][0], depth + 1) if first is None else _same(parts[1][0], other, depth + 1)
     (value, unit), (value_too, unit_too) = split_unit(one), split_unit(other)
     if unit and unit_too:
-        return unit == unit_too and _same_values(value, value_too)
+        general = unit[0] == "^" and unit_too.endswith(unit) or unit_too[0] == "^" and unit.endswith(unit_too)
+        return (unit == unit_too or general) and _same_values(value, value_too)  # square units
     if "%" in (unit, unit_too):
         return _same_percent(value, value_too) if unit else _same_percent(value_too, value)
     return _same_values(value, value_too)
@@ -158,11 +208,15 @@ def _parts(text: str) -> Parts | None:
         return _matrix(matrix[1], matrix[2])
     found = _split(text, _OR)
     if found is not None and len(found) > 1:
-        if all(_operators(each) not in ("", "=") or each[:1] in "([" for each in found):
-            return ("and" if "and" in text else "union", found, "")
-        return ("", [item for each in found for item in _split(each) or [each]], "")
+        ordered = [_operators(each) not in ("", "=") for each in found]
+        if all(each[:1] in "([" or less for each, less in zip(found, ordered, strict=True)):
+            return ("and" if "and" in text and any(ordered) else "union", found, "")
+        groups = [_split(each) or [each] for each in found]
+        if any(map(_named, groups)):
+            return ("", [f"({','.join(_named(group) or group)})" for group in groups], "")
+        return ("", [item for group in groups for item in group], "")
     if text[:1] in _OPEN and text[-1:] in _CLOSE and text[:1]:
-        elements = _split(text[1:-1])
+        elements = _split(text[1:-1].replace(";", ","))
         if elements is not None:
             return (text[0], elements, text[-1]) if len(elements) > 1 or text[0] == "{" else None
     elements = _split(text)
@@ -182,8 +236,14 @@ def _matrix(kind: str, body: str) -> Parts:
     return f"{name} {','.join(str(len(row)) for row in rows)}", cells, ""
 
 
-def _split(text: str, separator: re.Pattern[str] = re.compile(",")) -> list[str] | None:
-    """Split at the separators outside every bracket; None where brackets do not match, or an element is empty."""
+def _named(elements: list[str]) -> list[str] | None:
+    """Return the values of ``x=1, y=2`` by their names' order; None for anything else than different letters."""
+    named = dict(found.groups() for each in elements if (found := re.fullmatch(r"([a-zA-Z]) ?= ?([^=]+)", each)))
+    return [named[name] for name in sorted(named)] if len(named) == len(elements) > 1 else None
+
+
+def _split(text: str, separator: re.Pattern[str] = re.compile(","), empty: bool = False) -> list[str] | None:
+    """Split at the separators outside every bracket; None where brackets do not match, or an element is ``empty``."""
     places = {found.start(): found.end() for found in separator.finditer(text)}
     depth, elements, start = 0, [], 0
     for at, char in enumerate(text):
@@ -194,18 +254,25 @@ def _split(text: str, separator: re.Pattern[str] = re.compile(",")) -> list[str]
             elements.append(text[start:at].strip())
             start = places[at]
     elements.append(text[start:].strip())
-    return elements if depth == 0 and all(elements) else None
+    return elements if depth == 0 and (empty or all(elements)) else None
 
 
 def _same_parts(one: Parts, other: Parts, depth: int) -> bool:
     (opened, first, closed), (opened_too, second, closed_too) = one, other
+    if opened == "" and opened_too == "(" or opened == "(" and opened_too == "":  # x=1, y=2 and (1,2)
+        first, second = ((_named(side) or side) for side in (first, second))
+        return (
+            len(first) == len(second)
+            and (first, second) != (one[1], other[1])
+            and _same_parts(("(", first, ")"), ("(", second, ")"), depth)
+        )
     unordered = opened in _SETS
     if unordered:
         same_kind = _SETS[opened] == _SETS.get(opened_too)
     else:
         same_kind = (opened, closed) == (opened_too, closed_too)
-    first = list(dict.fromkeys(map(_squeezed, first))) if opened == "{" else first  # a set holds an element once
-    second = list(dict.fromkeys(map(_squeezed, second))) if opened_too == "{" else second
+    if unordered:
+        first, second = _without_copies(opened, first), _without_copies(opened_too, second)
     if not same_kind or len(first) != len(second):
         return False
     if not unordered or len(first) > MAX_UNORDERED:
@@ -219,6 +286,12 @@ def _same_parts(one: Parts, other: Parts, depth: int) -> bool:
     return True
 
 
+def _without_copies(opened: str, elements: list[str]) -> list[str]:
+    """Return a set's elements, or the tuples of a list, each once: as solutions of a problem, twice is once."""
+    once = opened == "{" or (opened == "" and all(each[:1] == "(" for each in elements))
+    return list(dict.fromkeys(map(_squeezed, elements))) if once else elements
+
+
 # --- relations: equations and inequalities ---
 
 
@@ -229,7 +302,7 @@ def _relation(text: str) -> tuple[list[str], list[str]]:
         return [text], []
     found = [each for each in _RELATION.finditer(text) if _depth(text[: each.start()]) == 0]
     signs = [each[3] or ("<" if each[1] == "l" else ">") + ("" if each[2] == "t" else "=") for each in found]
-    return sides, ["=" if sign == "\\equiv" else sign for sign in signs]
+    return sides, [{"\\equiv": "=", "\\ne": "!="}.get(sign, sign) for sign in signs]
 
 
 def _depth(text: str) -> int:
@@ -247,7 +320,7 @@ def _is_label(text: str, value: str) -> bool:
 
     ``x^2=42``, ``2x=42`` and ``x+1=42`` are equations to solve. What names more than one letter does so for a number.
     """
-    if _LABEL.fullmatch(text):
+    if _LABEL.fullmatch(text) or _WORKED_OUT.search(text):
         return True
     if re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", value)):
         return False
@@ -258,18 +331,32 @@ def _is_label(text: str, value: str) -> bool:
     return bool(_CALL.fullmatch(text)) or bool(several and not re.search(r"\d", named))
 
 
+def _names_one_value(text: str) -> bool:
+    r"""Return whether the left side of a gold equation names its value: x, area, AB, f(2), ``\text{Area}``, x:y."""
+    names = [name.strip() for name in text.split(":")]
+    return all(
+        not _NO_NAME.fullmatch(name)
+        and any(known.fullmatch(name) for known in (_CALL, _LABEL, _SEGMENT))
+        or _WORKED_OUT.search(name)
+        for name in names
+    )
+
+
 def _same_relations(one: tuple[str, Parts | None, str], other: tuple[str, Parts | None, str], depth: int) -> bool:
     """Compare two answers of which one at least is an equation or inequality."""
     (text, parts, kind), (text_too, parts_too, kind_too) = one, other
     if kind == kind_too == "=":
         return _same_equations(_relation(text)[0], _relation(text_too)[0], depth)
+    if kind and kind_too and "=" in (kind, kind_too):
+        return False
     if "=" in (kind, kind_too):
         sides, bare = (_relation(text)[0], text_too) if kind else (_relation(text_too)[0], text)
         sides = sides[::-1] if _LABEL.fullmatch(sides[-1]) else sides
-        values = sides[1:] if _is_label(sides[0], sides[-1]) else sides
-        values = values[1:] if len(values) > 1 and _LABEL.fullmatch(values[0]) else values  # x = y = 42
+        label = _is_label(sides[0], sides[-1]) if kind else _names_one_value(sides[0])
+        values = sides[1:] if label else sides
+        values = values[1:] if label and len(values) > 1 and _LABEL.fullmatch(values[0]) else values  # x = y = 42
         alike = all(_same(value, values[-1], depth + 1) for value in values[:-1])
-        return not (kind and kind_too) and alike and _same(values[-1], bare, depth + 1)
+        return alike and (_same(values[-1], bare, depth + 1) if kind else _same(bare, values[-1], depth + 1))
     if kind and kind_too:
         return _same_inequalities(_relation(text), _relation(text_too), depth)
     name, interval = _interval(*_relation(text if kind else text_too))
@@ -299,7 +386,8 @@ def _same_inequalities(one: tuple[list[str], list[str]], other: tuple[list[str],
     factor = _by_value(ratio, _difference(one[0]), _difference(other[0]))
     if factor is None or abs(factor.imag) > abs(factor.real) * 1e-9:
         return False
-    return one[1][0] == (other[1][0] if factor.real > 0 else _FLIPPED[other[1][0]])
+    sign = other[1][0]
+    return one[1][0] == (sign if factor.real > 0 else _FLIPPED.get(sign, sign))
 
 
 def _difference(sides: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.equivalence import equivalent
+from reward_scores.final_answer import last_closed_box
 from reward_scores.latex import last_box
-from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
 from reward_scores.score import Score, as_text, graded, no_answer, text_problem
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal

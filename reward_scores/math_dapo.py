@@ -13,17 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.equivalence import cleaned, equivalent
+from reward_scores.final_answer import final_answer
 from reward_scores.latex import last_box
-from reward_scores.math_reward import last_closed_box
 from reward_scores.score import Score, as_text, graded, no_answer, text_problem
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
-from reward_scores.tags import between
 
 PUBLISHED = ("fallback", "minerva_only", "strict_box")
 METHODS = {**dict.fromkeys(PUBLISHED), "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
 INVALID = "[INVALID]"
 WINDOW, BOX_WINDOW = 300, 100  # characters from the end
-_ANSWER = re.compile(r"(?im)(^\W*(?:final )?)?answer[*_ ]*[:\uff1a][*_ ]*(?:\n\s*)?([^\n]*)")
 EXAMPLES = (
     ("So x = 34.\nAnswer: $\\boxed{34}$", "34", 1.0),
     ("\\boxed{34}\nAnswer: \\boxed{35}", "34", 0.0),
@@ -39,7 +37,7 @@ def score(
     if method not in METHODS:
         raise ValueError(f"math_dapo method={method!r}: must be one of {', '.join(METHODS)}")
     if method not in PUBLISHED:
-        answer, equal = _robust_answer(response), equivalent if method == "robust" else math_verify_equal
+        answer, equal = final_answer(response, True), equivalent if method == "robust" else math_verify_equal
         right = answer is not None and equal(answer, ground_truth)
         pred = None if answer is None else cleaned(answer)
     else:
@@ -60,26 +58,6 @@ def verify(text: str, ground_truth: str, method: str) -> tuple[bool, str | None]
     if box is not None or method == "strict_box":
         return box == ground_truth, box
     return normalize_final_answer(ground_truth) == INVALID, INVALID
-
-
-def _robust_answer(response: str) -> str | None:
-    """Return the text after the last ``Answer:`` (one that begins a line, where one does), or the last closed box."""
-    found = [each for each in _ANSWER.finditer(response) if each[2].strip()]
-    at_start = [each for each in found if each[1] is not None]
-    line = (at_start or found)[-1][2] if found else ""
-    line = re.sub(r"(?:<\|[^|<>]*\|>|</answer>|\s)+$", "", line).strip()
-    if line:
-        return last_closed_box(line) or _formula_in(line)
-    tagged = between(response, "answer")
-    return last_closed_box(response) or (tagged[-1].strip() if tagged else None)
-
-
-def _formula_in(line: str) -> str:
-    """Return the last formula of a sentence, and any other line as it is without an article in front."""
-    formulas = list(re.finditer(r"(?<!\\)\$([^$]+)(?<!\\)\$", line))
-    if formulas and re.search(r"[a-zA-Z]{2}", line[: formulas[-1].start()]):
-        return formulas[-1][1]
-    return re.sub(r"(?i)^(?:an?|the)\s+(?=\S*\d)", "", line)
 
 
 # Minerva (Lewkowycz et al., 2022), appendix D.1, with the lists as published: the order matters.

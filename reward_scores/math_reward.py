@@ -1,8 +1,8 @@
 """MATH: the last ``\\boxed{...}``, compared as text after the normalisation of Hendrycks et al. (2021).
 
 ``published`` is verl's ``math_reward``: text equality, no algebra. 1,000 is not 1000, 0.25 is not 1/4, and a last box
-that is not closed loses an earlier one. ``robust`` reads the last box that is closed and compares values;
-``math_verify`` reads the same and compares by the library of that name.
+that is not closed loses an earlier one. ``robust`` reads the last box that is closed, or what is marked as the answer,
+and compares values; ``math_verify`` reads the same and compares by the library of that name.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.equivalence import cleaned, equivalent
+from reward_scores.final_answer import final_answer
 from reward_scores.latex import closing_brace
 from reward_scores.score import Score, as_text, graded, no_answer, text_problem
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
-MAX_BOXES = 20  # from the end, that are looked at for a closed one
 METHODS = {"published": None, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
-_BOXED = re.compile(r"(?:\\b|\x08)oxed\s*(\{|(?<=\s)[^\s${}]+)")  # \x08 is what a text's \b becomes by mistake
-_FRAMED = re.compile(r"\\(?:fbox|framebox)\s*(\{)")
-_JOINED = re.compile(r"\s*\$?\s*(?:,|and|or|, and)\s*\$?\s*")
 EXAMPLES = (
     (r"So the graph has $\boxed{2}$ vertical asymptotes.", "2", 1.0),
     (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1.0),
     (r"\boxed{1}, no: \boxed{\left(3, \frac{\pi}{2}\right)}", r"(3,\frac{\pi}{2})", 1.0),
     (r"\boxed{3}", "2", 0.0),
-    ("The answer is 2.", "2", 0.0),
+    ("It is 2.", "2", 0.0),
 )
 
 
@@ -40,7 +37,7 @@ def score(
     if method not in METHODS:
         raise ValueError(f"math_reward method={method!r}: must be one of {', '.join(METHODS)}")
     if method != "published":
-        answer, equal = last_closed_box(response), equivalent if method == "robust" else math_verify_equal
+        answer, equal = final_answer(response), equivalent if method == "robust" else math_verify_equal
         return no_answer() if answer is None else graded(equal(answer, as_text(ground_truth)), cleaned(answer))
     answer = unbox(last_box(response))
     if answer is None:
@@ -59,29 +56,6 @@ def last_box(text: str) -> str | None:
         return None
     end = closing_brace(text, start)
     return None if end is None else text[start : end + 1]
-
-
-def last_closed_box(text: str) -> str | None:
-    r"""Return the content of the last closed ``\boxed{...}`` that is not empty, or the word after ``\boxed ``.
-
-    ``\fbox`` and ``\framebox`` count where there is no ``\boxed``. Boxes that only a comma or a word like "and" joins
-    are one list.
-    """
-    return _last_of(_BOXED, text) or _last_of(_FRAMED, text)
-
-
-def _last_of(opening: re.Pattern[str], text: str) -> str | None:
-    found, start = None, 0
-    for box in list(opening.finditer(text))[: -MAX_BOXES - 1 : -1]:
-        end = closing_brace(text, box.start(1)) if box[1] == "{" else box.end(1) - 1
-        content = (text[box.end() : end] if box[1] == "{" else box[1]) if end is not None else ""
-        if found is not None:
-            if end is None or not content.strip() or not _JOINED.fullmatch(text[end + 1 : start]):
-                return found
-            found, start = f"{content}, {found}", box.start()
-        elif content.strip():
-            found, start = content, box.start()
-    return found
 
 
 def unbox(box: str | None) -> str | None:

@@ -10,78 +10,102 @@ import re
 from reward_scores.typography import to_latex
 
 MAX_CHARS = 2000  # longer answers are compared as they stand
-_TEXT = r"\\(?:text|mbox|mathrm|textrm|textbf|textit|mathbf|operatorname)"
+_TEXT = r"\\(?:text(?:normal|rm|bf|it|sf|tt|up)?|[mh]box|math(?:rm|bf|it|sf)|operatorname|emph)"
 _WORD_AND = rf"(?:{_TEXT}\{{\s*,?\s*(?:and|or)\s*\}}|(?<=[\s\d}})])(?:and|or)(?=\s))"
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{\\?,\}(?: |\\[!,; ])*|, ?\\! ?)(?=\d{3}(?!\d))")
 _LAYOUT = re.compile(
-    r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\{,\}(?=\d{3})|[$`~]|\\[()\[\]](?!\d*pt)"
+    r"\\(?:left|right|middle|displaystyle|textstyle|limits|[bB]igg?[lrm]?|[lL]arge|bf|rm|it)(?![a-zA-Z])"
+    r"|(?<!\\)\\(?:[!,;: ]|q?quad)|[$`~]|\\[()\[\]](?!\d*pt)|\\(?:tag|hspace|phantom)\*? ?\{[^{}]*\}"
     r"|(?<![\w)}\]])\*\*|\*\*(?![\w(\\{.+-])|\\\\$"
 )
 _DECORATED = re.compile(
-    r"\\(?:vec|overrightarrow|bm|boldsymbol|(?:text)?color\{\w+\})(?![a-zA-Z]) ?(?:\{([^{}]*)\}|(\w))"
+    r"\\(?:vec|overrightarrow|underline|bm|boldsymbol|(?:text)?color\{\w+\})(?![a-zA-Z]) ?(?:\{([^{}]*)\}|(\w))"
 )
-_PERCENT = re.compile(rf"\s*(?:\\?%|{_TEXT}\{{\s*(?:per ?cent|\\?%)\s*\}}|(?<=\d) per ?cent\b)")
-_MEMBER = re.compile(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?")  # x \in (1,2) is (1,2)
+_PER_CENT = r"(?:per ?cent(?:age)?(?: points?)?|pct\.?)"
+_PERCENT = re.compile(rf"\s*(?:\\?%|{_TEXT}\{{\s*(?:{_PER_CENT}|\\?%)\s*\}}|(?<=\d) {_PER_CENT}(?!\w))")
+_MEMBER = re.compile(r"^(?:[a-zA-Z]|\([a-zA-Z](?:, ?[a-zA-Z])+\)) ?\\in(?![a-zA-Z]) ?")  # x \in (1,2) is (1,2)
+_ABOUT = re.compile(
+    rf"^(?:{_TEXT}\{{)?\s*(?:approximately|approx\.?|about|roughly|around)\s*\}}?\s*(?=[-\d.\\$])", re.I
+)
+_INFINITY = re.compile(rf"{_TEXT}\{{\s*infinity\s*\}}|(?<![a-zA-Z\\])(?:[iI]nfinity|inf)(?![a-zA-Z])")
+_STACKED = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}")  # {1 \over 2}
+_CASES = re.compile(r"\\begin\{cases\}([^&]*?)(?:\\\\)?\s*\\end\{cases\}")
+_REALS = re.compile(r"(?:all|the set of(?: all)?)?\s*real(?: numbers?|s)|\\mathbb\{?R\}?|\\mathbb R|\\R", re.I)
 _DESCRIBED = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|\\vert|\||:) ?(.*)\\\}")  # { x : x < 3 } is x < 3
 _FOR_ALL = re.compile(rf"\s*,?\s*{_TEXT}\{{\s*,?\s*(?:for (?:all|any|every|some)|where)\b.*$")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar) ?\{?(\d+)\}?")
 _OPEN_INTERVAL = re.compile(r"([\]\[])([^\[\](){}]*,[^\[\](){}]*)([\]\[])")
 _WITHOUT = re.compile(r"(?:\\mathbb ?\{?R\}?|\(-\\infty, ?\\infty\)) ?\\(?:setminus|backslash) ?\\\{([-\d., ]+)\\\}")
 _SPELLINGS = {
-    "varnothing": "\\emptyset",
-    "dots": "\\ldots",
-    "cdots": "\\ldots",
-    "lvert": "|",
-    "rvert": "|",
-    "vert": "|",
+    "\\emptyset": "varnothing",
+    "\\ldots": "dots cdots dotsc dotsb",
+    "|": "lvert rvert vert",
+    "\\frac": "cfrac dfrac tfrac nicefrac sfrac flatfrac",
+    "\\ne ": "neq",
+    "\\approx ": "simeq approxeq doteq thickapprox",
+    "(": "lparen langle",
+    ")": "rparen rangle",
+    "[": "lbrack",
+    "]": "rbrack",
+    "\\{": "lbrace",
+    "\\}": "rbrace",
+    "\\tan": "tg",
+    "\\cot": "ctg",
+    "\\arctan": "arctg",
+    "\u20ac": "euro texteuro",
+    "\u00a3": "pounds textsterling",
+    "\\$": "textdollar",
+    "^\\circ ": "textdegree",
 }
-_COMMAND = re.compile(rf"\\({'|'.join(_SPELLINGS)})(?![a-zA-Z])")
+_SPELLED = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
+_COMMAND = re.compile(rf"\\({'|'.join(_SPELLED)})(?![a-zA-Z]) ?")
 _NAMED = {"dne": "does not exist", "no solutions": "no solution", "none": "no solution"}
 
 # --- units ---
 
-_FRONT = re.compile(rf"(-?)\s*(\\\$|[\u20ac\u00a3\u00a5\u20b9]|{_TEXT}\{{\s*(?:\\?\$|USD)\s*\}})\s*(?=[-\d.\\])")
+_SIGNS = "\u20ac\u00a3\u00a5\u20b9\u00a2"
+_FRONT = re.compile(rf"(-?)\s*(\\\$|[{_SIGNS}]|{_TEXT}\{{\s*(?:\\?\$|USD|[{_SIGNS}])\s*\}})\s*(?=[-\d.\\])")
 _SHORT = "mm|cm|dm|km|mg|kg|ml|mL|ft|in|yd|mi|lb|lbs|oz|hr|hrs|sq|am|pm|AM|PM|Hz|kHz|kW|kJ|mph|rad|deg"
 _NOT_UNITS = r"(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi|and|or|mod|inf|infty|infinity|st|nd|rd|th|times|factorial)\b)"
 _POWER = r"(?:\s*\^\{?[23]\}?)?"
 _WORDS = rf"\s{_NOT_UNITS}(?:[a-zA-Z]{{3,}}|{_SHORT}|[mgshLNJWV](?=/|$|\^))(?:[ /][a-zA-Z]+)*{_POWER}"
 _BEHIND = re.compile(
     rf"\s*(?:(?:{_TEXT}\{{\s*{_NOT_UNITS}(?![^{{}}]*=)[^{{}}\d]*(?:\^[23][^{{}}\d]*)?\}}{_POWER}\s*[/\\ ]*)+"
-    rf"|\^\{{?\\circ\}}?\s*(?:{_TEXT}\{{\s*)?[CF]?\}}?|\\degree|\\%|(?<=\d)(?:{_SHORT}){_POWER}|{_WORDS})$"
+    rf"|\^\{{?\\circ\}}?\s*(?:{_TEXT}\{{\s*)?[CF]?\}}?|\\degree|\\%|(?<=\d)(?:{_SHORT}){_POWER}|{_WORDS}"
+    rf"|(?:\\\$|[{_SIGNS}]))$"
 )
+# Names of a unit in one spelling; a plural's s is dropped before
 _UNIT_NAMES = {
-    "dollar": "$",
-    "usd": "$",
-    "cent": "cent",
-    "degree": "deg",
-    "degreescelsius": "degc",
-    "radian": "rad",
-    "inche": "in",
-    "inch": "in",
-    "foot": "ft",
-    "feet": "ft",
-    "yard": "yd",
-    "mile": "mi",
-    "pound": "lb",
-    "lb": "lb",
-    "ounce": "oz",
-    "hour": "h",
-    "hr": "h",
-    "minute": "min",
-    "second": "s",
-    "sec": "s",
-    "day": "day",
-    "meter": "m",
-    "metre": "m",
-    "centimeter": "cm",
-    "millimeter": "mm",
-    "kilometer": "km",
-    "gram": "g",
-    "kilogram": "kg",
-    "liter": "l",
-    "unit": "",
-    "squareunit": "",
-    "cubicunit": "",
-    "sq": "square",
+    name: unit
+    for unit, names in {
+        "$": "dollar usd",
+        "\u20ac": "euro eur",
+        "\u00a3": "gbp",
+        "cent": "cents \u00a2",
+        "deg": "degree",
+        "degc": "degreescelsius degreecelsiu \u00b0c",
+        "rad": "radian",
+        "in": "inche inch",
+        "ft": "foot feet",
+        "yd": "yard",
+        "mi": "mile",
+        "lb": "pound lbs",
+        "oz": "ounce",
+        "h": "hour hr",
+        "min": "minute",
+        "s": "second sec",
+        "m": "meter metre",
+        "cm": "centimeter centimetre",
+        "mm": "millimeter millimetre",
+        "km": "kilometer kilometre",
+        "g": "gram",
+        "kg": "kilogram",
+        "l": "liter litre",
+        "mi/h": "mph",
+        "km/h": "kph kmh",
+        "": "unit",
+    }.items()
+    for name in names.split()
 }
 _WORDS_OF_BASES = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 _BASES = _WORDS_OF_BASES.split()
@@ -93,23 +117,31 @@ def normal(answer: str) -> str:
     """Return the answer in one spelling, with its unit."""
     if len(answer) > MAX_CHARS:
         return answer.strip()
-    text = to_latex(answer).replace("\\\\%", "\\%")
+    text = _THOUSANDS.sub("", to_latex(answer).replace("\\\\%", "\\%").replace("!=", "\\ne "))
     text = re.sub(r"\\\\(?=text|mathrm|frac|dfrac|sqrt)", r"\\", text)
     text = text.replace("\\$", "\ue000")  # the sign of a currency is no border of mathematics
-    text = _LAYOUT.sub(lambda found: " " if found[0] in ("\\ ", "\\,", "\\;", "\\:", "~") else "", text)
-    text = _COMMAND.sub(lambda found: _SPELLINGS[found[1]], text.replace("\ue000", "\\$")).strip()
+    spaces = ("\\ ", "\\,", "\\;", "\\:", "~", "\\quad", "\\qquad")
+    text = _LAYOUT.sub(lambda found: " " if found[0] in spaces else "", text)
+    text = _COMMAND.sub(lambda found: _SPELLED[found[1]], text.replace("\ue000", "\\$")).strip()
     text = _DECORATED.sub(lambda found: found[1] or found[2] or "", text)
     text = re.sub(r"(\.\d+)\s*\.{3}", r"\1\\ldots", text)  # 0.333... is not 0.333
-    while text.endswith(".") and text.rstrip(".").rstrip():
+    while text.endswith((".", ",")) and text.rstrip(".,").rstrip():
         text = text[:-1].rstrip()
-    text = re.sub(rf"{_TEXT}\{{\s*(?=[-\d.]+\s+[a-zA-Z])([^{{}}]*)\}}", r"\1", text)  # \text{5 apples}
+    text = re.sub(rf"{_TEXT}\{{\s*(?=[-\d.,]+(?:\s+[a-zA-Z]|\s*\}}))([^{{}}]*)\}}", r"\1", text)  # \text{5 apples}
+    text = _ABOUT.sub(r"\\approx ", _INFINITY.sub(r"\\infty ", text))
+    text = _STACKED.sub(
+        lambda found: f"\\{'frac' if found[2] == 'over' else 'binom'}{{{found[1]}}}{{{found[3]}}}", text
+    )
+    text = _CASES.sub(lambda found: found[1].replace("\\\\", ","), text).rpartition("\\implies")[2].strip()
     text = _SCALE.sub(lambda found: f"\\times 10^{_SCALES[found[1]]}", _PERCENT.sub(r"\\%", text))
     text = re.sub(r"([\^_])\{([^\W_])\}(?!\w)", r"\1\2", text)
     text = re.sub(r"(?<![\w)}\]])\+\s*(?=\\infty)", "", text)
     text = re.sub(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])", lambda found: found[0].replace(" ", ""), text)
     text = _REPEATING.sub(_fraction, _MEMBER.sub("", _FOR_ALL.sub("", text)))
-    text = re.sub(rf",\s*(?={_WORD_AND})", " ", text).replace(";", ",")
+    text = re.sub(rf",\s*(?={_WORD_AND})", " ", text)
     text = re.sub(r"\\\{\s*\\\}", r"\\emptyset", text)
+    if _REALS.fullmatch(plain_words(text)):
+        return "(-\\infty,\\infty)"
     if (described := _DESCRIBED.fullmatch(text)) is not None:
         text = described[1]
     if (interval := _OPEN_INTERVAL.fullmatch(text)) is not None:
@@ -156,15 +188,17 @@ def _unit_name(text: str) -> str:
     name = re.sub(r"[\s{}\\]|\btext|mathrm|mbox", "", plain_words(text)).replace("^circ", "deg")
     if name in ("%", "degree"):
         return {"degree": "deg"}.get(name, name)
-    letters, power = re.match(r"(.*?)(\^[23])?$", name).groups()
-    singular = letters.casefold()
-    singular = singular if len(singular) < 3 else singular.removesuffix("s")
-    return _UNIT_NAMES.get(singular, singular) + (power or "")
+    power = "^2" if re.search("sq(?:uare)?|\\^2", name) else "^3" if re.search("cu(?:bic)|\\^3", name) else ""
+    parts = re.split("/|per", re.sub("square[ds]?|sq\\.?|cubi?c|cubed|\\^[23]", "", name.casefold()))
+    singular = [part if len(part) < 3 else part.removesuffix("s") for part in parts]
+    return "/".join(_UNIT_NAMES.get(part, part) for part in singular) + power
 
 
 def split_modulus(text: str) -> tuple[str, str]:
     r"""Return a value and what it is taken modulo: ``42 \pmod{100}``."""
-    found = re.search(r"\s*,?\s*(?:\\pmod|\(?\\?b?mod(?![a-z]))\s*\{?(\w+)\}?\)?$", text)
+    found = re.search(
+        r"\s*,?\s*(?:\\pmod|\(?\s*(?:\\?b?mod(?![a-z])|\\text\{\s*mod(?:ulo)?\s*\}))\s*\{?(\w+)\}?\)?$", text
+    )
     return (text, "") if found is None else (text[: found.start()].strip(), found[1])
 
 

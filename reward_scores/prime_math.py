@@ -2,8 +2,8 @@
 
 Published semantics without its ``eval`` of model output: pi in a number is computed by ``reward_scores.arithmetic``,
 and answers of matrices written as Python lists are not read. It takes 0.01 for 1 and ``1,2`` for 12; ``robust`` and
-``math_verify`` do not, and where there is a closed box they read nothing else. They compare by values, and by the
-library of that name.
+``math_verify`` do not, and where there is a closed box or an ``Answer:`` they read nothing else. They compare by
+values, and by the library of that name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from reward_scores.arithmetic import CannotEvaluate, evaluate
 from reward_scores.equivalence import cleaned, equivalent
+from reward_scores.final_answer import final_answer
 from reward_scores.latex import closing_brace
-from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
 from reward_scores.score import Score, as_text, graded, no_answer, plain, text_problem
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
@@ -43,9 +43,8 @@ def score(
     if method not in METHODS:
         raise ValueError(f"prime_math method={method!r}: must be one of {', '.join(METHODS)}")
     found, answer = match_answer(response)
-    box = last_closed_box(response) if method != "published" else None
-    if box is not None:
-        found, answer = True, box
+    if method != "published" and (marked := final_answer(response)):
+        found, answer = True, marked
     right = _EQUAL[method](answer, str(plain(ground_truth) if method == "published" else as_text(ground_truth)))
     if not right and not found:
         return no_answer()

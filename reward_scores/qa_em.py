@@ -38,10 +38,12 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _TYPOGRAPHIC = str.maketrans(
     {
-        **dict.fromkeys("\u2018\u2019\u201b\u2032\u02bc\u00b4`", "'"),
+        **dict.fromkeys("\u2018\u2019\u201b\u2032\u02bb\u02bc\u00b4`", "'"),
         **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033", '"'),
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
-        **{"\u0130": "I", "\u0131": "i", "\u00f8": "o", "\u00d8": "O", "\u0142": "l", "\u0141": "L"},
+        **dict(zip("\u0130\u0131\u00f8\u00d8\u0142\u0141\u0111\u0110\u00f0\u00d0", "IioOlLdDdD", strict=True)),
+        **{"\u00e6": "ae", "\u00c6": "AE", "\u0153": "oe", "\u0152": "OE", "\u00fe": "th", "\u00de": "Th"},
+        **dict.fromkeys("\u00a3\u20ac\u00a5\u00ae\u2122\u00a9\u00bf\u00a1\u2026", " "),
     }
 )
 # Punctuation that stays is away, as private characters, while the rest is dropped
@@ -49,7 +51,14 @@ _AWAY = str.maketrans("./:#+-", "\ue001\ue002\ue003\ue004\ue005\ue006")
 _BACK = {code: sign for sign, code in zip("./:#+-", _AWAY.values(), strict=True)}
 _WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen twenty"""
-_NUMBERS = {word: at for at, word in enumerate(_WORDS.split())}
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMBERS = {
+    **{word: at for at, word in enumerate(_WORDS.split())},
+    **{word: 10 * at for at, word in enumerate(_TENS.split(), 2)},
+    **{"first": "1st", "second": "2nd", "third": "3rd", "fourth": "4th", "fifth": "5th", "sixth": "6th"},
+    **{"seventh": "7th", "eighth": "8th", "ninth": "9th", "tenth": "10th"},
+}
+_TWO_WORDS = re.compile(rf"\b({'|'.join(_TENS.split())}) ({'|'.join(_WORDS.split()[1:10])})\b")
 
 
 def score(
@@ -126,7 +135,7 @@ def plain_answer(text: str) -> str:
     """Return an answer in lower case without accents, articles and the punctuation that does not change it."""
     if len(text) > MAX_CHARS:
         return normalize_answer(text)
-    text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC)).casefold()
+    text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHIC)).casefold().replace("\u2044", "/")
     text = "".join(char for char in text if unicodedata.category(char) not in ("Mn", "Cf"))  # accents, invisible
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|(?<=[a-z])\.(?=[a-z](?![a-z]))|'", "", text)  # 1,000, U.S., O'Neill
     text = re.sub(
@@ -134,7 +143,12 @@ def plain_answer(text: str) -> str:
     )
     text = re.sub(rf"[{re.escape(string.punctuation)}\u00ab\u00bb]", " ", text)
     text = re.sub(r"\b(?:a|an|the) (?=(?:\w+ )*?(?!(?:a|an|the)\b)\w)", "", " ".join(text.split()))
-    return " ".join(str(_NUMBERS.get(word, word)) for word in text.translate(_BACK).split())
+    text = re.sub(r"\b(?:[a-z] )+[a-z]\b", lambda found: found[0].replace(" ", ""), text)  # J. K. Rowling
+    text = _TWO_WORDS.sub(lambda found: str(_NUMBERS[found[1]] + _NUMBERS[found[2]]), text)
+    text = text.translate(_BACK)
+    if re.fullmatch(r"\d+\.\d*0", text):  # a number alone: in Python 3.10 the 0 counts
+        text = text.rstrip("0").removesuffix(".")
+    return " ".join(str(_NUMBERS.get(word, word)) for word in text.split())
 
 
 def _kept(found: re.Match[str]) -> str:
