@@ -19,7 +19,7 @@ from core.config import registry
 from core.config.code_by_path import load_object
 from core.data.draw_order import sampling_seed
 from core.data.parquet import Example, Problems
-from core.data.vocabulary import encode_literally, writable
+from core.data.vocabulary import encode_literally, special_tokens, writable
 from core.engines import SampleRequest, SamplingParams
 from core.errors import InputError
 from core.types import Prompt, Segment, Stop, Trajectory
@@ -33,12 +33,16 @@ KEY = "actor_rollout_ref.rollout.agent_loop"
 class AgentLoop:
     """What ``actor_rollout_ref.rollout.agent_loop`` names. One object serves all episodes of a run, many at a time.
 
-    ``recipes/search_r1/search_loop.py`` is one. What ``__init__`` raises ends the run before a model loads.
+    ``recipes/search_r1/search_loop.py`` is one. ``tags`` are what it reads in the policy's text. What
+    ``__init__`` raises ends the run before a model loads.
     """
+
+    tags: Sequence[str] = ()
 
     def __init__(self, config: Config, tokenizer: Any):
         self.config = config
         self.tokenizer = tokenizer
+        check_readable(tokenizer, self.tags)
 
     async def run(self, episode: Episode) -> None:
         """Play one episode: at least one turn. What it raises ends the run."""
@@ -67,6 +71,14 @@ def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
     if spec and not (isinstance(kind, type) and issubclass(kind, AgentLoop)):
         raise InputError(f"{KEY}={spec}: is no agent loop; extend core.rollout.agent_loop.AgentLoop")
     return kind(config, tokenizer) if spec else None
+
+
+def check_readable(tokenizer: Any, tags: Sequence[str]) -> None:
+    """Raise InputError for tags that are special tokens: an answer's text has none."""
+    if hidden := [tag for tag in tags if tag in special_tokens(tokenizer)]:
+        rule = "are special tokens, which the text of an answer lacks, and the loop reads them"
+        fix = "set special to false for them in tokenizer.json and tokenizer_config.json"
+        raise InputError(f"the tokenizer's {', '.join(hidden)}: {rule}; {fix}")
 
 
 def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt]) -> None:
@@ -170,6 +182,7 @@ class Episode:
         room = min(self.left, self.limits.turn, max_tokens or self.left)
         if self.over:
             raise RuntimeError(f"no room for a turn: {len(self.ids)} of {self.limits.response} tokens are written")
+        check_readable(self.sampler.tokenizer, stop)
         sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
         seed = sampling_seed(self.sampler.run_seed, self.prompt.ordinal, self.sample_index, self.turns)
         ids = (*self.prompt.token_ids, *self.ids)

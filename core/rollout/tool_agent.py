@@ -140,7 +140,13 @@ def read_number(value: Any, name: str) -> float | None:
 
 
 class ToolAgentLoop(AgentLoop):
-    """Raises InputError for a broken file of tools or users, and for a chat template that cannot write their turns."""
+    """Alternates the policy with tools and simulated users.
+
+    Raises InputError for a broken file of tools or users, for a chat template that cannot write
+    their turns, and for a tokenizer that hides calls.
+    """
+
+    tags = (THOUGHT, "</think>", "<tool_call>", "</tool_call>")
 
     def __init__(self, config: Config, tokenizer: Any):
         super().__init__(config, tokenizer)

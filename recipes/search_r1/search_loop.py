@@ -104,6 +104,8 @@ class SearchLoop(AgentLoop):
     (RAG). Raises InputError for a retriever that cannot be made.
     """
 
+    tags = tuple(f"<{end}{kind}>" for kind in (SEARCH, ANSWER) for end in ("", "/"))
+
     def __init__(self, config: SearchR1Config, tokenizer: Any):
         super().__init__(config, tokenizer)
         self.counts: Counter[str] = Counter()

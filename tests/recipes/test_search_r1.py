@@ -208,6 +208,13 @@ def test_a_retriever_that_is_not_there_ends_the_run_before_a_model_loads(files):
             SearchLoop(config(*overrides), TOKENIZER)
 
 
+def test_actions_that_are_special_tokens_are_refused_before_a_model_loads():
+    words = tiny_tokenizer()
+    words.add_tokens(["<search>", "</search>", "</answer>"], special_tokens=True)
+    with pytest.raises(InputError, match="<search>, </search>, </answer>: are special tokens"):
+        SearchLoop(config(), words)
+
+
 # --- rewards ---
 
 

@@ -13,7 +13,7 @@ from core.config import compose
 from core.data.draw_order import sampling_seed
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.rollout.agent_loop import Episode, Limits, TrajectorySampler, make_agent_loop
+from core.rollout.agent_loop import AgentLoop, Episode, Limits, TrajectorySampler, make_agent_loop
 from core.types import Prompt, Stop
 from tests.scripted_engine import LOGPROB, ScriptedEngine
 from tests.tiny import tiny_tokenizer
@@ -125,6 +125,25 @@ def test_no_limit_is_ever_passed_and_every_id_is_where_it_was_sampled(response, 
     assert t.response_ids[t.response_mask].tolist() == sampled.tolist()
     added = "".join(segment.text for segment in t.segments if segment.role == "tool")
     assert TOKENIZER.decode(t.response_ids[~t.response_mask]) == added
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tags_that_an_answer_s_text_lacks_are_refused(special):
+    class Loop(AgentLoop):
+        tags = ("<ask>", "</ask>")
+
+    words = tiny_tokenizer()
+    words.add_tokens(["<ask>", "</ask>"], special_tokens=special)
+    sampler = TrajectorySampler(scripted("<ask>x</ask>"), words, run_seed=1)
+    playing = Episode(prompt(), 0, SamplingParams(max_tokens=99), Limits(99, 99), sampler)
+    if not special:
+        assert Loop(None, words).tags == Loop.tags
+        assert asyncio.run(playing.turn(stop=ASK)).text == "<ask>x</ask>"
+        return
+    with pytest.raises(InputError, match="<ask>, </ask>: are special tokens"):
+        Loop(None, words)
+    with pytest.raises(InputError, match="</ask>: are special tokens"):
+        asyncio.run(playing.turn(stop=ASK))
 
 
 def test_a_loop_of_ones_own_is_a_class_by_its_path(tmp_path):

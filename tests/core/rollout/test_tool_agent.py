@@ -325,6 +325,17 @@ def test_a_template_that_cannot_write_a_turn_is_refused_at_the_start(tmp_path, t
     assert reason in line and "set actor_rollout_ref.model.custom_chat_template" in line
 
 
+def test_tags_of_calls_that_are_special_tokens_are_refused_at_the_start(tmp_path):
+    for special in (False, True):
+        words = tokenizer()
+        words.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=special)
+        if special:
+            with pytest.raises(InputError, match="<tool_call>, </tool_call>"):
+                loop_of(tmp_path, words=words)
+        else:
+            loop_of(tmp_path, words=words).close()
+
+
 def test_prompts_tell_of_the_tools_that_their_example_has(tmp_path):
     loop, words = loop_of(tmp_path), tokenizer()
     chat, told = [{"role": "user", "content": "1+1"}], "<tool calculator>\n<bos>user\n1+1<eos>\n<bos>assistant\n"
