@@ -19,3 +19,7 @@ if sys.version_info[:2] < OLDEST:
     sys.exit(f"Python {sys.version_info[0]}.{sys.version_info[1]}: this repository needs 3.11 or 3.12; {FIX}")
 if sys.argv[:1] == ["-m"]:  # while python -m looks for its module
     sys.excepthook = report
+
+from core.python_api import train  # noqa: E402, which older versions of Python cannot read
+
+__all__ = ["train"]

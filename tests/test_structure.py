@@ -31,6 +31,8 @@ TOP_LEVEL = {
 # The layers of core, the top one first. A package or file imports from the layers below it and, as long as no circle
 # arises, from its own layer. A name is that of a package or of a file at the top of core.
 LAYERS = (
+    ("__init__",),
+    ("python_api",),
     ("command_line", "ray_trainer", "plan", "export", "evaluate"),
     ("trainer",),
     ("run",),
@@ -40,7 +42,7 @@ LAYERS = (
     ("algorithm", "checkpoint", "data"),
     ("vision",),
     ("config",),
-    ("types", "errors", "files", "__init__"),
+    ("types", "errors", "files"),
 )
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {

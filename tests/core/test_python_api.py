@@ -1,0 +1,58 @@
+"""``core.train``: objects go in as they are, and the command line's checks hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from core import train
+from core.errors import InputError
+from tests.faults.tiny_run import prepare
+from tests.row_files import plain_row
+
+KEYS = {
+    "data.train_batch_size": 4,
+    "data.max_prompt_length": 64,
+    "data.max_response_length": 6,
+    "actor_rollout_ref.rollout.n": 2,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "trainer.total_training_steps": 2,
+    "trainer.val_before_train": True,
+    "trainer.logger": ["console"],
+    "trainer.cpu_threads": 1,
+}
+
+
+def parity(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 2
+
+
+def scripted_parity(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 2
+
+
+scripted_parity.__module__ = "__main__"
+
+
+def examples(count):
+    chats = [[{"role": "user", "content": "ab"[n % 2] * (n + 1)}] for n in range(count)]
+    return [plain_row(n, "tests/letters", prompt=chat) for n, chat in enumerate(chats)]
+
+
+@pytest.mark.parametrize("reward", [parity, scripted_parity])
+def test_a_list_of_examples_and_a_function_train(tmp_path, monkeypatch, reward):
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = train("grpo", model="./model", data=examples(8), val_data=examples(3), reward=reward, keys=KEYS)
+    assert run.folder.is_relative_to(tmp_path) and (run.folder / "global_step_2").is_dir()
+    assert [row["step"] for row in run.metrics] == [0, 1, 2] and 0 < run.metrics[1]["critic/score/mean"] < 1
+    manifest = json.loads((run.folder / "manifest.json").read_text())
+    assert manifest["status"] == "finished"
+
+
+def test_what_the_command_line_refuses_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="data.train_batch_sise") as caught:
+        train("grpo", model="./nothing", data="no.parquet", keys={"data.train_batch_sise": 4})
+    assert "no.parquet" in str(caught.value) and not list(tmp_path.rglob("*.jsonl"))
