@@ -121,8 +121,11 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
     """Write :func:`trained_weights` (whole tensors) and the configurations of adapters and model."""
     from safetensors.torch import save_file
 
+    from core.learner.models import base_settings
+
     folder.mkdir(parents=True, exist_ok=True)
-    module.config.save_pretrained(folder)
+    with base_settings(module):
+        module.config.save_pretrained(folder)
     config = copy.copy(module.peft_config[ADAPTER])
     for name, value in vars(config).items():
         if isinstance(value, set):  # whose order is another one in every process: files would differ

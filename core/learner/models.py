@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 MODEL, REWARD_MODEL = "actor_rollout_ref.model.path", "reward_model.model.path"
 # Who needs a tokenizer or a model's shape leaves these out of the copy of a URL.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
-DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout")
+NOISE = ("drop", "jitter")  # in names of a configuration's fields: dropout, layerdrop, router_jitter_noise
 # Spaces, newlines, digits, capitals and scripts, which tokenizers of one vocabulary divide differently
 TOKENIZER_SAMPLE = "Tom has 12 apples\nand buys 345 more.  It's\n\n DON'T\tcafé ﬁ a\u0301 你好 Привет हिन्दी 🙂 x=1\n"
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
@@ -289,8 +289,8 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
 
     path = resolve_path(model.path, weights=not on_meta)
     config = _model_config(model, path)
-    # Dropout is off: a ratio between two passes must be the policies' alone
-    for name, value in {**head, **{name: 0.0 for name in DROPOUTS if hasattr(config, name)}}.items():
+    noise = _switch_off_noise(config)
+    for name, value in head.items():
         setattr(config, name, value)
     options = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
     with quiet(), readable(path):
@@ -301,6 +301,7 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
                 module.generation_config = transformers.GenerationConfig.from_pretrained(path)
         else:
             module = tied(auto_class(config, auto).from_pretrained(path, config=config, **options))
+    module.noise = noise
     modality_of(config).load_processor(module, path)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
@@ -308,6 +309,37 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module.train()  # gradient checkpointing works in training mode only; with dropout off they agree
+
+
+def _switch_off_noise(config: Any) -> list[tuple[str, str, float]]:
+    """Switch off what is random in training: a ratio between two passes must be the policies' alone.
+
+    Returns the part of the configuration ("" for itself), field and value of each.
+    """
+    noise = []
+    for part in ("", *getattr(config, "sub_configs", ())):
+        target = getattr(config, part, None) if part else config
+        for name, value in list(vars(target).items()) if target is not None else ():
+            if any(word in name for word in NOISE) and type(value) in (int, float) and value:
+                setattr(target, name, 0.0)
+                noise.append((part, name, value))
+    return noise
+
+
+@contextmanager
+def base_settings(module: nn.Module) -> Iterator[None]:
+    """Give a model's configuration the dropout of its base for a block: checkpoints and exports keep it."""
+    noise = [
+        (getattr(module.config, part) if part else module.config, name, value)
+        for part, name, value in getattr(module, "noise", ())
+    ]
+    for target, name, value in noise:
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for target, name, _ in noise:
+            setattr(target, name, 0.0)
 
 
 def _model_config(model: ModelConfig, path: str, *, overrides: bool = True) -> Any:

@@ -26,7 +26,7 @@ from core.errors import InputError
 from core.files import file_sha256, fsync
 from core.learner.lora import CONFIG as ADAPTERS
 from core.learner.lora import has_adapters, load_adapters, save_adapters, trained_weights
-from core.learner.models import WEIGHT_FILES, quiet
+from core.learner.models import WEIGHT_FILES, base_settings, quiet
 
 if TYPE_CHECKING:
     from core.learner.learner import Actor, Critic
@@ -83,7 +83,8 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
             log.info("generation_config of the model is not valid, and its ids alone are saved: %s", error)
             ids = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
             model.generation_config = GenerationConfig(**ids)
-        model.save_pretrained(folder, state_dict=state_dict)
+        with base_settings(model):
+            model.save_pretrained(folder, state_dict=state_dict)
         write_base_files(model, tokenizer, folder)
 
 

@@ -11,12 +11,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from core.config.schema import Config
 from core.config.training_keys import ModelConfig
 from core.errors import InputError
 from core.learner.models import config_changes, load_policy, load_tokenizer, positions, same_positions
 from core.learner.passes import MicroBatchSize, Policy
+from core.learner.saving import export_hf
 from core.types import TrainBatch
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -181,3 +184,36 @@ def test_positions_that_do_not_depend_on_length_have_no_such_bound():
 def test_an_override_that_the_model_refuses_is_one_line(base, override):
     with pytest.raises(InputError, match=r"^actor_rollout_ref\.model\.override_config=.* refuses it"):
         loaded(base, **override)
+
+
+NOISY = {
+    "opt": {"dropout": 0.1, "attention_dropout": 0.1, "layerdrop": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "biogpt": {
+        "hidden_dropout_prob": 0.2,
+        "attention_probs_dropout_prob": 0.2,
+        "activation_dropout": 0.2,
+        "layerdrop": 0.5,
+    },
+    "mixtral": {"router_jitter_noise": 0.5, "num_local_experts": 4, "num_key_value_heads": 2},
+    "seed_oss": {"residual_dropout": 0.5, "attention_dropout": 0.5, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_nothing_random_is_left_in_training_and_an_export_has_the_base_s_settings(kind, tmp_path):
+    shape = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = CONFIG_MAPPING[kind](**shape, max_position_embeddings=64, pad_token_id=0, **NOISY[kind])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    model = loaded(tmp_path / "base")
+    ids = torch.arange(4, 24)[None]
+    assert model.training and torch.equal(model(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    export_hf(model, None, tmp_path / "out")
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {name: kept[name] for name in NOISY[kind]} == NOISY[kind]
+    assert torch.equal(model(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
