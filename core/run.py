@@ -340,7 +340,8 @@ def prepare_torch(trainer: TrainerConfig) -> torch.device:
 
 # -- signals --------------------------------------------------------------------------------------
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; a scheduler's warning; sbatch --signal=USR1@600
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; a scheduler's end of a job, and its warning before
+SAME_S = 10.0  # within which a scheduler's signal that comes again is the same one: srun and shells pass them on
 ENDED_BY_SIGNAL = 128  # plus its number: what shells report for a program that a signal ended
 FIRST = ": finishing this step, then saving a checkpoint; the same command continues from it. Once more stops at once."
 AGAIN = " again: stopping at once; the last complete checkpoint stands, and the same command continues from it"
@@ -349,13 +350,15 @@ AGAIN = " again: stopping at once; the last complete checkpoint stands, and the 
 class GracefulStop:
     """Turns signals into ``requested``, which the loop reads while a step collects and at its end.
 
-    A second signal ends the process at once with status 128 plus its number, without clean-up: the checkpoint layer
-    expects no better. Outside the main thread it does nothing.
+    The same signal within ``SAME_S`` counts once, Ctrl-C excepted. A second signal ends the process at once with
+    status 128 plus its number, without clean-up: the checkpoint layer expects no better. Outside the
+    main thread it does nothing.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.cause = ""  # the signal's name, where it was one
+        self._heard_at = 0.0  # when the last signal came
         self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -374,7 +377,13 @@ class GracefulStop:
             if number == signal.SIGTERM:
                 os._exit(ENDED_BY_SIGNAL + number)
             return
-        again, self.requested, self.cause = self.requested, True, signal.Signals(number).name
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self.requested and number != signal.SIGINT and name == self.cause and now - self._heard_at < SAME_S:
+            return
+        again = self.requested
+        self.requested = True
+        self.cause = name
+        self._heard_at = now
         with suppress(OSError):  # nobody may read it any more
             os.write(2, f"\n{self.cause}{AGAIN if again else FIRST}\n".encode())  # safe while it interrupts a print
         if again:

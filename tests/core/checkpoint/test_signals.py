@@ -91,3 +91,13 @@ def test_a_forked_worker_dies_of_terminate_and_outlives_ctrl_c():
         os.kill(child, signal.SIGINT)  # handled first, if both are pending
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM and not stop.requested
+
+
+def test_a_schedulers_signal_that_is_passed_on_counts_once():
+    """slurmstepd signals every process, and srun and shells pass on what they get: the run must still save."""
+    if (child := os.fork()) == 0:
+        with GracefulStop() as stop:
+            for number in (signal.SIGUSR1, signal.SIGUSR1):
+                signal.raise_signal(number)
+            os._exit(5 if stop.requested else 6)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
