@@ -1,4 +1,5 @@
-# An image for CUDA machines: the repository with the versions of environment/constraints-cuda.txt.
+# An image for CUDA machines: the repository with the versions of environment/constraints-cuda.txt, which are for CUDA 13
+# as the base is. VLLM=vllm chooses them where an image is built, since no driver is there.
 #
 #   docker build -t rlrepro .
 #   docker run --gpus all --ipc=host --shm-size=16g -v ~/data:/root/data -v "$PWD/outputs:/rlrepro/outputs" -it rlrepro \

