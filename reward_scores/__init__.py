@@ -25,13 +25,13 @@ from reward_scores import (
     random_reward,
     short_answer,
 )
-from reward_scores.score import Scorer, any_ground_truth, no_libraries, no_note
+from reward_scores.score import Scorer, any_ground_truth, no_libraries
 
 
 def _scorer(module: ModuleType) -> Scorer:
     check = getattr(module, "check_ground_truth", any_ground_truth)
     libraries = getattr(module, "libraries", no_libraries)
-    note = getattr(module, "note_ground_truth", no_note)
+    note = getattr(module, "note_ground_truth", any_ground_truth)
     return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check, libraries, note)
 
 

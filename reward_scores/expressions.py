@@ -1,6 +1,6 @@
 """Read formulas from text without ``eval``, and compare them by values in bounded time.
 
-:func:`read` builds objects of its :class:`Algebra`: numbers here, sympy's objects in
+:func:`read` builds objects of an algebra: numbers here, sympy's objects in
 :mod:`reward_scores.symbolic`. By values, two formulas are taken for equal where they agree at fixed points of the
 complex plane, a test of identity that is wrong with probability about zero (Schwartz-Zippel) and that also tells
 ``sqrt(x^2)`` from ``x``. Numbers without roots are compared exactly.
@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 Value = Fraction | float | complex
 MAX_CHARS = 500
@@ -24,13 +24,8 @@ POINT_TOLERANCE = 1e-9  # relative, at a point: formulas written differently rou
 _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)|([^\W\d_]+)|(\*\*|[-+*/^()!]))")
 MAX_DECIMALS = 10**6  # a longer decimal fraction is not taken for a root or a transcendental number
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
-    "sqrt": cmath.sqrt,
-    "ln": cmath.log,
-    "log": cmath.log10,
-    "exp": cmath.exp,
-    "sin": cmath.sin,
-    "cos": cmath.cos,
-    "tan": cmath.tan,
+    **{"sqrt": cmath.sqrt, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp},
+    **{"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan},
 }
 # What only :func:`same_value` and its neighbours read; a published reader takes these for products of letters or words
 _MORE_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
@@ -38,13 +33,8 @@ _MORE_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "cot": lambda value: 1 / cmath.tan(value),
     "sec": lambda value: 1 / cmath.cos(value),
     "csc": lambda value: 1 / cmath.sin(value),
-    "sinh": cmath.sinh,
-    "cosh": cmath.cosh,
-    "tanh": cmath.tanh,
-    "arcsin": cmath.asin,
-    "arccos": cmath.acos,
-    "arctan": cmath.atan,
-    "abs": abs,
+    **{"sinh": cmath.sinh, "cosh": cmath.cosh, "tanh": cmath.tanh, "abs": abs},
+    **{"arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan},
 }
 _CONSTANTS = {"pi": math.pi}
 _MATH_LETTERS = {"e": math.e, "i": 1j}  # in formulas that were written in LaTeX
@@ -165,20 +155,10 @@ def tokens(text: str, latex: bool = False) -> list[str]:
     return found_tokens
 
 
-class Algebra(Protocol):
-    """The objects that the parts of a formula become; ``+ - * /`` and the minus sign are the objects' own."""
+def read(found: Sequence[str], algebra: Any, latex: bool = False) -> Any:
+    r"""Build the object of a formula's tokens by the methods of ``algebra``, which are those of :class:`Values`.
 
-    def number(self, token: str) -> Any: ...
-    def name(self, name: str) -> Any:
-        """Return a letter or ``pi``. Raises NotAnExpression for another name."""
-
-    def call(self, function: str, value: Any) -> Any: ...
-    def power(self, base: Any, exponent: Any) -> Any: ...
-    def factorial(self, value: Any) -> Any: ...
-
-
-def read(found: Sequence[str], algebra: Algebra, latex: bool = False) -> Any:
-    r"""Build the object of a formula's tokens. Raises NotAnExpression, and what the algebra raises.
+    Raises NotAnExpression, and what the algebra raises. ``+ - * /`` and the minus sign are the objects' own.
 
     ``latex`` reads functions as LaTeX writes them (``\ln e^2``, ``\sin 2x``, ``\sin^2 x``) and refuses ``a/bc``,
     which people write for two values.
@@ -197,7 +177,7 @@ def _is_number(token: str) -> bool:
 class _Reader:
     """A recursive descent over ``sum > product > sign > power > factorial > atom``; adjacent factors are multiplied."""
 
-    def __init__(self, found: Sequence[str], algebra: Algebra, latex: bool):
+    def __init__(self, found: Sequence[str], algebra: Any, latex: bool):
         self.tokens, self.algebra, self.latex, self.at = found, algebra, latex, 0
         self.functions = _MORE_FUNCTIONS if latex else _FUNCTIONS
 

@@ -62,16 +62,8 @@ def verify(text: str, ground_truth: str, method: str) -> tuple[bool, str | None]
 
 # Minerva (Lewkowycz et al., 2022), appendix D.1, with the lists as published: the order matters.
 _SUBSTITUTIONS = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (",\\text{and}", ","),
-    ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
 )
 _WORDS = """square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees
 cm gm pounds meters meals edges students childrentickets multiples"""
@@ -82,9 +74,7 @@ _REMOVED = (
 )
 _PATTERNS = (
     (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
-    (r"(\\text\{)(.*?)(\})", r"\2"),
-    (r"(\\textbf\{)(.*?)(\})", r"\2"),
-    (r"(\\overline\{)(.*?)(\})", r"\2"),
+    *((rf"(\\{name}\{{)(.*?)(\}})", r"\2") for name in ("text", "textbf", "overline")),
     (r"(\\boxed\{)(.*)(\})", r"\2"),
     (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
     (r"(sqrt)([^{])", r"sqrt{\2}"),

@@ -89,16 +89,8 @@ def normalised(answer: str) -> str:
 
 
 _REPLACEMENTS = (
-    ("\n", ""),
-    ("\\!", ""),
-    ("\\\\", "\\"),
-    ("tfrac", "frac"),
-    ("dfrac", "frac"),
-    ("\\left", ""),
-    ("\\right", ""),
-    ("^{\\circ}", ""),
-    ("^\\circ", ""),
-    ("\\$", ""),
+    *(("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", "")),
+    *(("^{\\circ}", ""), ("^\\circ", ""), ("\\$", "")),
 )
 
 

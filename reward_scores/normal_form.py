@@ -36,29 +36,12 @@ _FOR_ALL = re.compile(rf"\s*,?\s*{_TEXT}\{{\s*,?\s*(?:for (?:all|any|every|some)
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar) ?\{?(\d+)\}?")
 _OPEN_INTERVAL = re.compile(r"([\]\[])([^\[\](){}]*,[^\[\](){}]*)([\]\[])")
 _WITHOUT = re.compile(r"(?:\\mathbb ?\{?R\}?|\(-\\infty, ?\\infty\)) ?\\(?:setminus|backslash) ?\\\{([-\d., ]+)\\\}")
-_SPELLINGS = {
-    "\\emptyset": "varnothing",
-    "\\ldots": "dots cdots dotsc dotsb",
-    "|": "lvert rvert vert",
-    "\\frac": "cfrac dfrac tfrac nicefrac sfrac flatfrac",
-    "\\ne ": "neq",
-    "\\approx ": "simeq approxeq doteq thickapprox",
-    "(": "lparen langle",
-    ")": "rparen rangle",
-    "[": "lbrack",
-    "]": "rbrack",
-    "\\{": "lbrace",
-    "\\}": "rbrace",
-    "\\tan": "tg",
-    "\\cot": "ctg",
-    "\\arctan": "arctg",
-    "\u20ac": "euro texteuro",
-    "\u00a3": "pounds textsterling",
-    "\\$": "textdollar",
-    "^\\circ ": "textdegree",
-}
-_SPELLED = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
-_COMMAND = re.compile(rf"\\({'|'.join(_SPELLED)})(?![a-zA-Z]) ?")
+_SPELLINGS = """\\emptyset varnothing;\\ldots dots cdots dotsc dotsb;| lvert rvert vert;
+\\frac cfrac dfrac tfrac nicefrac sfrac;\\ne neq;\\approx simeq approxeq doteq thickapprox;
+( lparen langle;) rparen rangle;[ lbrack;] rbrack;\\{ lbrace;\\} rbrace;\\tan tg;\\cot ctg;
+\\arctan arctg;\u20ac euro texteuro;\u00a3 pounds textsterling;\\$ textdollar;^\\circ textdegree"""
+_SPELLED = {name: one for one, *names in map(str.split, _SPELLINGS.split(";")) for name in names}
+_COMMAND = re.compile(rf"\\({'|'.join(_SPELLED)})(?![a-zA-Z])")
 _NAMED = {"dne": "does not exist", "no solutions": "no solution", "none": "no solution"}
 
 # --- units ---
@@ -74,39 +57,13 @@ _BEHIND = re.compile(
     rf"|\^\{{?\\circ\}}?\s*(?:{_TEXT}\{{\s*)?[CF]?\}}?|\\degree|\\%|(?<=\d)(?:{_SHORT}){_POWER}|{_WORDS}"
     rf"|(?:\\\$|[{_SIGNS}]))$"
 )
-# Names of a unit in one spelling; a plural's s is dropped before
-_UNIT_NAMES = {
-    name: unit
-    for unit, names in {
-        "$": "dollar usd",
-        "\u20ac": "euro eur",
-        "\u00a3": "gbp",
-        "cent": "cents \u00a2",
-        "deg": "degree",
-        "degc": "degreescelsius degreecelsiu \u00b0c",
-        "rad": "radian",
-        "in": "inche inch",
-        "ft": "foot feet",
-        "yd": "yard",
-        "mi": "mile",
-        "lb": "pound lbs",
-        "oz": "ounce",
-        "h": "hour hr",
-        "min": "minute",
-        "s": "second sec",
-        "m": "meter metre",
-        "cm": "centimeter centimetre",
-        "mm": "millimeter millimetre",
-        "km": "kilometer kilometre",
-        "g": "gram",
-        "kg": "kilogram",
-        "l": "liter litre",
-        "mi/h": "mph",
-        "km/h": "kph kmh",
-        "": "unit",
-    }.items()
-    for name in names.split()
-}
+# Units, each with other names; a plural's s is dropped before
+_UNITS = """$ dollar usd;\u20ac euro eur;\u00a3 gbp;cent cents \u00a2;deg degree;
+degc degreescelsius degreecelsiu;rad radian;in inche inch;ft foot feet;yd yard;mi mile;
+lb pound lbs;oz ounce;h hour hr;min minute;s second sec;m meter metre;cm centimeter centimetre;
+mm millimeter millimetre;km kilometer kilometre;g gram;kg kilogram;l liter litre;mi/h mph;
+km/h kph kmh"""
+_UNIT_NAMES = {"unit": "", **{name: one for one, *names in map(str.split, _UNITS.split(";")) for name in names}}
 _WORDS_OF_BASES = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 _BASES = _WORDS_OF_BASES.split()
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}

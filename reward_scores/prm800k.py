@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from reward_scores.latex import PLAIN, NotLatex, to_text
-from reward_scores.math_reward import strip_string
+from reward_scores.math_reward import normalised
 from reward_scores.symbolic import same_formula
 
 _TUPLE = "()[]"
@@ -41,11 +41,7 @@ def grade_answer(given: str | None, gold: str) -> bool:
 def _hendrycks(answer: str) -> str:
     answer = answer.strip()
     words = re.search(r"^\\text\{(.+?)\}$", answer)
-    answer = words[1].strip() if words else answer
-    try:
-        return strip_string(answer)
-    except ValueError:
-        return answer
+    return normalised(words[1].strip() if words else answer)
 
 
 def _same_element(gold: str, given: str) -> bool:

@@ -121,12 +121,8 @@ def text_problem(ground_truth: Any, numbers: bool = True) -> str | None:
     return None
 
 
-def any_ground_truth(ground_truth: Any, **options: Any) -> str | None:
-    return None
-
-
-def no_note(ground_truth: Any, **options: Any) -> str | None:
-    return None
+def any_ground_truth(ground_truth: Any, **options: Any) -> None:
+    """Find no problem with a ground truth, and nothing to remark."""
 
 
 def no_libraries(**options: Any) -> tuple[str, ...]:
@@ -152,7 +148,7 @@ class Scorer:
     examples: tuple[Example, ...]
     check_ground_truth: Callable[..., str | None] = any_ground_truth
     libraries: Callable[..., tuple[str, ...]] = no_libraries
-    note_ground_truth: Callable[..., str | None] = no_note
+    note_ground_truth: Callable[..., str | None] = any_ground_truth
 
     def problem(self, ground_truth: Any, **options: Any) -> str | None:
         """Return why no answer could be right for a ground truth; None where one could. A check that fails is a why."""

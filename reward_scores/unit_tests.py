@@ -194,10 +194,13 @@ def as_columns(given: Any) -> Any:
 
 
 def _columns(tests: Sequence[Any]) -> Any:
-    pairs = [(test["input"], test["output"]) if _is_named(test) else test for test in tests]
+    named = [isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests]
+    pairs = [(test["input"], test["output"]) if named[at] else test for at, test in enumerate(tests)]
     if not all(isinstance(pair, Sequence) and not isinstance(pair, (str, bytes)) and len(pair) == 2 for pair in pairs):
         return tests
-    inputs, outputs = ([str(text) if _is_number(text) else text for text in side] for side in zip(*pairs, strict=True))
+    inputs, outputs = (
+        [str(text) if isinstance(text, int | float) else text for text in side] for side in zip(*pairs, strict=True)
+    )
     names = {_function(test) if isinstance(test, Mapping) else None for test in tests}
     if len(names) > 1:
         raise BadTests("testtype must be functional, with one metadata.func_name, in all tests or in none")
@@ -213,14 +216,6 @@ def _function(test: Mapping[str, Any]) -> str | None:
     if not name:
         raise BadTests("testtype=functional needs the name of the function in metadata.func_name")
     return name
-
-
-def _is_named(test: Any) -> bool:
-    return isinstance(test, Mapping) and {"input", "output"} <= test.keys()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 def _input_tests(given: Mapping[str, Any]) -> Tests:
