@@ -92,7 +92,7 @@ def _readings(text: str) -> list[str]:
     sizes = [_by_value(lambda one, _: number(one), side, "") for side in (value, rounded[-1])]
     digits = re.search(r"\.(\d+)", rounded[-1])
     step = 10.0 ** -len(digits[1] if digits else "")
-    close = None not in sizes and abs(sizes[0] - sizes[1]) < step
+    close = None not in sizes and abs(sizes[0] - sizes[1]) <= 0.5000001 * step
     return [exact, rounded[-1]] if close else [exact]
 
 
