@@ -147,7 +147,6 @@ class RayPPOTrainer(Trainer):
         inputs, shape = advantages.inputs_of(batch, algorithm, penalties_N), batch.response_mask.shape
         advantages_N, returns_N = checks.of_tokens(self.estimator, inputs, shape, torch.Tensor)
         batch = batch.adding(advantages=advantages_N, returns=returns_N)
-        checks.advantages_fit(batch, penalties_N, algorithm)
         if penalties_N is not None:
             batch = batch.adding(reward=batch.reward + sum_by_sequence(penalties_N, batch.lengths))
         return batch

@@ -192,11 +192,3 @@ def test_what_documents_name_exists():
             if not any(map(Path.exists, (module.with_suffix(".py"), module / "__main__.py"))):
                 missing.append(f"{relative(path)}: {name}")
     assert not missing
-
-
-@pytest.mark.slow
-def test_each_invariant_names_tests_that_exist():
-    invariants = (ROOT / "core/README.md").read_text(encoding="utf-8").partition("## Invariants")[2]
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", invariants)
-    assert len(named) >= 15
-    assert not [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]

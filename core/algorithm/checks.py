@@ -15,11 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithm.sequences import count_by_sequence, sum_by_sequence
 from core.errors import BrokenInvariant, InputError
 
 if TYPE_CHECKING:
-    from core.config.training_keys import AlgorithmConfig
     from core.types import ScoredGroup, TrainBatch, Trajectory
 
 SUM_TO_ONE = ("token-mean", "seq-mean-token-mean")
@@ -129,40 +127,6 @@ def weights_sum_to_one(step: TrainBatch, mode: str) -> None:
 
 
 # -- advantages --------------------------------------------------------------------------------------
-
-
-def advantages_fit(batch: TrainBatch, token_rewards_N: Tensor | None, config: AlgorithmConfig) -> None:
-    """Check what groups allow, of grpo and rloo: advantages of a group add up to 0, and each has the sign of its
-    reward's distance from the mean; divided by the standard deviation of n rewards, none is above (n - 1) / sqrt(n).
-
-    ``token_rewards_N`` is what tokens add to the rewards of their sequences. Groups in which an answer has no token or
-    no score are left out: the others' statistics are without it.
-    """
-    if config.adv_estimator not in ("grpo", "rloo") or not len(batch):
-        return
-    tokens_B = count_by_sequence(batch.response_mask, batch.lengths)
-    reward_B = batch.reward.double()
-    if token_rewards_N is not None:
-        reward_B = reward_B + sum_by_sequence(token_rewards_N, batch.lengths)
-    kept_N = batch.advantages.double().masked_fill(~batch.response_mask, 0)
-    mine_B = sum_by_sequence(kept_N, batch.lengths) / tokens_B.clamp(min=1)
-    _, group_B = batch.group.unique(return_inverse=True)
-    size_G = group_B.bincount()
-    whole_G = (size_G == group_B[batch.in_group_stats & (tokens_B > 0)].bincount(minlength=len(size_G))) & (size_G > 1)
-    whole_B = whole_G[group_B]
-    distance_B = reward_B - (group_B.bincount(weights=reward_B) / size_G)[group_B]
-    scale = 1e-3 * (1e-6 + float(mine_B[whole_B].abs().max())) if bool(whole_B.any()) else 0.0
-    remedy = "an answer must be compared with those to the same prompt: look at the estimator"
-    total = float(group_B.bincount(weights=mine_B)[whole_G].abs().max()) if bool(whole_B.any()) else 0.0
-    found = f"advantages of a group add up to {total:.3g} instead of 0"
-    require(total <= scale * int(size_G.max()), "adv", found, remedy)
-    wrong = whole_B & (mine_B * distance_B < -scale * (1e-6 + distance_B.abs().max()))
-    found = "an advantage has the other sign than its reward's distance from the group's mean"
-    require(not bool(wrong.any()), "adv", found, remedy)
-    if config.adv_estimator == "grpo" and config.norm_adv_by_std_in_grpo:
-        most_B = ((size_G - 1) / size_G.sqrt())[group_B]
-        beyond = whole_B & (mine_B.abs() > 1.01 * most_B + 1e-3)
-        require(not bool(beyond.any()), "adv", "an advantage is larger than any that its group's size allows", remedy)
 
 
 def finite(batch: TrainBatch, phase: str, *names: str) -> None:

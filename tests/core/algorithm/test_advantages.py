@@ -180,3 +180,20 @@ def test_nothing_kept_is_zero_and_has_no_variance():
     assert float(masked_mean(torch.ones(2, 3), nothing)) == 0
     with pytest.raises(ValueError, match="a variance over 0 tokens"):
         masked_var(torch.ones(2, 3), nothing)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_advantages_of_a_group_add_up_to_zero_and_have_the_sign_of_their_rewards_distance(name):
+    """Divided by the standard deviation of n rewards, none is above (n - 1) / sqrt(n)."""
+    torch.manual_seed(0)
+    for n in (2, 3, 8):
+        group = torch.arange(4).repeat_interleave(n)
+        reward = torch.randn(4 * n)
+        inputs = AdvantageInputs(reward, torch.ones_like(group), torch.ones(4 * n, dtype=torch.bool), group)
+        values, _ = advantages.estimator(name)(inputs)
+        by_group = values.view(4, n)
+        distance = reward.view(4, n) - reward.view(4, n).mean(1, keepdim=True)
+        assert by_group.sum(1).abs().max() < 1e-4
+        assert torch.equal(by_group.sign(), distance.sign())
+        if name == "grpo":
+            assert by_group.abs().max() <= (n - 1) / n**0.5 + 1e-4
