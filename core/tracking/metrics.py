@@ -61,9 +61,9 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
     }
     for name in sorted({name for score in scores for name in score.parts}):
         means[f"reward/{name}/mean"] = [score.parts[name] for score in scores if name in score.parts]
-    groups_of_several = [[score.acc for score in group.scores] for group in groups if len(group) > 1]
-    if groups_of_several:
-        means["reward/zero_variance_share"] = [max(values) - min(values) <= 1e-6 for values in groups_of_several]
+    several = [group for group in groups if len(group) > 1]
+    if several:
+        means["reward/zero_variance_share"] = [spread_of_scores(group) <= 1e-6 for group in several]
     metrics = {name: float(np.mean(values)) for name, values in means.items()}
     for name, values in spreads.items():
         values = np.asarray(values) if len(values) else np.zeros(1)  # a step in which no answer holds a token
@@ -76,6 +76,12 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
     counts = Counter(score.status for score in scores)
     metrics |= {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}
     return {**metrics, "perf/total_num_tokens": float(tokens)}
+
+
+def spread_of_scores(group: ScoredGroup) -> float:
+    """Return by how much the scores that train differ within a group; those that are left out do not count."""
+    values = [score.value for score in group.scores if not score.left_out]
+    return max(values) - min(values) if values else 0.0
 
 
 def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str, float]:

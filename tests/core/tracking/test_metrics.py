@@ -14,7 +14,7 @@ from core.tracking.loggers import progress
 from core.tracking.metrics import PARTS, REST, BusyClock, data_metrics, progress_metrics, time_parts
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from results.reporting.run_reader import load_run
-from reward_scores.score import Score
+from reward_scores.score import Score, ScoreStatus
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.padded import batch_of_padded
 
@@ -30,6 +30,27 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it():
     metrics.add(data_metrics(groups, batch_of_padded(**fields, response_mask=torch.arange(15).expand(4, -1) >= 10)))
     assert sum(value for name, value in metrics.values.items() if name.endswith("_rate")) == 1  # an answer has a status
     assert progress_metrics(metrics, 0, config.learner_ranks)["perf/throughput"] == pytest.approx(60 / 20 / 8)
+
+
+def share_of_equal_groups(*groups: tuple[Score, ...]) -> float:
+    answer = Trajectory([1], [2], [True], [0.0], (Segment("policy", "x"),), Stop.EOS, 2, 0)
+    prompt = Prompt(0, "0", (1,), (), "", "x")
+    scored = [ScoredGroup(prompt, (answer,) * len(group), tuple(s.keeping_raw() for s in group)) for group in groups]
+    rows = sum(map(len, groups))
+    fields = {"attention_mask": torch.ones(rows, 2, dtype=torch.bool), "reward": torch.ones(rows)}
+    mask = torch.tensor([[False, True]]).expand(rows, -1)
+    return data_metrics(scored, batch_of_padded(**fields, response_mask=mask))["reward/zero_variance_share"]
+
+
+def test_groups_of_equal_scores_are_those_whose_scores_train_nothing():
+    """A dense score beside an accuracy of 0 trains; a penalty makes equal scores differ; what is masked is not there."""
+    wrong, near = Score(0.2, {"acc": 0.0}), Score(0.5, {"acc": 0.0})
+    failed = Score(0.0, {"acc": 0.0}, ScoreStatus.CRASH, masked=True)
+    assert share_of_equal_groups((wrong, near), (near, wrong)) == 0.0
+    assert share_of_equal_groups((wrong, wrong), (near, wrong)) == 0.5
+    assert share_of_equal_groups((Score(1.0), Score(1.0).plus("overlong", -0.25))) == 0.0
+    assert share_of_equal_groups((Score(0.3, {"acc": 1.0}), Score(0.3, {"acc": 0.0}))) == 1.0
+    assert share_of_equal_groups((near, failed), (failed, failed)) == 1.0
 
 
 # --- seconds ---
