@@ -43,7 +43,7 @@ def share_of_equal_groups(*groups: tuple[Score, ...]) -> float:
 
 
 def test_groups_of_equal_scores_are_those_whose_scores_train_nothing():
-    """A dense score beside an accuracy of 0 trains; a penalty makes equal scores differ; what is masked is not there."""
+    """A dense score beside an accuracy of 0 trains; a penalty makes equal scores differ; a failure is no score."""
     wrong, near = Score(0.2, {"acc": 0.0}), Score(0.5, {"acc": 0.0})
     failed = Score(0.0, {"acc": 0.0}, ScoreStatus.CRASH, masked=True)
     assert share_of_equal_groups((wrong, near), (near, wrong)) == 0.0
