@@ -17,10 +17,10 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from core.checkpoint.provenance import Provenance
 from core.config.section import FrozenDict
@@ -62,12 +62,22 @@ class DamagedCheckpoint(InputError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete folder whose hashes were verified when this object was made."""
+    """A complete folder whose hashes were verified when this object was made.
+
+    No writer deletes the folder until it is released: a run that only validates reads it beside one that trains.
+    """
 
     folder: Path
     step: int
     files: Mapping[str, Mapping[str, Any]]  # name in the folder -> {"bytes", "sha256"}
     provenance: Provenance | None = None
+    # The open manifest, whose lock ends with it
+    lock: IO[str] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def release(self) -> None:
+        """Let writers delete the folder, also where a forked process has inherited the open manifest."""
+        with suppress(OSError):
+            fcntl.flock(self.lock, fcntl.LOCK_UN)
 
 
 def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str] = FrozenDict()) -> None:
@@ -92,7 +102,10 @@ def verify(folder: Path) -> Checkpoint:
     Raises DamagedCheckpoint; InputError where another version wrote it.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        lock = (folder / MANIFEST).open(encoding="utf-8")
+        with suppress(OSError):  # of a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        manifest = json.load(lock)
         if manifest["format"] != FORMAT:
             rule = f"has format {manifest['format']}, this code reads {FORMAT}"
             raise InputError(f"{folder} {rule}: resume with the code that wrote it")
@@ -105,7 +118,7 @@ def verify(folder: Path) -> Checkpoint:
         for name, digest in _hash_all(folder, files).items():
             if digest != files[name]["sha256"]:
                 raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
-        return Checkpoint(folder, step, files, Provenance(**saved) if saved else None)
+        return Checkpoint(folder, step, files, Provenance(**saved) if saved else None, lock)
     except OSError as error:
         name = Path(error.filename or MANIFEST).name
         raise DamagedCheckpoint(f"{folder}: {name} is missing or cannot be read ({error.strerror})") from error
@@ -113,6 +126,21 @@ def verify(folder: Path) -> Checkpoint:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
+
+
+@contextmanager
+def unread(folder: Path) -> Iterator[bool]:
+    """Yield whether no process reads the checkpoint; none that looks for one begins to meanwhile."""
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(open(folder / MANIFEST, "r+b"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # no manifest, or a file system without locks
+            pass
+        yield True
 
 
 def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
@@ -219,11 +247,15 @@ class CheckpointStore:
         self._prune(step)
 
     def _prune(self, sound: int) -> None:
-        """Delete all but the ``keep`` newest ones, of any process; never the one known to be sound."""
+        """Delete all but the ``keep`` newest ones, of any process; never the one known to be sound.
+
+        One that another process reads is left for the next time.
+        """
         older = [step for step in self.steps() if step != sound]
         for step in [] if self.keep is None else older[: max(0, len(older) + 1 - self.keep)]:
-            # Renamed first, so that no half-deleted folder has the name of a complete one
-            os.rename(self.folder(step), self.root / f".tmp-global_step_{step}-deleted")
+            with unread(self.folder(step)) as free:
+                if free:  # renamed first, so that no half-deleted folder has the name of a complete one
+                    os.rename(self.folder(step), self.root / f".tmp-global_step_{step}-deleted")
         self._clear()
 
     def _clear(self) -> None:

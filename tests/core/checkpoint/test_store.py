@@ -126,6 +126,18 @@ def test_a_failing_block_leaves_nothing_behind_and_another_format_is_refused(tmp
         CheckpointStore(tmp_path / "file" / "run").claim()
 
 
+def test_a_checkpoint_that_is_read_outlives_the_writer_s_next_saves(tmp_path):
+    """A run that only validates loads it, perhaps for minutes, beside one that trains and keeps one checkpoint."""
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    read = CheckpointStore(tmp_path).latest()
+    write(store, 2)
+    assert store.steps() == [1, 2] and verify(read.folder).step == 1
+    read.release()
+    write(store, 3)
+    assert store.steps() == [3]
+
+
 @pytest.mark.parametrize("name", ["../escaped", "actor/../../escaped", "/tmp/escaped"])
 def test_a_hostile_checkpoint_writes_and_reads_nothing_outside(name, tmp_path):
     folder = write(CheckpointStore(tmp_path / "run"), 1)
