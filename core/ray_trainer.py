@@ -8,7 +8,6 @@ is its axis: ``P`` prompts, ``N`` tokens. Data, models, answers and validation a
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import itertools
@@ -34,6 +33,8 @@ from core.rollout.collect import (
     CollectState,
     collect,
     collect_ahead,
+    results_of,
+    without_carried,
 )
 from core.run import LoopState
 from core.tracking.health import FAILED
@@ -116,6 +117,7 @@ class RayPPOTrainer(Trainer):
                     with metrics.time("update_weights"):  # proved by checksums and a probe, where there are two copies
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
+                ahead.raise_failure()
 
     def train(self, groups_P: Sequence[ScoredGroup], metrics: StepMetrics) -> TrainBatch:
         """Train critic and policy on the step's groups and return their batch."""
@@ -177,8 +179,7 @@ class RayPPOTrainer(Trainer):
         self.reward.failures.stop_if_none_is_graded(self.collected.groups)
         collect_state = self.collected.state
         if not looks_ahead:
-            # Which groups beyond the step were answered depends on timing: no checkpoint may hold them
-            collect_state = dataclasses.replace(collect_state, carried={})
+            collect_state = without_carried(collect_state)
         self.state = dataclasses.replace(self.state, collect=collect_state)
         metrics.add(self.collected.metrics)
         return self.collected.groups
@@ -241,9 +242,7 @@ class RayPPOTrainer(Trainer):
         if (printed := self.config.reward_model.num_examine) or trainer.rollout_data_dir:
             rows = generation_rows(step, groups_P, self.tokenizer)
             self.run.tracker.show(step, rows, printed, "rollout_data_dir")
-        if self.run.is_due(trainer.test_freq, step, self.state):
-            self.validate(metrics)
-        self.run.complete(metrics, self.state)
+        self.validate_and_complete(metrics)
 
     # -- what collecting needs -------------------------------------------------------------------
 
@@ -266,7 +265,7 @@ class RayPPOTrainer(Trainer):
         if self.needs.baseline:
             greedy = dataclasses.replace(self.train_sampling, temperature=0.0)
             answering.append(self.score_answers(prompt, [GREEDY], greedy))
-        group, *greedy_group = await asyncio.gather(*answering)
+        group, *greedy_group = await results_of(answering)
         # If no answer of a step can be scored, the run stops before the step is answered to its end
         n_answers = self.config.data.train_batch_size * len(sample_indices)
         self.reward.failures.stop_if_all(n_answers)
@@ -288,8 +287,8 @@ class RayPPOTrainer(Trainer):
 
     def take_ahead(self, collect_state: CollectState | None) -> None:
         """Go on from what was collected ahead; None if nothing was."""
-        if collect_state is not None:
-            self.state = dataclasses.replace(self.state, collect=collect_state)
+        collect_state = collect_state or without_carried(self.state.collect)
+        self.state = dataclasses.replace(self.state, collect=collect_state)
 
     # -- what is measured and shown --------------------------------------------------------------
 

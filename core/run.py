@@ -29,11 +29,12 @@ from core.checkpoint.provenance import MODELS, Change, Provenance, bases, check_
 from core.checkpoint.store import Checkpoint, CheckpointStore, RemoteCopy, resolve_resume
 from core.config import convert
 from core.config.paths import recipe_of, run_folder
-from core.errors import InputError, UnhealthyRun, WriteFailed, memory_phase
+from core.errors import InputError, UnhealthyRun, WorkersLost, WriteFailed, memory_phase
 from core.files import check_writable, is_url
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest
 from core.tracking.health import NONFINITE, Health
+from core.tracking.loggers import check_loggers
 from core.tracking.metrics import REST, time_parts
 from core.tracking.tracker import Tracker
 from core.types import Prompt, StepMetrics
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
     from core.data.prompts import PromptStream
 
 log = logging.getLogger(__name__)
+# Keys of what a checkpoint holds: resume_with_changes cannot change them
+ADAPTER_KEYS = {
+    f"{model}.{name}"
+    for model in ("actor_rollout_ref.model", "critic.model")
+    for name in ("lora_rank", "target_modules", "exclude_modules")
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class Run:
         self.prompt_of: Callable[[int], Prompt] | None = None  # the prompt of an ordinal, once the stream is known
         url = config.trainer.default_local_dir
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
+        self.updating = False  # since the last complete step: weights may be of no step
         self.saved_step: int | None = None
         self.has_own_checkpoint = False  # in its folder, so that resume_mode=auto goes on with this run
         self.workers: Workers | None = None
@@ -85,10 +93,11 @@ class Run:
     # -- starting --------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Check the URLs that the run writes to, and fetch what is newer at that of the run folder than it is here.
+        """Check loggers and the URLs that the run writes to, and fetch what is newer at the run folder's URL than here.
 
         Before anything opens a file of the run folder. Raises InputError.
         """
+        check_loggers(self.trainer.logger)
         for name in ("rollout_data_dir", "validation_data_dir"):
             check_writable(getattr(self.trainer, name) or "", f"trainer.{name}")
         if self.remote is not None:
@@ -147,6 +156,15 @@ class Run:
         saved = checkpoint.provenance
         allow = self.trainer.resume_with_changes or self.trainer.val_only  # which trains nothing
         self.changes = check_resume(checkpoint.folder, saved, self.provenance(saved), allow=allow)
+        for change in self.changes:
+            if change.key in ADAPTER_KEYS and (self._adapts(change.key) or change.key.endswith("rank")):
+                raise InputError(
+                    f"{change}: {checkpoint.folder} has other weights and another optimizer than these adapters; take "
+                    "the change back, or export it (python -m core.export) and start a new run from the export"
+                )
+
+    def _adapts(self, key: str) -> bool:
+        return convert.get(self.config, f"{key.rpartition('.')[0]}.lora_rank") > 0
 
     def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
         """Take the models into the run and return the state to go on from, as if the run had never stopped."""
@@ -167,6 +185,7 @@ class Run:
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], carried)
         self.state = LoopState(self.state.kl_controller.with_state(saved.values["kl_controller"]), collect)
         run_state.set_rng_state(run_state.load_tensors(checkpoint.folder / "rng.pt"))
+        checkpoint.release()
         log.info("resumed after step %d from %s", self.step, checkpoint.folder)
         return self.state
 
@@ -183,7 +202,8 @@ class Run:
     def running(self, *owned: Any) -> Iterator[asyncio.Runner]:
         """Hold signals, event loop and tracker for the time of the loop, then close them and what is ``owned``.
 
-        The run's status in its manifest is how the block ended. A requested stop saves first and does not raise.
+        The run's status in its manifest is how the block ended. A requested stop saves first and does not raise;
+        what ends the run while a step collects saves the complete steps first, and is raised again.
         """
         self.tracker, status = self._open_tracker(), "failed"
         try:
@@ -198,6 +218,13 @@ class Run:
                     resume = "" if same else " with trainer.resume_mode=auto"
                     text = "stopped after step %d of %d (%s); the same command continues%s"
                     log.warning(text, self.step, self.total_steps, self.stop.cause, resume)
+                except UnhealthyRun as error:
+                    if not self.updating:
+                        raise
+                    raise UnhealthyRun(f"stopped in step {self.step + 1}: {error}; {self._newest()}") from error
+                except Exception as error:
+                    self._save_complete_steps(error)
+                    raise
         except Exception as error:
             unhealthy = isinstance(error, UnhealthyRun)
             status = "stopped" if unhealthy else status
@@ -213,6 +240,23 @@ class Run:
             for part in owned:
                 if part is not None:
                     part.close()
+
+    def _newest(self) -> str:
+        if self.saved_step is None:
+            return "no checkpoint was written: begin again"
+        return (
+            f"the newest checkpoint is that of step {self.saved_step}: the run goes on from it with other settings by "
+            "trainer.resume_with_changes=True"
+        )
+
+    def _save_complete_steps(self, error: Exception) -> None:
+        """Save before an error ends the run, unless weights or processes are not those of a complete step any more."""
+        if self.updating or isinstance(error, WorkersLost | WriteFailed):
+            return
+        try:
+            self.save()
+        except Exception as failed:  # must not hide why the run ends
+            log.warning("step %d is not saved (%s: %s)", self.step, type(failed).__name__, failed)
 
     def _open_tracker(self) -> Tracker:
         only_validates = self.trainer.val_only
@@ -251,12 +295,19 @@ class Run:
         """Return whether something that happens every ``frequency`` steps, and after the last, happens now."""
         return frequency > 0 and (step % frequency == 0 or self.is_last(step, state))
 
+    def lacks_validation(self) -> bool:
+        """Return whether the last recorded step was due a validation and has none: a stop cut it short."""
+        recorded = 0 < self.step == self.tracker.last_step
+        due = self.is_due(self.trainer.test_freq, self.step, self.state)
+        return recorded and due and not self.tracker.has_validation(self.step)
+
     def complete(self, metrics: StepMetrics, state: LoopState) -> None:
         """Record the step, save it where due, and stop an unhealthy run.
 
         The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
         """
         self.step, self.state = metrics.step, state
+        self.updating = False
         faults = self._check_health(metrics)
         if self.saving_s:
             metrics.add({"timing_s/save_checkpoint": self.saving_s})

@@ -18,7 +18,7 @@ from core.data.prompts import PromptStream, load_val_prompts
 from core.data.vocabulary import with_template_date
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
-from core.errors import memory_phase
+from core.errors import UnhealthyRun, memory_phase
 from core.learner.batching import mini_batching
 from core.learner.models import check_lengths, load_modality, load_tokenizer
 from core.learner.step_settings import StepNeeds, multiplier
@@ -31,7 +31,7 @@ from core.rollout.agent_loop import (
     check_examples,
     make_agent_loop,
 )
-from core.rollout.collect import make_deterministic
+from core.rollout.collect import make_deterministic, results_of
 from core.run import LoopState, Run, prepare_torch
 from core.tracking.loggers import progress
 from core.tracking.metrics import BusyClock
@@ -170,7 +170,7 @@ class Trainer:
                 score = await scoring
             return trajectory, score.keeping_raw()
 
-        answers = await asyncio.gather(*map(scored_answer, sample_indices))
+        answers = await results_of(map(scored_answer, sample_indices))
         trajectories, scores = zip(*answers, strict=True)
         return ScoredGroup(prompt, trajectories, scores)
 
@@ -181,6 +181,7 @@ class Trainer:
 
         As in verl. The policy's own warm-up begins with its first step.
         """
+        self.run.updating = True
         step = metrics.step
         config = self.config
         first_step = 1
@@ -200,16 +201,38 @@ class Trainer:
     # -- validation ------------------------------------------------------------------------------
 
     def validate_before_training(self) -> None:
-        """Validate the untrained policy, or with ``trainer.val_only`` whatever was loaded."""
+        """Validate the untrained policy, or with ``trainer.val_only`` whatever was loaded.
+
+        A validation that a stop cut short is made up for: the line of its step gets the numbers.
+        """
         trainer = self.config.trainer
         step = self.run.step
-        if self.val_prompts and (trainer.val_only or (trainer.val_before_train and step == 0)):
+        first = trainer.val_only or (trainer.val_before_train and step == 0)
+        if self.val_prompts and (first or self.run.lacks_validation()):
             metrics = StepMetrics(step)
             self.validate(metrics)
-            self.run.tracker.log(metrics)
+            record = self.run.tracker.log if first else self.run.tracker.amend
+            record(metrics)
+
+    def validate_and_complete(self, metrics: StepMetrics) -> None:
+        """Validate where due, and hand the step to the run, also if the validation stops or fails."""
+        failure = None
+        if self.run.is_due(self.config.trainer.test_freq, metrics.step, self.state):
+            try:
+                self.validate(metrics)
+            except UnhealthyRun:  # weights that must not be saved
+                raise
+            except Exception as error:
+                failure = error
+        self.run.complete(metrics, self.state)
+        if failure is not None:
+            raise failure
 
     async def evaluate(self) -> Sequence[ScoredGroup]:
-        """Answer and score the validation prompts; no hook that shapes or filters is called."""
+        """Answer and score the validation prompts; no hook that shapes or filters is called.
+
+        Raises StopRequested once the run is asked to stop.
+        """
         sample_indices = range(self.config.actor_rollout_ref.rollout.val_kwargs.n)
 
         async def answer(prompt: Prompt) -> ScoredGroup:
@@ -218,7 +241,8 @@ class Trainer:
             return group
 
         with progress("validation", len(self.val_prompts), "prompt") as answered:
-            return await asyncio.gather(*map(answer, self.val_prompts))
+            answering = map(answer, self.val_prompts)
+            return await results_of(answering, lambda: self.run.stop.requested)
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer every validation prompt ``val_kwargs.n`` times and record what was right."""

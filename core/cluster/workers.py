@@ -143,8 +143,9 @@ class LocalWorkers:
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the learner's weights to the engine, in memory, and prove by checksums and a probe that they arrived.
 
-        With one copy of the weights there is nothing to hand over.
+        With one copy of the weights there is nothing to hand over. Raises UnhealthyRun for weights out of range.
         """
+        expected = probe_log_probs(self.models.actor)
         if self.one_copy:
             self.engine.policy_version = version
             return {}
@@ -159,7 +160,6 @@ class LocalWorkers:
         proofs = self.engine.update_weights(sending(), version)
         if dtype is not None:
             compare_weights(sent, proofs[0].weights)
-        expected = probe_log_probs(self.models.actor)
         log_probs = self.engine.probe(probe_ids(self.models.actor.module.config.get_text_config().vocab_size))
         return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, bf16=not self.config.full_precision)}
 

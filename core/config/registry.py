@@ -26,8 +26,8 @@ class Entry:
     has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
     selects: str | None = None  # function that selects tokens to be treated apart, among all of a mini-batch
     moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
+    package: str | None = None  # that has to be installed, of an engine or a logger
     # An engine (of configuration, policy, tokenizer and device)
-    package: str | None = None  # that has to be installed
     problems: str | None = None  # function of a configuration: what else the engine lacks at a start
     seeded: bool = True  # a request's seed decides its answer; without that nothing sampled can be drawn again
     reads_media: bool = True  # pictures of prompts
@@ -77,8 +77,8 @@ REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 LOGGERS = {  # trainer.logger
     "console": Entry(),
     "jsonl": Entry(),
-    "tensorboard": Entry("core.tracking.loggers:TensorboardLogger"),
-    "wandb": Entry("core.tracking.loggers:WandbLogger", login="unless WANDB_MODE=offline"),
+    "tensorboard": Entry("core.tracking.loggers:TensorboardLogger", package="tensorboard"),
+    "wandb": Entry("core.tracking.loggers:WandbLogger", package="wandb", login="unless WANDB_MODE=offline"),
 }
 TOOL_AGENT = "tool_agent"  # verl's name
 AGENT_LOOPS = {TOOL_AGENT: "core.rollout.tool_agent:ToolAgentLoop"}  # actor_rollout_ref.rollout.agent_loop

@@ -20,6 +20,7 @@ from core.algorithm.checks import of_tokens
 from core.algorithm.losses import LossInputs, MetricSums, kl_penalty, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
+from core.errors import UnhealthyRun
 from core.learner.batching import split_zero_gradient
 from core.learner.lora import add_adapters
 from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
@@ -70,6 +71,16 @@ class Stepper:
             fused=True,
         )
 
+    def check_weights(self, name: str) -> None:
+        """Raise UnhealthyRun where an update has left weights that are not finite. All ranks find the same."""
+        norm = torch.nn.utils.get_total_norm([each.detach() for each in self.parameters])
+        if not math.isfinite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)):
+            section = "actor_rollout_ref.actor" if name == "actor" else name
+            raise UnhealthyRun(
+                f"{section}.optim.lr={self.base_lr:g}: an update has left weights that are not finite; lower it or "
+                f"{section}.grad_clip={self.grad_clip:g}"
+            )
+
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
         """Clip, step and clear the gradients. Return the norm before clipping and whether it stepped."""
         if all(parameter.grad is None for parameter in self.parameters):
@@ -109,6 +120,7 @@ class Stepper:
             if stepped:  # the numbers of a skipped step are no numbers
                 one.value("grad_norm", norm)
                 means.merge(one)
+        self.check_weights(name)
         metrics = self.ranks.gather_metrics(means).result(name)
         return {**metrics, f"{name}/lr": self.base_lr * lr_multiplier, f"{name}/skipped_updates": skipped}
 

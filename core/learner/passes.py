@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from core.algorithm.losses import MetricSums
 from core.data.vocabulary import unknown_among
-from core.errors import InputError
+from core.errors import InputError, UnhealthyRun
 from core.learner.batching import micro_batches
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
@@ -257,6 +257,9 @@ def check_packing(model: LearnerModel) -> None:
     predicts = pad(predicting_tokens(wrote, lengths), lengths)
     alone = ForwardInputs(pad(ids, lengths), predicts, ids[wrote], wrote)  # causal: padding behind the ends is not seen
     plain = read(alone)
+    if not plain.isfinite().all():
+        rule = "its states of a few tokens are not finite: the weights hold NaN or are out of range"
+        raise InputError(f"model.path: {type(model.module).__name__}: {rule}; use another file")
     full = model.compute_dtype is None and plain.dtype in (torch.float32, torch.float64)
     for group in (None, lengths * 0) if model.shares else (None,):
         found = read(forward_inputs(ids, wrote, lengths, group_B=group))
@@ -281,12 +284,21 @@ def probe_ids(vocab_size: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def probe_log_probs(policy: Policy) -> np.ndarray:
-    """Return the learner's log-probs of the fixed text, [n - 1] float32, as :meth:`RolloutEngine.probe` gives them."""
+    """Return the learner's log-probs of the fixed text, [n - 1] float32, as :meth:`RolloutEngine.probe` gives them.
+
+    Raises UnhealthyRun where they are not finite.
+    """
     ids = probe_ids(policy.module.config.get_text_config().vocab_size)
     with policy.precision():
         logits = policy.module(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits
     log_probs = logits[0, :-1].float().log_softmax(-1).cpu()
-    return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    found = log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    if not np.isfinite(found).all():
+        raise UnhealthyRun(
+            "actor_rollout_ref.actor.optim.lr: the policy's log-probs of a fixed text are not finite, its weights are "
+            "out of range; lower it or actor_rollout_ref.actor.grad_clip"
+        )
+    return found
 
 
 def compare_weights(sent: Mapping[str, int], held: Mapping[str, int]) -> None:

@@ -8,14 +8,16 @@ silently on short answers. Timing decides only how many ordinals beyond the last
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from core.config.schema import Config
 from core.engines import RolloutEngine
 from core.engines.in_process_engine import InProcessEngine
+from core.errors import InputError
 from core.rollout.agent_loop import Barrier
 from core.tracking.metrics import BusyClock
 from core.types import Dropped, ScoredGroup, StepMetrics, TrainBatch
@@ -58,12 +60,45 @@ class Collected:
     window: range = range(0)  # the ordinals that collect_ahead is for
 
 
-class Exhausted(RuntimeError):
+class Exhausted(InputError):
     """A step drew all the prompts it may and still has too few groups that pass."""
 
 
 class StopRequested(Exception):
     """The run was asked to stop while it collected; the step has changed nothing yet."""
+
+
+def without_carried(state: CollectState) -> CollectState:
+    """Return the state as a checkpoint may hold it: timing decides what is answered beyond a step."""
+    return dataclasses.replace(state, carried={})
+
+
+async def results_of(work: Iterable[Awaitable[Any]], stop_requested: Callable[[], bool] | None = None) -> list[Any]:
+    """Return the results of all ``work``; if one fails, or a stop is requested, cancel the others.
+
+    Unlike after asyncio.gather, no request is left in an engine whose weights change next.
+    Raises StopRequested.
+    """
+    tasks = [asyncio.ensure_future(each) for each in work]
+    pending = set(tasks)
+    timeout = STOP_POLL_S if stop_requested else None
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()  # raises what it failed with
+            if pending and stop_requested and stop_requested():
+                raise StopRequested
+    finally:
+        await cancel(pending)
+    return [task.result() for task in tasks]
+
+
+async def cancel(tasks: Collection[asyncio.Future]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def collect(
@@ -174,9 +209,7 @@ class _Groups:
 
     async def abort(self) -> None:
         """Cancel what is in flight and wait until it has ended."""
-        for task in self.in_flight:
-            task.cancel()
-        await asyncio.gather(*self.in_flight, return_exceptions=True)
+        await cancel(self.in_flight)
 
     def passed(self, below: int) -> list[ScoredGroup]:
         """Return the groups of lower ordinals that passed, in their order."""
@@ -234,6 +267,7 @@ class Ahead:
         self.runner = runner
         self.clock = clock
         self.overlaps = overlaps
+        self.failure: Exception | None = None  # of the work beside a step that has trained
 
     def train(
         self,
@@ -243,8 +277,8 @@ class Ahead:
     ) -> tuple[TrainBatch, CollectState | None]:
         """Return the batch that ``train`` returns, and the state of the work, if there is any.
 
-        Add the seconds of what was collected for the step itself. An error of the work surfaces
-        once the step has trained.
+        Add the seconds of what was collected for the step itself. An error of the work beside the
+        training is raised by :meth:`raise_failure`, once the step that has trained is complete.
         """
         state = None
         if work is not None and not self.overlaps:
@@ -260,15 +294,22 @@ class Ahead:
         train: Callable[[], TrainBatch],
         work: Coroutine[Any, Any, CollectState],
         metrics: StepMetrics,
-    ) -> tuple[TrainBatch, CollectState]:
+    ) -> tuple[TrainBatch, CollectState | None]:
         collecting = asyncio.ensure_future(work)
         try:
             batch = await asyncio.to_thread(train)
             with metrics.time("wait_ahead"):
-                state = await collecting
+                await asyncio.wait({collecting})
         finally:
             collecting.cancel()  # where training failed
             await asyncio.wait({collecting})
+        self.failure = collecting.exception()
+        state = None if self.failure else collecting.result()
         hidden = sum(self.clock.take().values()) - metrics.values["timing_s/wait_ahead"]
         metrics.add({"timing_s/hidden_ahead": max(0.0, hidden)})
         return batch, state
+
+    def raise_failure(self) -> None:
+        """Raise what ended the work beside the last training, if anything did."""
+        if self.failure is not None:
+            raise self.failure

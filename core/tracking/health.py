@@ -66,7 +66,9 @@ class Health:
             kept = value < bound if name == NONFINITE else value >= bound if name == "entropy" else value <= bound
             if not kept:  # NaN is beyond any bound
                 crossed[name] = f"{CHECKS[name].format(value)} (trainer.health.{name}.bound={bound:g})"
-        if not crossed:
+        parts = [part for part in ("actor", "critic") if values.get(f"{part}/{SKIPPED}")]
+        stepped = all(f"{part}/grad_norm" in values for part in parts)  # absent where every update was skipped
+        if not crossed and stepped:
             self.last_healthy_step = step
         return crossed
 

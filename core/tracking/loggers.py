@@ -1,7 +1,7 @@
 """What a person sees of a run while it goes on: progress, answers, and the loggers of ``trainer.logger``.
 
 ``metrics.jsonl`` is not among the loggers: the tracker always writes it, and first. A logger that cannot begin ends a
-run before it trains; later a failing logger costs its own numbers alone. A class of your own is named
+run before it trains; one that fails later is switched off. A class of your own is named
 ``module:Class``: it is made with the :class:`Tracker` of the run, and has ``log`` and ``close``.
 """
 
@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from core.config import convert, registry
@@ -25,15 +26,35 @@ Row = Mapping[str, Any]
 DELAY_S, PAUSE_S = 2.0, 10.0  # what is over sooner needs no bar; between two lines of a log
 
 
-class Loggers:
-    """The loggers of a run. An exception of one is printed, and costs what it was called with.
+INSTEAD = "or leave it out: metrics.jsonl is written anyway"
 
-    Raises ImportError: the package of a logger is not installed; InputError: a logger could not begin, or its class is
-    not where ``trainer.logger`` says.
+
+def check_loggers(names: Iterable[str]) -> None:
+    """Raise InputError for loggers whose package is not installed, or whose class is not where its path says."""
+    problems: list[str] = []
+    for name in dict.fromkeys(names):
+        entry = registry.logger(name)
+        if entry.package and find_spec(entry.package) is None:
+            rule = f"the package {entry.package} is not installed"
+            problems.append(f"trainer.logger={name}: {rule}; pip install {entry.package}, {INSTEAD}")
+        elif entry.function:
+            try:
+                load_object(entry.function, "trainer.logger")
+            except InputError as error:
+                problems += error.problems
+    if problems:
+        raise InputError(problems)
+
+
+class Loggers:
+    """The loggers of a run. One that fails is switched off with a warning.
+
+    Raises InputError: a logger could not begin, or what :func:`check_loggers` finds.
     """
 
     def __init__(self, run: Tracker) -> None:
         self._each: dict[str, Any] = {}
+        check_loggers(run.config.trainer.logger)
         for name in dict.fromkeys(run.config.trainer.logger):
             function = registry.logger(name).function
             try:
@@ -41,21 +62,21 @@ class Loggers:
                     self._each[name] = ConsoleLogger(run)
                 elif function:  # jsonl has none: the tracker writes it
                     self._each[name] = load_object(function, "trainer.logger")(run)
-            except (ImportError, InputError):
-                raise
             except Exception as error:
-                fix = "mend its login or address, or leave it out: metrics.jsonl is written anyway"
+                fix = f"mend its login or address, {INSTEAD}"
                 reason = f"could not begin ({type(error).__name__}: {error})"
                 raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call ``log`` or ``close`` of each; a failure costs a warning."""
-        for name, logger in self._each.items():
+        """Call ``log`` or ``close`` of each, and switch off what fails: a server that is away may stay away."""
+        for name, logger in list(self._each.items()):
             try:
                 getattr(logger, method)(*arguments)
-            except Exception as error:
-                text = f"{method}({arguments[0]}) failed ({type(error).__name__}: {error}); metrics.jsonl has it"
-                print(f"warning: trainer.logger={name}: {text}", file=sys.stderr)
+            except (Exception, SystemExit) as error:
+                del self._each[name]
+                reason = f"{method} failed ({type(error).__name__}: {error})"
+                text = f"{reason}; it is switched off, and metrics.jsonl has every step"
+                print(printable(f"warning: trainer.logger={name}: {text}"), file=sys.stderr)
 
 
 # label on the console, names of the metric (the first that the step has), format

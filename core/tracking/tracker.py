@@ -64,7 +64,7 @@ class Tracker:
                 _set_aside(self.run_dir)
             else:
                 _drop_after(self.run_dir, resume_step)
-            self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1)
+            self.last_step = max((row["step"] for row in read_jsonl(self.run_dir / METRICS)), default=-1)
             recipe = recipe or recipe_of(config, self.run_dir)
             known = models or {}, changes or {}
             self.manifest = run_manifest.begun(self.run_dir / MANIFEST, config, recipe, resume_step, *known)
@@ -87,13 +87,25 @@ class Tracker:
 
     def log(self, metrics: StepMetrics) -> None:
         """Append a step to metrics.jsonl and send it to the loggers. Raises ValueError where steps do not rise."""
-        if metrics.step <= self._last_step:
-            raise ValueError(f"step {metrics.step} logged after {self._last_step}: each step is logged once, in order")
-        self._last_step = metrics.step
+        if metrics.step <= self.last_step:
+            raise ValueError(f"step {metrics.step} logged after {self.last_step}: each step is logged once, in order")
+        self.last_step = metrics.step
         self._unwritten.append({"step": metrics.step, **metrics.values})
         if attempt(self.run_dir / METRICS, lambda: append(self.run_dir / METRICS, self._unwritten)):
             self._unwritten.clear()
         self._loggers.call("log", metrics.step, metrics.values)
+
+    def amend(self, metrics: StepMetrics) -> None:
+        """Add numbers to the last line of metrics.jsonl, which is of their step, and send them to the loggers."""
+        rows, _ = intact_rows(self.run_dir / METRICS)
+        rows[-1] |= metrics.values
+        text = "".join(map(json_line, rows))
+        attempt(self.run_dir / METRICS, lambda: write_atomic(self.run_dir / METRICS, text))
+        self._loggers.call("log", metrics.step, metrics.values)
+
+    def has_validation(self, step: int) -> bool:
+        """Return whether the scores of a validation after this step are kept."""
+        return (self.run_dir / "validation" / f"{step}.jsonl").exists()
 
     def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
         """Keep each question's scores, for intervals and paired comparisons. A repeated step is replaced."""

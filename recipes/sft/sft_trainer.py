@@ -61,7 +61,7 @@ class RaySFTTrainer(Trainer):
 
     def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the run, which records and saves it."""
-        step, trained = metrics.step, count_by_sequence(batch.response_mask, batch.lengths).float()
+        trained = count_by_sequence(batch.response_mask, batch.lengths).float()
         metrics.add(
             {
                 "sft/tokens_trained": float(trained.sum()),
@@ -73,9 +73,7 @@ class RaySFTTrainer(Trainer):
         )
         epoch = self.stream.epoch(self.state.collect.next_ordinal - 1)
         metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
-        if self.run.is_due(self.config.trainer.test_freq, step, self.state):
-            self.validate(metrics)
-        self.run.complete(metrics, self.state)
+        self.validate_and_complete(metrics)
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer the questions with the learner's weights, which engines have not had since the last validation."""

@@ -144,6 +144,16 @@ def test_the_command_ends_with_a_line_and_status_one(tmp_path, capsys):
     assert ended.value.code == 1 and "trainer.health.nonfinite.bound=2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_a_step_whose_every_update_was_skipped_is_not_healthy(part):
+    """Its weights are those of the step before; one whose other updates moved them is healthy."""
+    health = Health(last_healthy_step=6)
+    health.check(7, {f"{part}/{SKIPPED}": 2.0, "actor/lr": 1e-6}, bounded())
+    assert health.last_healthy_step == 6
+    health.check(8, {f"{part}/{SKIPPED}": 1.0, f"{part}/grad_norm": 0.5}, bounded())
+    assert health.last_healthy_step == 8
+
+
 @pytest.mark.parametrize(
     "name, values, crossed",
     [

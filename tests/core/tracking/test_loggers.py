@@ -9,9 +9,12 @@ import pytest
 
 from core.config import Config, examine
 from core.errors import InputError
+from core.tracking import loggers
 from core.tracking.loggers import ConsoleLogger, print_examples
 from core.tracking.tracker import Tracker, read_jsonl
 from core.types import StepMetrics
+from tests.core.scripted_run import configured as scripted_config
+from tests.core.scripted_run import prepare, scripted
 from tests.core.synthetic import configured, step_metrics
 
 
@@ -91,7 +94,7 @@ class Lines:
 
     def write(self, what):
         if what in self.fails:
-            raise ConnectionError("no route to host")
+            raise ERROR
         with open(self.path, "a") as file:
             file.write(json.dumps(what) + "\\n")
 
@@ -112,9 +115,9 @@ class Absent(Lines):
 """
 
 
-def own(tmp_path, name: str, **changes) -> Tracker:
+def own(tmp_path, name: str, error: str = "None", **changes) -> Tracker:
     path = tmp_path / "own_logger.py"
-    path.write_text(OWN_LOGGER)
+    path.write_text(OWN_LOGGER.replace("ERROR", error))
     return Tracker(tmp_path / "run", with_trainer(logger=(f"{path}:{name}",), **changes))
 
 
@@ -133,15 +136,29 @@ def test_a_logger_of_ones_own_is_named_by_its_path(tmp_path):
         Tracker(tmp_path / "other", with_trainer(logger=("nowhere.at_all:X",)))
 
 
-def test_a_failing_logger_costs_its_own_numbers_alone(tmp_path, capsys):
-    tracker = own(tmp_path, "Away")
+@pytest.mark.parametrize("error", ["ConnectionError('no route to host')", "SystemExit(0)"])
+def test_a_logger_that_fails_is_switched_off_and_the_run_goes_on(tmp_path, capsys, error):
+    tracker = own(tmp_path, "Away", error=error)
     for step in range(1, 7):
         tracker.log(metrics_of(step))
     tracker.close("finished")
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert logged(tmp_path) == [1, 5, 6, "closed"] and tracker.manifest["status"] == "finished"
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 3 and all("failed (ConnectionError: no route" in line for line in warnings)
+    assert logged(tmp_path) == [1] and tracker.manifest["status"] == "finished"
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "trainer.logger=" in warning and "switched off" in warning and error.partition("(")[0] in warning
+
+
+def test_a_logger_that_is_not_installed_is_a_line_before_a_model_loads(tmp_path, monkeypatch):
+    """Of a service, and of a class of one's own; both are named at once."""
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    keys = ("trainer.logger=[console,wandb,nowhere.at_all:X]",)
+    trainer = scripted()(scripted_config(prepare(tmp_path), "run", *keys), lambda *_: "1")
+    trainer.make_workers = lambda device: pytest.fail("a model loads")
+    with pytest.raises(InputError) as refused:
+        trainer.init_workers()
+    installed, own_class = refused.value.problems
+    assert installed.startswith("trainer.logger=wandb: ") and "pip install wandb" in installed
+    assert own_class.startswith("trainer.logger=nowhere.at_all:X: ")
 
 
 def test_a_logger_that_cannot_begin_ends_the_run(tmp_path):
