@@ -168,12 +168,14 @@ def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
             raise RuntimeError("an engine died")
         return "1"
 
-    for answer, reported, died in ((lambda *_: "1", report, "a learner"), (respond, lambda step: {}, "an engine")):
+    # A fault in the collection surfaces once the step that trains beside it is complete
+    cases = ((lambda *_: "1", report, "a learner", 1), (respond, lambda step: {}, "an engine", 2))
+    for answer, reported, died, complete in cases:
         run = scripted()(configured(folder, died, *STALE), answer, random_latency(0), reported).init_workers()
         run.workers.overlaps = True
         with pytest.raises(RuntimeError, match=f"{died} died"):
             run.fit()
-        assert run.run.step == 1  # a fault in the collection surfaces after the update
+        assert run.run.step == complete
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
 
 
