@@ -189,7 +189,10 @@ def test_advantages_of_a_group_add_up_to_zero_and_have_the_sign_of_their_rewards
     for n in (2, 3, 8):
         group = torch.arange(4).repeat_interleave(n)
         reward = torch.randn(4 * n)
-        inputs = AdvantageInputs(reward, torch.ones_like(group), torch.ones(4 * n, dtype=torch.bool), group)
+        everything = torch.ones(4 * n, dtype=torch.bool)
+        fields = {"in_group_stats": everything, "epsilon": 1e-6}
+        flat = reward, torch.ones_like(group), everything, group
+        inputs = advantages.AdvantageInputs(*flat, **fields)
         values, _ = advantages.estimator(name)(inputs)
         by_group = values.view(4, n)
         distance = reward.view(4, n) - reward.view(4, n).mean(1, keepdim=True)
