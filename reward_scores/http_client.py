@@ -203,14 +203,28 @@ class HttpClient:
         return pause if now + pause - min(begun, self._away_since) < options.give_up_s else None
 
     async def lines(self, method: str, url: str, body: Any) -> AsyncIterator[str]:
-        """Yield the lines of a reply as they come: one attempt, whose reads are bounded in time, and not its length."""
+        """Yield the lines of a reply as they come. Its reads are bounded in time, and not its length.
+
+        The reply is waited for as :meth:`request` does, but once it has begun it is not requested again.
+        """
         seconds = self.options.timeout_s
-        with _failures(seconds):
-            async with self._turns, self._stream(method, url, body, seconds) as response:
-                if response.status_code != 200:
-                    raise _of_status(response, await self._read(response))
-                async for line in response.aiter_lines():
-                    yield line
+        failures: Counter[str] = Counter()
+        begun, answered = time.monotonic(), False
+        while True:
+            try:
+                with _failures(seconds):
+                    async with self._turns, self._stream(method, url, body, seconds) as response:
+                        if response.status_code != 200:
+                            raise _of_status(response, await self._read(response))
+                        self._away_since, answered = None, True
+                        async for line in response.aiter_lines():
+                            yield line
+                return
+            except RequestFailed as failure:
+                pause = self._pause(failure, failures, begun)
+                if pause is None or answered:
+                    raise
+            await asyncio.sleep(pause)
 
     async def send_once(self, method: str, url: str, body: Any = None, longest_s: float = math.inf) -> Reply:
         """Return the reply to one attempt, which waits for no turn and is not counted. Raises RequestFailed."""

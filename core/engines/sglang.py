@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -33,10 +34,18 @@ from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFai
 if TYPE_CHECKING:
     from core.config.schema import Config
 
+log = logging.getLogger(__name__)
+
 KEY = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
 CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
+ATTEMPTS = 3  # at a whole answer
+PAUSE_S = 0.5  # before the second one
 # All that a model's generation_config could set beside what a request sets; ends are decided here
 NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_p": 0.0}
+
+
+class CutStream(RuntimeError):
+    """A streamed response is not whole."""
 
 
 class SGLangEngine(Engine):
@@ -45,7 +54,8 @@ class SGLangEngine(Engine):
     A seed decides nothing, so a run that is repeated has other answers. ``top_p`` counts probabilities of the whole
     vocabulary also where ``top_k`` cuts it. Requests with one prompt that arrive together may each compute it. Weights
     that are not finite show in the probe alone. No pictures are sent. At most ``max_rows`` requests are with the server
-    at once. Every response is streamed and examined here token by token.
+    at once. Every response is streamed and examined here token by token. A stream that is cut is no answer: it is
+    requested again, at most ``ATTEMPTS`` times in all.
     """
 
     def __init__(
@@ -59,35 +69,60 @@ class SGLangEngine(Engine):
         self._room = asyncio.Semaphore(max_rows)  # of the client's thread
         self._sent: dict[str, tuple[Future, asyncio.AbstractEventLoop]] = {}
         self._new: dict[str, Tensor] = {}  # weights of an update
+        self._streams = 0
+        self._cut_streams = 0
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Sample a trajectory. Raises as the in-process engines do, and WorkersLost without a server."""
-        row, name = self._begin(request), next(self._names)
+        self._begin(request)
         if request.media:
             raise ValueError("SampleRequest.media: rollout.name=sglang sends none; use rollout.name=hf or vllm")
-        future = self.server.submit(self._follow(name, row))
+        name = next(self._names)
+        future = self.server.submit(self._answer(request))
         self._sent[name] = future, asyncio.get_running_loop()
         try:
-            await asyncio.wrap_future(future)
+            row = await asyncio.wrap_future(future)
         finally:
             self._sent.pop(name, None)
         return row.trajectory()
 
+    async def _answer(self, request: SampleRequest) -> Row:
+        """Return the row with a whole answer. Raises WorkersLost where every stream is cut."""
+        async with self._room:
+            attempts = 0
+            while True:
+                row = self._begin(request)
+                attempts += 1
+                self._streams += 1
+                try:
+                    await self._follow(next(self._names), row)
+                    return row
+                except CutStream as error:
+                    self._cut_streams += 1
+                    rate = f"{self._cut_streams} of {self._streams} streams were cut"
+                    text = f"SGLang's server at {self.server.url} gave no whole answer: {error} ({rate})"
+                    if attempts == ATTEMPTS:
+                        raise WorkersLost(f"{text}, and so in {ATTEMPTS} attempts") from error
+                    log.warning("%s; it is requested again", text)
+                await asyncio.sleep(PAUSE_S * attempts)
+
     async def _follow(self, name: str, row: Row) -> None:
         """Write what the server samples to the row until it ends, and abort the request unless the server ended it."""
         why = None
-        async with self._room:
-            try:
-                async with aclosing(self.server.generate(self._body(name, row))) as parts:
-                    async for tokens, logprobs, why in parts:
-                        # It stops at the last token: several come at once to a busy process
-                        if any(row.write(*pair) for pair in zip(tokens, logprobs, strict=True)):
-                            return
-                        if why is not None:
-                            raise RuntimeError(f"SGLang ended a response with {why} after {len(row.ids)} tokens")
-            finally:
-                if why is None:
-                    self.server.send("/abort_request", {"rid": name})
+        try:
+            async with aclosing(self.server.generate(self._body(name, row))) as parts:
+                async for tokens, logprobs, why in parts:
+                    if max(tokens, default=0) >= self.vocab_size:
+                        raise CutStream(f"the model has {self.vocab_size} tokens, and {max(tokens)} came")
+                    # It stops at the last token: several come at once to a busy process
+                    if any(row.write(*pair) for pair in zip(tokens, logprobs, strict=True)):
+                        return
+                    if why is not None:
+                        break
+            raise CutStream(f"it ended a response with {why or 'no reason'} after {len(row.ids)} tokens")
+        finally:
+            if why is None:
+                self.server.send("/abort_request", {"rid": name})
 
     def _body(self, name: str, row: Row) -> dict[str, Any]:
         sampling = row.request.sampling
@@ -145,15 +180,22 @@ class SGLangEngine(Engine):
 class SGLangServer:
     """A server that answers at ``url``; ``submit`` starts coroutines on its client's thread.
 
-    Requests are not repeated. They raise RuntimeError with the server's words where it refuses one, and WorkersLost
-    where it is gone or silent.
+    A request is repeated while the server is busy (status 503 and such), for ``timeout_s``. They raise RuntimeError
+    with the server's words where it refuses one, and WorkersLost where it is gone or silent.
     """
 
     def __init__(self, url: str, timeout_s: float):
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         # No connection is kept: the server ends idle ones, at times under a request that just took one. A proxy of the
         # environment is for what is elsewhere.
-        options = HttpOptions(timeout_s, connections=CONNECTIONS, keep_alive=False, trust_env=False)
+        options = HttpOptions(
+            timeout_s,
+            give_up_s=timeout_s,
+            connections=CONNECTIONS,
+            keep_alive=False,
+            trust_env=False,
+            retried=lambda failure, _: failure.kind == "busy",  # one that is gone comes back without our weights
+        )
         self._http = HttpClient("SGLang client", options)
         self.submit = self._http.submit
 
@@ -168,24 +210,27 @@ class SGLangServer:
         self._http.close()
 
     async def generate(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[list[int], list[Any], str | None]]:
-        """Yield what is new of a streamed response: ids, log-probs and SGLang's reason for the end (None before it)."""
+        """Yield what is new of a streamed response: ids, log-probs and SGLang's reason for the end (None before it).
+
+        Raises CutStream where a part lacks something.
+        """
         known = 0
         try:
-            async for line in self._http.lines("POST", f"{self.url}/generate", body):
-                text = line.removeprefix("data: ")
-                if not text.startswith("{"):
-                    continue
-                reply = json.loads(text)
-                if "error" in reply:
-                    raise RuntimeError(f"SGLang refused /generate: {reply['error']}")
-                meta = reply["meta_info"]
-                # A stream has all tokens each time, or with --incremental-streaming-output the new ones.
-                known, new = meta["completion_tokens"], meta["completion_tokens"] - known
-                pairs = meta["output_token_logprobs"] if new else []
-                # Those of the truncated distribution, which is what was sampled from, are apart.
-                logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
-                ids, logprobs = (values[len(values) - new :] for values in (reply["output_ids"], logprobs))
-                yield ids, logprobs, (meta["finish_reason"] or {}).get("type")
+            async with aclosing(self._http.lines("POST", f"{self.url}/generate", body)) as lines:
+                async for line in lines:
+                    text = line.removeprefix("data: ")
+                    if not text.startswith("{"):
+                        continue
+                    try:
+                        reply = json.loads(text)
+                        if "error" in reply:
+                            raise RuntimeError(f"SGLang refused /generate: {reply['error']}")
+                        ids, logprobs, why = _new_tokens(reply, known)
+                    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
+                        what = f"{type(error).__name__}: {error}"
+                        raise CutStream(f"a part of a response cannot be read ({what}): {text:.200}") from error
+                    known += len(ids)
+                    yield ids, logprobs, why
         except RequestFailed as failure:
             raise self._error("/generate", failure) from failure
 
@@ -204,6 +249,23 @@ class SGLangServer:
         if failure.status or failure.kind == "reply":
             return RuntimeError(f"SGLang refused {path}: {failure}")
         return WorkersLost(f"SGLang's server at {self.url} is lost: {path}: {failure}")
+
+
+def _new_tokens(reply: Mapping[str, Any], known: int) -> tuple[list[int], list[Any], str | None]:
+    """Return the ids that follow the ``known`` first ones, their log-probs, and SGLang's reason for the end."""
+    meta = reply["meta_info"]
+    new = meta["completion_tokens"] - known
+    pairs = meta["output_token_logprobs"] if new else []
+    # Those of the truncated distribution, which is what was sampled from, are apart
+    logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
+    # A stream has all tokens each time, or with --incremental-streaming-output the new ones
+    lists = reply["output_ids"], logprobs, [pair[1] for pair in pairs]
+    if new < 0 or min(map(len, lists)) < new:
+        raise CutStream(f"only {min(map(len, lists))} of {new} new tokens came")
+    ids, logprobs, named = (values[len(values) - new :] for values in lists)
+    if ids != named or not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise CutStream(f"the new tokens are {ids}, and their log-probs are of {named}")
+    return ids, logprobs, (meta["finish_reason"] or {}).get("type")
 
 
 def problems(config: Config) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import json
 import re
 import threading
@@ -15,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from core.config import compose
-from core.engines import make_engine
+from core.engines import make_engine, sglang
 from core.engines.sglang import SGLangEngine, SGLangServer, problems
 from core.errors import InputError, WorkersLost
 from core.types import Stop
@@ -113,17 +115,78 @@ def test_a_stream_is_examined_token_by_token():
 @pytest.mark.parametrize(
     ("reply", "error", "words"),
     [
-        (written([5], "abort"), RuntimeError, "ended a response with abort after 1 tokens"),
+        (written([5], "abort"), WorkersLost, "ended a response with abort after 1 tokens"),
         (400, RuntimeError, "refused /generate: .*scripted"),
         (None, WorkersLost, "server at .* is lost"),
         ([written([5], None), {"error": {"message": "no room"}}], RuntimeError, "refused /generate: .*no room"),
-        (written([5, 6], output_token_logprobs=[[None, 5, None]] * 2), FloatingPointError, "not finite"),
+        (written([5, 6], output_token_logprobs=[[None, 5, None], [None, 6, None]]), FloatingPointError, "not finite"),
     ],
 )
 def test_a_reply_that_cannot_stand(reply, error, words):
     stops = ("never!",) if isinstance(reply, list) else ()
     with engine_on(lambda _: reply) as (engine, _), pytest.raises(error, match=words):
         sample_all(engine, [ask(max_tokens=2, stop=stops)])
+
+
+def logprobs_of(*tokens):
+    return [[-0.5, token, None] for token in tokens]
+
+
+CUT = {
+    "no event": [],
+    "no reason": [written([5, 6], None)],
+    "done": ["[DONE]"],
+    "lost ids": [written([5], None), written([7, 8], None, total=4), written([9, 1], total=6)],
+    "fewer than before": [written([5, 6], None), written([7], total=1)],
+    "no log-probs": [{"output_ids": [5, 6], "meta_info": {"completion_tokens": 2, "finish_reason": None}}],
+    "fewer log-probs": [written([5, 6, 7], None, output_token_logprobs=logprobs_of(5, 6))],
+    "log-probs of others": [written([5, 6, 7], None, output_token_logprobs=logprobs_of(7, 8, 9))],
+    "floats": [written([5.0, 6.0, 7.0])],
+    "no token of the model": [written([VOCAB_SIZE + 99] * 3)],
+    "negative": [written([-1, -1, -1])],
+    "no JSON": ['{"output_ids": [5'],
+    "no fields": [{"text": "x"}],
+    "no reason's form": [written([5], None, finish_reason="length")],
+    "ended early": [written([5, 6], "stop")],
+}
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    monkeypatch.setattr(sglang, "PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("parts", CUT.values(), ids=CUT)
+def test_a_stream_that_is_cut_is_requested_again_and_then_a_failure_with_its_rate(no_pause, parts, caplog):
+    replies = [parts, parts, echo]
+
+    def generate(body):
+        made = replies.pop(0) if replies else parts
+        return made(body) if callable(made) else made
+
+    with engine_on(generate) as (engine, seen):
+        (found,) = sample_all(engine, [ask(max_tokens=6, ignore_eos=True)])
+        assert (ids(found), found.stop) == ([5] * 6, Stop.LENGTH) and "2 of 2 streams were cut" in caplog.text
+        names = [body["rid"] for body in requested(seen)]
+        assert len({*names}) == 3
+        with pytest.raises(WorkersLost, match="5 of 6 streams were cut"):
+            sample_all(engine, [ask(max_tokens=6, ignore_eos=True)])
+
+
+def test_a_server_that_is_busy_is_asked_until_it_answers(monkeypatch):
+    statuses = [503, 429, 503]
+
+    def generate(body):
+        return statuses.pop(0) if statuses else echo(body)
+
+    monkeypatch.setattr(sglang, "HttpOptions", functools.partial(sglang.HttpOptions, pause_s=0.01))
+    with engine_on(generate) as (engine, _):
+        (found,) = sample_all(engine, [ask(max_tokens=2)])
+        assert ids(found) == [5, 5]
+        statuses += [503] * 1000
+        engine.server._http.options = dataclasses.replace(engine.server._http.options, give_up_s=0.2)
+        with pytest.raises(RuntimeError, match="refused /generate: status 503"):
+            sample_all(engine, [ask(max_tokens=2)])
 
 
 def test_a_whole_reply_stands_with_the_log_probs_of_the_truncated_distribution():
