@@ -93,7 +93,7 @@ def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     config = composed.config
     refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)  # these keys hold their defaults
     absent = [line for line in map(str, paths.missing(config, typed)) if not line.startswith(refused)]
-    problems = [*composed.problems, *map(str, composed.repeated), *absent]
+    problems = [*composed.problems, *absent]
     if in_the_way := folder_problem(config):
         problems.append(in_the_way)
     if typed is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +60,22 @@ def examine(recipe: str, overrides: Sequence[str], base: Mapping[str, Any] | Non
     parts = [list(_overrides(part, found)) for part in (texts[: max(at, 0)], texts[at + 1 :])]
     parts.insert(0, _file(found, options))
     found.words.update({key: value for part in parts[not options :] for key, value in part})
-    (_, file), (script_preset, script) = (_layer(part, found) for part in parts[:2])
-    found.repeated.clear()  # a script's own keys are over those that it shares with others
+    (file_preset, file), (script_preset, script) = (_layer(part, found) for part in parts[:2])
+    found.warnings.clear()  # a script's own keys are over those that it shares with others
     typed_preset, typed = _layer(parts[2], found)
-    if "--" in texts:  # a script may pass on what was typed behind keys of its own
-        found.warnings += [str(replace(one, fix="this last one counts")) for one in found.repeated]
-        found.repeated.clear()
     found.given, found.typed = script | typed, frozenset(typed)
     found.scripted = frozenset(script)
+    if file_preset and (over_file := typed_preset or script_preset) not in (None, file_preset):
+        found.warnings.append(str(_twice("preset", over_file, file_preset)))
+        file_preset = None
     script_preset = None if typed_preset else script_preset
-    tree = over(convert.as_tree(schema()), nested(file), _preset(script_preset, found), nested(script))
+    tree = over(convert.as_tree(schema()), _preset(file_preset, found), nested(file))
+    tree = over(tree, _preset(script_preset, found), nested(script))
     tree = over(tree, _preset(typed_preset, found), literal(own_tree(base or {}, schema)), nested(typed))
     _refuse_techniques(found)
-    config = validated(schema, _resolved(tree, schema, found.problems), found.problems, found)
+    resolved = _resolved(tree, schema, found.problems)
+    _without_slashes(resolved, found)
+    config = validated(schema, resolved, found.problems, found)
     found.config = defaults.resolve(defaults.over_ray(config, found.given), recipe)
     view = rules.View(found.config, found.given, recipe)
     # The default that stands for a refused value breaks no rule
@@ -122,15 +124,18 @@ def _layer(parsed: Sequence[tuple[str, Any]], found: Composed) -> tuple[str | No
     """Return the preset and flat key -> value of a part of a command line. Of a key given twice the last one counts."""
     preset, values, seen, schema = None, {}, {}, found.schema
     for key, value in (leaf for pair in parsed for leaf in _leaves(*pair, schema)):
+        if key in seen and seen[key] != value:
+            found.warnings.append(str(_twice(key, value, seen[key])))
+        seen[key] = value
         if key == "preset":
             preset = show(value)
             continue
-        if key in seen and seen[key] != value:
-            rule = f"is given twice, before as {show(seen[key], key)}"
-            found.repeated.append(Problem(key, value, rule, f"set {key}={show(value, key)} alone"))
-        seen[key] = value
         _set(key, value, values, found)
     return preset, values
+
+
+def _twice(key: str, value: Any, before: Any) -> Problem:
+    return Problem(key, value, f"is given twice, before as {show(before, key)}", "this last one counts")
 
 
 def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, Any]]:
@@ -199,7 +204,8 @@ def _file(found: Composed, options: Mapping[str, str]) -> list[tuple[str, Any]]:
     try:
         tree = {**OmegaConf.to_container(OmegaConf.load(path))}
     except (OSError, TypeError, ValueError, OmegaConfBaseException, convert.yaml.YAMLError) as error:
-        found.problems.append(f"--config-name={path}: cannot be read ({_reason(error)}); name a file that is there")
+        fix = "mend that line" if hasattr(error, "problem_mark") else "name a file that is there"
+        found.problems.append(f"--config-name={path}: cannot be read ({convert.yaml_reason(error)}); {fix}")
         return []
     tree.pop("hydra", None)
     if others := [one for one in tree.pop("defaults", None) or () if one not in ("ppo_trainer", "_self_")]:
@@ -218,6 +224,17 @@ def _preset(name: str | None, found: Composed) -> Tree:
 
 
 # --- trees ---
+
+
+def _without_slashes(tree: Tree, found: Composed) -> None:
+    """Write a dash for each slash in the names of run and project, which verl reads as a path."""
+    for name in ("experiment_name", "project_name"):
+        value = tree.get("trainer", {}).get(name)
+        if isinstance(value, str) and "/" in value.strip("/"):
+            tree["trainer"][name] = re.sub("/+", "-", value.strip("/"))
+            rule = "is one step of a path here"
+            fix = f"it is read as {tree['trainer'][name]}"
+            found.warnings.append(str(Problem(f"trainer.{name}", value, rule, fix)))
 
 
 def _resolved(tree: Tree, schema: type[Config], problems: list[Any]) -> Tree:

@@ -104,3 +104,11 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where it is co
 def read_table(path: Path) -> Any:
     """Return what a YAML file holds. It is read once a process."""
     return yaml.load(path.read_text(encoding="utf-8"), LOADER)
+
+
+def yaml_reason(error: Exception) -> str:
+    """Return in one line why a file is no YAML: the line of the file, counted from 1, and the problem."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error).split("\n")[0]
+    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or error}"

@@ -8,12 +8,13 @@ name here is read, what asks for nothing or for what is done anyway is accepted 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from core.config import convert, recipes, registry
 from core.config.schema import Config
@@ -39,7 +40,6 @@ class Composed:
     words: dict[str, Any] = field(default_factory=dict)  # every key of the line, as it was typed, with its value
     config: Config = None  # resolved; with ``problems`` a refused value is replaced by its default
     problems: Sequence[Any] = field(default_factory=list)
-    repeated: list[Problem] = field(default_factory=list)  # keys with two values: problems of a command line
     warnings: Sequence[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # keys that an override set (no recipe's file), values as read
     typed: frozenset[str] = frozenset()  # those of them that were typed
@@ -77,19 +77,59 @@ def unknown_key(key: str, value: Any, line: Composed) -> Problem:
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """Return the known key that was probably meant, or None: no advice is better than a wrong one.
 
-    It is the one key (of several the actor's) that ends like this one, whose first sections were left out, or one that
-    differs by a misspelling of one name.
+    It is the one key (of several the actor's) that is this one but for a letter, a hyphen or the
+    case; one that ends like this one, whose first sections were left out, as it is or but for a
+    letter; or one that differs by a misspelling of one name.
     """
-    ends = [other for other in known if f".{other}".endswith(f".{key}")]
-    ends = [other for other in ends if other.startswith(ACTOR)] if len(ends) > 1 else ends
-    if len(ends) == 1:
-        return ends[0]
+    known = list(known)
+    text = _plain(key)
+    ways = (
+        lambda other: _plain(other) == text,
+        lambda other: f".{other}".endswith(f".{key}"),
+        lambda other: one_letter_apart(text, other),
+        lambda other: _ends_almost(text, other),
+    )
+    for is_near in ways:
+        found = list(filter(is_near, known))
+        found = [other for other in found if other.startswith(ACTOR)] if len(found) > 1 else found
+        if len(found) == 1:
+            return found[0]
     names, found = key.split("."), {}
     for other in (one.split(".") for one in known):
         pairs = [pair for pair in zip(names, other, strict=False) if pair[0] != pair[1]]
         if len(other) == len(names) and len(pairs) == 1:
             found[".".join(other)] = SequenceMatcher(None, *pairs[0]).ratio()
     return max((one for one in found if found[one] >= 0.9), key=found.get, default=None)
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "_")
+
+
+def _ends_almost(key: str, other: str) -> bool:
+    """Return whether the end of ``other`` with as many names as ``key`` is that key but for a letter."""
+    end = ".".join(other.split(".")[-key.count(".") - 1 :])
+    return end != other and min(len(key), len(end)) > 3 and one_letter_apart(key, end)
+
+
+def one_letter_apart(text: str, other: str) -> bool:
+    """Return whether one letter is missing, added or another, or two neighbours changed places."""
+    if abs(len(text) - len(other)) > 1 or text == other:
+        return False
+    if {len(text.rpartition(".")[2]), len(other.rpartition(".")[2])} == {1}:
+        return False  # k is no misspelt n
+    start = len(os.path.commonprefix([text, other]))
+    text, other = text[start:], other[start:]
+    end = len(os.path.commonprefix([text[::-1], other[::-1]]))
+    text, other = text[: len(text) - end], other[: len(other) - end]
+    return max(len(text), len(other)) <= 1 or len(text) == 2 and text == other[::-1]
+
+
+def nearest_name(value: str, names: Iterable[str]) -> str | None:
+    """Return the name of a table that a value is but for its case, or that it nearly is."""
+    plain = {name.lower(): name for name in names}
+    near = get_close_matches(value.lower(), plain, 1, 0.7)
+    return plain[near[0]] if near and plain[near[0]] != value else None
 
 
 # --- reading ---
@@ -129,11 +169,19 @@ def read_value(key: str, value: Any, line: Composed) -> Interpretation | None:
     for there, here in names["values"].get(key, {}).items():
         if _same(value, there):
             return Interpretation(settings={key: here})
+    choices = CHOICES.get(key) or _literals(convert.all_keys(line.schema).get(key))
     for one in given:
-        if key in CHOICES and (near := get_close_matches(str(one), CHOICES[key], 1, 0.7)) and near[0] != one:
-            return Interpretation(fix=f"the nearest name is {near[0]}")
+        if one not in [*choices] and (near := nearest_name(str(one), choices)):
+            return Interpretation(fix=f"the nearest name is {near}")
     hint = next((text for name, text in names["hints"].items() if fnmatchcase(key, name)), None)
     return Interpretation(fix=hint) if hint else None
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    """Return the names that a type admits; none where it admits any text."""
+    if get_origin(hint) is Literal:
+        return tuple(name for name in get_args(hint) if isinstance(name, str))
+    return tuple(name for part in get_args(hint) for name in _literals(part))
 
 
 def older_defaults(line: Composed) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from core.config import Config, compose, examine, paths
+from core.config import Config, compose, convert, examine, paths, verl_names
 from core.errors import InputError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -26,6 +28,41 @@ def test_an_unknown_key_names_the_nearest_of_its_section():
         assert line.endswith(f": unknown key; the nearest known key is {nearest}")
     (line,) = lines("reward_model.sandbox.batch=3")  # nothing near in its section
     assert "--help WORD" in line and "batch_size" not in line
+
+
+def test_a_letter_too_many_too_few_or_another_names_the_key_that_was_meant():
+    """Of 300 random misspellings of one letter 95 in 100 get the right advice, and 1 at most a wrong one."""
+    draw = random.Random(1)
+    known = list(convert.all_keys(Config))
+    found = []
+    while len(found) < 300:
+        key = draw.choice(known)
+        at = draw.randrange(len(key) - 1)
+        letters = {key[:at] + key[at + 1 :], key[:at] + "x" + key[at + 1 :], key[:at] + "x" + key[at:]}
+        letters.add(key[:at] + key[at + 1] + key[at] + key[at + 2 :])
+        wrong = draw.choice(sorted(letters))
+        if wrong not in known:
+            found.append((verl_names.nearest(wrong, known), key))
+    assert sum(near == key for near, key in found) >= 285
+    assert sum(near not in (None, key) for near, key in found) <= 3
+    for other in ("Trainer.Seed", "trainer.SEED", "data.train-files", "DATA.train_files"):
+        assert verl_names.nearest(other, known) == other.lower().replace("-", "_")
+    assert verl_names.nearest(f"{ROLLOUT}.k", known) is None
+
+
+def test_a_name_in_another_case_gets_the_name():
+    for override, name in {
+        "algorithm.adv_estimator=GRPO": "grpo",
+        f"{ACTOR}.loss_agg_mode=Token-Mean": "token-mean",
+        f"{ROLLOUT}.name=VLLM": "vllm",
+        "trainer.logger=[Console]": "console",
+        "data.truncation=Left": "left",
+        "trainer.resume_mode=Disable": "disable",
+        "trainer.device=CUDA": "cuda",
+        f"{ACTOR}.fsdp_config.dtype=BF16": "bf16",
+    }.items():
+        (line,) = lines(override)
+        assert line.endswith(f"; the nearest name is {name}"), line
 
 
 def test_a_value_that_does_not_fit():
