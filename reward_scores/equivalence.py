@@ -15,6 +15,7 @@ The order of the two matters for this: the answer is first, the gold one second.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -300,13 +301,10 @@ def _relation(text: str) -> tuple[list[str], list[str]]:
     sides = _split(text, _RELATION)
     if sides is None or len(sides) == 1:
         return [text], []
-    found = [each for each in _RELATION.finditer(text) if _depth(text[: each.start()]) == 0]
+    depths = list(itertools.accumulate(((char in _OPEN) - (char in _CLOSE) for char in text), initial=0))
+    found = [each for each in _RELATION.finditer(text) if depths[each.start()] == 0]
     signs = [each[3] or ("<" if each[1] == "l" else ">") + ("" if each[2] == "t" else "=") for each in found]
     return sides, [{"\\equiv": "=", "\\ne": "!="}.get(sign, sign) for sign in signs]
-
-
-def _depth(text: str) -> int:
-    return sum((char in _OPEN) - (char in _CLOSE) for char in text)
 
 
 def _operators(text: str) -> str:

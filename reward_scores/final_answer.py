@@ -65,7 +65,8 @@ def _last_of(opening: re.Pattern[str], text: str) -> str | None:
         elif not content:
             continue
         start = box.start()
-        name = _name_before(text[:start])
+        named = _NAME.search(_plain(text[max(0, start - 40) : start]))
+        name = named[0] if named else ""
         contents.append(content)
     if len(contents) > 1:
         contents[-1] = name + contents[-1]
@@ -74,12 +75,6 @@ def _last_of(opening: re.Pattern[str], text: str) -> str | None:
 
 def _plain(gap: str) -> str:
     return _SPACE.sub(" ", _WORDS.sub(r" \1 ", gap))
-
-
-def _name_before(text: str) -> str:
-    """Return ``x_1 =`` where that ends the text in front of a box."""
-    found = _NAME.search(_plain(text[-40:]))
-    return found[0] if found else ""
 
 
 def marked_line(response: str) -> str | None:

@@ -38,17 +38,13 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def lines_of(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines() if line.strip()]
-
-
 def _in_order(text: str, first: str, second: str) -> bool:
     words = words_of(text)
     return first in words and second in words and words.index(first) < words.index(second)
 
 
 def _is_list(text: str, items: int) -> bool:
-    lines = lines_of(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return len(lines) == items and all(_ITEM.fullmatch(line) for line in lines)
 
 
@@ -100,10 +96,6 @@ def check_ground_truth(ground_truth: Any, **options: Any) -> str | None:
     return None
 
 
-def requested_words(constraints: list[list[Any]]) -> set[str]:
-    return {argument for _, *arguments in constraints for argument in arguments if isinstance(argument, str)}
-
-
 def is_text(words: list[str], requested: set[str]) -> bool:
     """Return whether the words make a text rather than repetitions of what was requested."""
     others = set(words) - requested
@@ -123,6 +115,7 @@ def score(
     if not words:
         return no_answer(followed=0.0, distinct=0.0, naive=0.0)
     kept = [CHECKS[kind][1](text, *arguments) for kind, *arguments in constraints]
-    right = all(kept) and (method == "naive" or is_text(words, requested_words(constraints)))
+    requested = {argument for _, *arguments in constraints for argument in arguments if isinstance(argument, str)}
+    right = all(kept) and (method == "naive" or is_text(words, requested))
     parts = {"followed": sum(kept) / len(kept), "distinct": len(set(words)) / len(words), "naive": float(all(kept))}
     return graded(right, pred=None, **parts)

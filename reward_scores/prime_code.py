@@ -171,15 +171,11 @@ def same_value(value: Any, goal: Any) -> bool:
         goal = [_whole_keys(goal[0])]
     if not _is_json(value):
         return False
-    rows = [list(row) for row in value] if _rows_of_tuples(value) else None
+    tuples = isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], tuple)
+    rows = [list(row) for row in value] if tuples and all(hasattr(row, "__iter__") for row in value) else None
     value = list(value) if isinstance(value, tuple) else value
     first = goal[:1] if isinstance(goal, list) else []
     return value == goal or value in first or (rows is not None and rows in first)
-
-
-def _rows_of_tuples(value: Any) -> bool:
-    rows = isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], tuple)
-    return rows and all(hasattr(row, "__iter__") for row in value)
 
 
 def _is_json(value: Any) -> bool:

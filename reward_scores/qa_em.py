@@ -139,7 +139,9 @@ def plain_answer(text: str) -> str:
     text = "".join(char for char in text if unicodedata.category(char) not in ("Mn", "Cf"))  # accents, invisible
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|(?<=[a-z])\.(?=[a-z](?![a-z]))|'", "", text)  # 1,000, U.S., O'Neill
     text = re.sub(
-        r"(?<=\d)[./:](?=\d)|(?<=\w)[#+]+(?!\w)|(?<![\w ])-(?=\d)|^-(?=\d)", _kept, text.replace("&", " and ")
+        r"(?<=\d)[./:](?=\d)|(?<=\w)[#+]+(?!\w)|(?<![\w ])-(?=\d)|^-(?=\d)",
+        lambda found: found[0].translate(_AWAY),
+        text.replace("&", " and "),
     )
     text = re.sub(rf"[{re.escape(string.punctuation)}\u00ab\u00bb]", " ", text)
     text = re.sub(r"\b(?:a|an|the) (?=(?:\w+ )*?(?!(?:a|an|the)\b)\w)", "", " ".join(text.split()))
@@ -149,10 +151,6 @@ def plain_answer(text: str) -> str:
     if re.fullmatch(r"\d+\.\d*0", text):  # a number alone: in Python 3.10 the 0 counts
         text = text.rstrip("0").removesuffix(".")
     return " ".join(str(_NUMBERS.get(word, word)) for word in text.split())
-
-
-def _kept(found: re.Match[str]) -> str:
-    return found[0].translate(_AWAY)
 
 
 @functools.lru_cache(maxsize=65536)  # a group of answers asks for the same golds
