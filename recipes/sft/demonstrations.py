@@ -8,10 +8,12 @@ A file has one of three forms, told by its columns, in this order:
 
 A column ``data.tools_key`` (a list of schemas, or JSON) or ``data.enable_thinking_key`` is an argument of the template.
 
-A chat is rendered by the chat template, stretch by stretch: what stands before an assistant turn is encoded as the
-prompt of a rollout is, and the turn by itself, as a policy would have written it. The mask of a turn ends with its
-end-of-sequence token: what the template writes behind it (a newline, mostly) no policy ever writes. A plain string and
-its answer need no template; the tokenizer's end-of-sequence token follows the answer.
+A chat is rendered by the chat template and has the ids of the whole text: tokenizers with a leading
+space (Llama 2) would put one before each stretch that is encoded alone. A seam that a token of the
+whole reaches over stays one, as between a rollout's prompt and the policy's turn. The mask of a
+turn ends with its end-of-sequence token: what the template writes behind it (a newline, mostly) no
+policy ever writes. A turn whose message has ``weight`` or ``loss_mask`` 0 is not trained on. A
+plain string and its answer need no template; the tokenizer's end-of-sequence token follows the answer.
 
 Which lines a step draws is decided in ``core/data/prompts.py``. Everything is tokenised when it is loaded.
 """
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 IDS = ("prompt_ids", "response_ids", "response_mask")
 TEXTS = "prompt"  # beside IDS: what the ids of the prompt decode to
 ASSISTANT = "assistant"
+# Keys by which a message is left out of the loss: OpenAI's, and those of ms-swift and axolotl
+WEIGHTS = ("weight", "loss_mask", "loss", "train")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +120,7 @@ class Writer:
             raise DemonstrationError("a chat has no assistant turn", "leave the row out: nothing in it is trained on")
         if turns[0] == 0:
             raise DemonstrationError("a chat begins with the assistant", "put the prompt before it")
+        weights = [_is_trained(message) for message in messages]
         stretches, done = [], ""
         for number in turns:
             before, after = self._before(messages[:number]), self.chats.render(messages[: number + 1])
@@ -127,8 +132,9 @@ class Writer:
             if not (before.startswith(done) and after.startswith(before)):
                 rule = "the chat template writes earlier turns anew once others follow, so no policy wrote these tokens"
                 raise DemonstrationError(rule, "make a row for each assistant turn, or set another chat template")
-            prompt, answer = self._encode(before[len(done) :]), self._encode(after[len(before) :])
-            stretches += [(prompt, False), (answer, self._until_its_end(answer))]
+            prompt, answer = self._behind(done, before), self._behind(before, after)
+            trained = self._until_its_end(answer) if weights[number] else False
+            stretches += [(prompt, False), (answer, trained)]
             done = after
         return Demonstration.of(stretches)
 
@@ -137,7 +143,8 @@ class Writer:
         if not isinstance(prompt, str):
             return self.chat([*prompt, {"role": ASSISTANT, "content": response}])
         ids = self.prompts.encode(prompt)
-        return Demonstration.of([(ids, False), ([*self._encode(response), self.tokenizer.eos_token_id], True)])
+        answer = [*self._behind(prompt, prompt + response), self.tokenizer.eos_token_id]
+        return Demonstration.of([(ids, False), (answer, True)])
 
     def written(self, prompt_text: str, ids: Mapping[str, Sequence]) -> Demonstration:
         """Return what a policy wrote, by its ids. Raises DemonstrationError for those of another tokenizer."""
@@ -159,6 +166,21 @@ class Writer:
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _behind(self, before: str, after: str) -> list[int]:
+        """Return the ids of what ``after`` adds to the text ``before``, as they stand behind it."""
+        added = after[len(before) :]
+        # Behind a seam that a token reaches over, any other text keeps the leading space away.
+        contexts = [before, *(["\n", "."] if self._adds_a_space() else [])]
+        for context in contexts:
+            start, whole = self._encode(context), self._encode(context + added)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return self._encode(added)
+
+    def _adds_a_space(self) -> bool:
+        first = self.tokenizer.convert_ids_to_tokens(self._encode("a"))[0]
+        return first.startswith("\u2581")
 
     def _until_its_end(self, ids: Sequence[int]) -> list[bool]:
         """Return the mask of a turn: all of it up to its last end-of-sequence token, or all where it has none."""
@@ -325,6 +347,24 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise DemonstrationError(f"{key} must hold text (images are not supported)", "make content a string")
     return [message_of(message, nested=True) for message in value]
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether a turn is trained on: the assistant's are, unless a key of theirs is 0.
+
+    Raises DemonstrationError for a key that would train on another role, or by a part.
+    """
+    by_assistant = message["role"] == ASSISTANT
+    values = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    for key, value in values.items():
+        if value not in (0, 1):
+            rule = f"{key} of a message is {value!r}, and a turn is trained on or not"
+            raise DemonstrationError(rule, "set 0 or 1, or leave the key out")
+        if value and not by_assistant:
+            rule = f"{key} of a message of role {message['role']} is {value!r}"
+            fix = "set 0 or leave the key out: only the assistant's turns are trained on"
+            raise DemonstrationError(rule, fix)
+    return by_assistant and all(values.values())
 
 
 def _value(row: Mapping[str, Any], key: str) -> Any:
