@@ -6,6 +6,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -117,6 +118,35 @@ def test_the_policy_begins_to_train_in_the_step_of_critic_warmup_with_its_own_wa
     lines = [json.loads(line) for line in (folder / "warmup/metrics.jsonl").read_text().splitlines()]
     assert [line.get("actor/lr") for line in lines] == [None, None, 0.5e-3, 1e-3]
     assert [line["critic/lr"] for line in lines] == [0.5e-3, 1e-3, 1e-3, 1e-3]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_reference_is_read_at_the_temperature_of_the_policy(folder, rank):
+    """Before a weight has moved their KL is 0 at any temperature, whether the reference is a copy or the base."""
+    keys = ("actor.use_kl_loss=True", f"model.lora_rank={rank}", "rollout.temperature=0.7")
+    config = configured(folder, f"reference-{rank}", *(f"actor_rollout_ref.{key}" for key in keys), steps=1)
+    RayPPOTrainer(config).init_workers().fit()
+    (line,) = [json.loads(line) for line in (folder / f"reference-{rank}/metrics.jsonl").read_text().splitlines()]
+    assert abs(line["actor/kl_loss"]) < 1e-9 and line["actor/entropy"] > 1
+
+
+def test_no_pass_over_the_data_trains_on_a_validation_question(folder, tmp_path):
+    """Three passes over eight examples: each has every example once, and none of the others."""
+    table = pq.read_table(folder / "train.parquet")
+    pq.write_table(table.slice(0, 8), tmp_path / "train.parquet")
+    pq.write_table(table.slice(8), tmp_path / "val.parquet")
+    epochs = [[] for _ in range(3)]
+
+    class Watching(scripted()):
+        def complete_step(self, groups_P, batch, metrics):
+            epochs[(metrics.step - 1) // 2] += [group.prompt.messages[0]["content"] for group in groups_P]
+            super().complete_step(groups_P, batch, metrics)
+
+    files = (f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet")
+    keys = (*files, "data.val_max_samples=-1", "trainer.test_freq=2", "trainer.val_before_train=True")
+    Watching(configured(folder, "epochs", *keys), lambda request, _: str(request.seed % 5)).init_workers().fit()
+    examples = [row[0]["content"] for row in table.slice(0, 8)["prompt"].to_pylist()]
+    assert [sorted(epoch) for epoch in epochs] == [sorted(examples)] * 3
 
 
 def test_without_a_critic_no_step_waits_for_its_warm_up(folder):

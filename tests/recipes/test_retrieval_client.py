@@ -261,5 +261,10 @@ def test_a_cache_is_an_index_s_own(index, tmp_path, make_client):
         with Server(folder) as server:
             found.append(ask(make_client(server.url, cache_dir=tmp_path / "cache"), "district", topk=40))
     assert [len(passages) for (passages,) in found] == [40, 30]
+    with Server(index, "--backend", "random") as server:  # the same passages, found in another way
+        client = make_client(server.url, cache_dir=tmp_path / "cache")
+        (other,) = ask(client, "district", topk=40)
+        assert client.metrics()["retrieval/cache_hit_rate"] == 0
+    assert {passage.id for passage in other} != {passage.id for passage in found[0][0]}
     with pytest.raises(RetrievalError, match="must hold the answers of one index, it has .*, .*; give identity="):
         make_client(server.url, cache_dir=tmp_path / "cache", offline=True)

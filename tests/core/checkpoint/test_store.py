@@ -126,6 +126,14 @@ def test_a_failing_block_leaves_nothing_behind_and_another_format_is_refused(tmp
         CheckpointStore(tmp_path / "file" / "run").claim()
 
 
+@pytest.mark.parametrize("keep", [1, 2, 3, 5])
+def test_as_many_checkpoints_stay_as_are_kept(tmp_path, keep):
+    store = CheckpointStore(tmp_path, keep=keep)
+    for step in range(2, 16, 2):
+        write(store, step)
+        assert store.steps() == [*range(2, step + 2, 2)][-keep:]
+
+
 def test_a_checkpoint_that_is_read_outlives_the_writer_s_next_saves(tmp_path):
     """A run that only validates loads it, perhaps for minutes, beside one that trains and keeps one checkpoint."""
     store = CheckpointStore(tmp_path, keep=1)

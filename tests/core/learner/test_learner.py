@@ -209,6 +209,19 @@ def test_a_non_finite_gradient_skips_the_step_and_is_counted():
     assert not torch.equal(before[0], next(part.module.parameters()))
 
 
+@pytest.mark.parametrize("keys", [{"entropy_coeff": 0.1}, {"use_kl_loss": True}], ids=["entropy", "kl"])
+def test_a_sequence_without_an_advantage_trains_where_another_term_does(keys):
+    """Its gradient is that of the term alone, so that gradients of both terms add up."""
+    batch = random_batch()
+    advantages = batch.advantages.masked_fill(torch.arange(batch.tokens) > batch.tokens // 2, 0)
+    half, nothing = batch.adding(advantages=advantages), batch.adding(advantages=torch.zeros(batch.tokens))
+    both, _ = accumulated(actor(**keys), one_step(half))
+    reward, _ = accumulated(actor(), one_step(half))
+    term, _ = accumulated(actor(**keys), one_step(nothing))
+    assert term.norm() > 1e-3 and reward.norm() > 1e-3
+    assert (both - reward - term).norm() < 1e-5 * term.norm()
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_step_without_a_gradient_moves_the_weights_by_momentum_and_decay(masked):
     """As in verl, where the zeros of a loss of 0 are gradients: AdamW written out, with the second gradient zero."""
