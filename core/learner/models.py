@@ -6,6 +6,7 @@ transformers is imported where it is used: the module of the trainer stays light
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -141,12 +142,24 @@ def load_tokenizer(model: ModelConfig) -> Any:
             rule = "the tokenizer has neither a pad nor an eos token"
             raise InputError(f"{key}={path}: {rule}; set one in its tokenizer_config.json")
         tokenizer.pad_token = tokenizer.eos_token
+    if getattr(tokenizer, "chat_template", None) is None:
+        tokenizer.chat_template = _template_of_processor(path)
     if (template := model.custom_chat_template) is not None:
         if "{" not in template or "messages" not in template:  # a path, or a text that would be every prompt
             rule = "is no Jinja template that reads messages; give the text of one, not a file's path"
             raise InputError(f"actor_rollout_ref.model.custom_chat_template={template}: {rule}")
         tokenizer.chat_template = template
     return tokenizer
+
+
+def _template_of_processor(path: str) -> str | None:
+    """Return the template of ``chat_template.json``, which only processors and vLLM read."""
+    from transformers.utils import cached_file
+
+    kinds = ("gated_repo", "missing_entries", "connection_errors")
+    quietly = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+    file = cached_file(path, "chat_template.json", **quietly)
+    return file and json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
 
 
 def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:

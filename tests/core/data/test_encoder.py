@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -174,3 +176,14 @@ def test_a_text_without_the_chat_never_becomes_the_template(tmp_path):
     for text in ("/no/messages.jinja", "{{ bos_token }}Answer:"):
         with pytest.raises(InputError, match=f"custom_chat_template={text}: is no Jinja template"):
             load_tokenizer(ModelConfig(path=str(tmp_path), custom_chat_template=text))
+
+
+def test_a_chat_template_that_only_a_processor_s_file_holds_is_read(tmp_path):
+    words = tiny_tokenizer()
+    words.chat_template = None
+    words.save_pretrained(tmp_path)
+    tiny_config().save_pretrained(tmp_path)
+    assert load_tokenizer(ModelConfig(path=str(tmp_path))).chat_template is None
+    text = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    assert Encoder(load_tokenizer(ModelConfig(path=str(tmp_path)))).render([USER]) == "[1+1?]"
