@@ -51,11 +51,17 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
         base_model_name_or_path=os.path.abspath(base) if os.path.exists(base) else base,
     )
+    embeddings = module.get_input_embeddings()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(config, module, ADAPTER)
     if head is not None and module.get_output_embeddings() is not head:
         raise InputError("model.target_modules: the output head cannot have an adapter; leave lm_head out")
+    shared = head is not None and head.weight is embeddings.weight
+    if shared and module.get_input_embeddings() is not embeddings:
+        # Merged, the adapter would change the head too, which was trained without it
+        rule = "the embeddings are the output head too (tie_word_embeddings), and an adapter would be on one of them"
+        raise InputError(f"model.target_modules: {rule}; leave the embeddings out")
     for name in own_heads:
         module.get_submodule(name).requires_grad_(True)
     trained, parts = (

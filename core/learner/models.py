@@ -54,6 +54,9 @@ def resolve_path(path: str, key: str = MODEL, *, weights: bool = True) -> str:
     if not (paths.is_local(path) or is_url(path)):
         return path
     local = Path(local_path(path, key, without=() if weights else WEIGHT_FILES)).expanduser()
+    if (local / "adapter_config.json").exists() and not key.endswith("tokenizer_path"):
+        fix = "merge them into their base first: python -m core.export CHECKPOINT NEW_FOLDER"
+        raise InputError(f"{key}={path}: holds adapters, not a model; {fix}")
     if not (local / "config.json").exists():
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
     return str(local)

@@ -154,7 +154,13 @@ def test_target_modules_are_named_as_in_peft_and_another_rank_is_refused(folders
         assert {name.rsplit(".", 1)[-1] for name in layers(module)} == expected
     with pytest.raises(ValueError, match="the output head cannot have an adapter"):
         adapted(folders["qwen2"], "actor_rollout_ref.model.target_modules=[lm_head]")
+    for name, layer in (("tied", "embed_tokens"), ("gpt2", "wte")):
+        with pytest.raises(InputError, match="model.target_modules: the embeddings are the output head too"):
+            adapted(folders[name], f"actor_rollout_ref.model.target_modules=[{layer}]")
+    assert layers(adapted(folders["qwen2"], "actor_rollout_ref.model.target_modules=[embed_tokens]"))
     workers(folders["qwen2"]).save(tmp_path)
+    with pytest.raises(InputError, match=r"holds adapters, not a model; .* python -m core\.export"):
+        adapted(tmp_path / "actor")
     with pytest.raises(InputError, match="adapters of another shape"):
         workers(folders["qwen2"], "actor_rollout_ref.model.lora_rank=8").load(tmp_path)
 
