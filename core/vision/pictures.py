@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
 NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")  # in config.json: around a placeholder, it
+# What patches() computes: fields of a preprocessor that say anything else would be read past
+READ_AS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
+READ_AS |= {"rescale_factor": 1 / 255, "resample": 3}  # 3: bicubic
+CELL_BOUNDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of one picture, in other loaders
+ORIENTATION = 0x0112  # EXIF's tag
+TURNED = range(5, 9)  # EXIF orientations that exchange width and height
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 16-bit and float ones have no fixed range
 
 
@@ -67,6 +73,11 @@ class PictureFormat:
             rule = f"the tokenizer lacks the placeholder of pictures ({', '.join(NAMES)})"
             raise InputError(f"actor_rollout_ref.model.path={path}: {rule}; take the model's")
         sizes = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+        odd = {name: value for name, expected in READ_AS.items() if (value := getattr(processor, name)) != expected}
+        if odd:
+            have = ", ".join(f"{name}={value}" for name, value in odd.items())
+            rule = f"its preprocessor_config.json has {have}, and pictures are read with {READ_AS} alone"
+            raise InputError(f"actor_rollout_ref.model.path={path}: {rule}; mend the file or take another model")
         bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
         colours = tuple(processor.image_mean), tuple(processor.image_std)
         return cls(tokens[1], config.image_token_id, "".join(tokens), *sizes, *bounds, *colours)
@@ -144,6 +155,10 @@ class Pictures:
 def stored_bytes(cell: Any) -> bytes:
     """Return the bytes of a parquet file's picture: ``{bytes, path}`` of ``datasets``, or alone. Raises MediaError."""
     data = cell.get("bytes") if isinstance(cell, Mapping) else cell
+    settings = [name for name in CELL_BOUNDS if isinstance(cell, Mapping) and cell.get(name) is not None]
+    if settings:
+        fix = "resize the picture in the file, or set the bounds in preprocessor_config.json"
+        raise MediaError("a picture has settings of its own, which are not supported", fix, ", ".join(settings))
     if not isinstance(data, bytes) or not data:
         raise MediaError("a picture is missing", "store its bytes in the file", type(cell).__name__)
     return data
@@ -159,13 +174,16 @@ def read_picture(data: bytes, format: PictureFormat, *, decode: bool = False) ->
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if getattr(image, "n_frames", 1) > 1:
+            if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:  # a phone's MPO: photo and preview
                 raise MediaError("a picture has several frames", "store one of them", f"{image.n_frames} frames")
             if image.mode not in MODES:
                 raise MediaError("a picture is not 8-bit grey or colour", "convert it to RGB", f"mode {image.mode}")
             if decode:
                 image.load()
-            size = smart_resize(image.height, image.width, format.patch * format.merge, format.least, format.most)
+            sides = (image.height, image.width)
+            if image.getexif().get(ORIENTATION) in TURNED:
+                sides = sides[::-1]
+            size = smart_resize(*sides, format.patch * format.merge, format.least, format.most)
     except MediaError:
         raise
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -177,9 +195,10 @@ def read_picture(data: bytes, format: PictureFormat, *, decode: bool = False) ->
 @lru_cache(maxsize=256)  # the passes of a step read the same ones
 def pixels(picture: Picture) -> np.ndarray:
     """Return [height, width, 3] uint8: the picture at its size; what is transparent is white."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(picture.data)) as image:
+        image = ImageOps.exif_transpose(image)  # upright, as transformers and vLLM read photos
         if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "white")

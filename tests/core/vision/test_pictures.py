@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.learner.models import load_modality, load_tokenizer
-from core.vision.pictures import MARKER, TEXT, MediaError, patches, pixels, read_picture
+from core.vision.pictures import MARKER, TEXT, MediaError, patches, pixels, read_picture, stored_bytes
 from tests.pictures import (
     KINDS,
     image_processor,
@@ -60,6 +61,46 @@ def test_other_modes_are_read_as_rgb_and_what_is_transparent_is_white():
     file = io.BytesIO()
     Image.new("RGBA", (28, 28), (0, 0, 0, 0)).save(file, "PNG")
     assert (pixels(read_picture(file.getvalue(), FORMAT)) == 255).all()
+
+
+@pytest.mark.parametrize("orientation", [None, 3, 6, 8])
+@pytest.mark.parametrize("format", ["JPEG", "MPO"])
+def test_photos_stand_upright_as_other_readers_have_them(orientation, format):
+    """A camera stores them as its sensor lies; an MPO holds a preview too."""
+    image = Image.fromarray(np.pad(np.full((28, 112, 3), 255, np.uint8), ((0, 28), (0, 0), (0, 0))))
+    file, exif = io.BytesIO(), Image.Exif()
+    if orientation is not None:
+        exif[0x0112] = orientation
+    more = {"save_all": True, "append_images": [image]} if format == "MPO" else {}
+    image.save(file, format, exif=exif, quality=95, **more)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))).convert("RGB")
+    found = read_picture(file.getvalue(), FORMAT, decode=True)
+    assert (found.width, found.height) == upright.size  # multiples of a token's side
+    np.testing.assert_array_equal(pixels(found), np.asarray(upright))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"do_resize": False},
+        {"do_normalize": False},
+        {"do_rescale": False},
+        {"rescale_factor": 1 / 127.5},
+        {"resample": 2},
+    ],
+)
+def test_a_preprocessor_that_reads_pictures_otherwise_is_refused(tmp_path, field):
+    model = model_config(save_vision_model(tmp_path, "qwen2_5_vl"))
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | field))
+    with pytest.raises(InputError, match=f"preprocessor_config.json has {next(iter(field))}="):
+        load_modality(model, load_tokenizer(model))
+
+
+def test_bounds_of_one_picture_in_its_cell_are_not_read_past():
+    assert stored_bytes({"bytes": b"x", "path": None, "max_pixels": None, "caption": "a cat"}) == b"x"
+    with pytest.raises(MediaError, match="max_pixels"):
+        stored_bytes({"bytes": b"x", "max_pixels": 3136})
 
 
 def broken(kind: str) -> Any:
