@@ -217,3 +217,24 @@ def test_nothing_random_is_left_in_training_and_an_export_has_the_base_s_setting
     kept = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: kept[name] for name in NOISY[kind]} == NOISY[kind]
     assert torch.equal(model(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("cap", [30.0, 500.0, None])
+def test_a_soft_cap_is_refused_while_logits_are_still_small(cap):
+    """Trained logits grow into the cap, which the chunked head does not compute."""
+    shape = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = CONFIG_MAPPING["gemma2"](
+        **shape, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=cap
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if cap is None:
+        Policy(model, temperature=1.0)
+        return
+    with pytest.raises(InputError, match="changes its logits after the head"):
+        Policy(model, temperature=1.0)
