@@ -105,7 +105,7 @@ class Job:
             **os.environ,
             **{"PATH": os.pathsep.join((str(self.folder / "bin"), PYTHON, os.environ["PATH"]))},
             **{"SLURM_SUBMIT_DIR": str(self.checkout), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2"},
-            **{"SLURM_JOB_ID": "7", "WAIT_S": "60", "POLL_S": "0.2", "RAY_PORT": str(free_port()), self.mark: "1"},
+            **{"SLURM_JOB_ID": "7", "WAIT_S": "200", "POLL_S": "0.2", "RAY_PORT": str(free_port()), self.mark: "1"},
             **{
                 "TASKS": str(self.folder / "tasks.py"),
                 "CALLS": str(self.folder / "calls"),
@@ -236,7 +236,7 @@ def test_a_run_on_two_raylets_saves_when_its_job_ends(job, tmp_path, reach, numb
     run = tmp_path / "run"
     nodes = ("trainer.backend=ray", "trainer.nnodes=2", "trainer.save_freq=100")
     arguments = shlex.join(command(tmp_path, "grpo", 400, *nodes, "custom_reward_function.name=slowly")(run))
-    options = "--num-cpus=2 --include-dashboard=false --object-store-memory=80000000"
+    options = "--num-cpus=2 --object-store-memory=80000000"
     job.process = job.start(
         f"export PYTHONPATH={ROOT}; exec {arguments}",
         ray=None,
