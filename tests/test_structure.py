@@ -46,7 +46,7 @@ LAYERS = (
 )
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {
-    "ray": ("core/cluster/ray_*.py",),
+    "ray": ("core/cluster/ray_*.py", "recipes/launch/rehearse.py"),
     "vllm": ("core/engines/vllm*.py", "core/vision/vllm_*.py"),
 }
 
