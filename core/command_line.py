@@ -26,6 +26,7 @@ from core.config import Composed, Config, code_by_path, convert, diff, examine, 
 from core.config.defaults import has_accelerator, resolve
 from core.config.section import Limit, Problem, show
 from core.errors import FULL, InputError, OutOfMemory, UnhealthyRun, WorkersLost, WriteFailed, printable, write_failed
+from core.secret_keys import remember
 
 log = logging.getLogger("core")
 
@@ -50,6 +51,11 @@ def main(recipe: str, *, trainer: str = recipes.TRAINER) -> None:
     except KeyboardInterrupt:  # before the first step, or after the last: in between a signal is a request
         print("SIGINT: stopped before the first step; the same command begins again", file=sys.stderr)
         raise SystemExit(130) from None
+    except ModuleNotFoundError:  # a package that is not installed has a line of its own
+        raise
+    except Exception:  # as Python prints it, without secrets
+        print(printable(traceback.format_exc()), file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -66,6 +72,7 @@ def prepare(recipe: str, argv: Sequence[str], trainer: str = recipes.TRAINER) ->
         print(text, file=sys.stdout if known else sys.stderr)
         raise SystemExit(0 if known else 1)
     dry, composed = is_dry_run(), examine(recipe, argv)
+    remember(composed.words, convert.as_tree(composed.config))
     problems = all_problems(composed, composed.typed if dry else None)
     if dry and not problems:
         problems = open_files(trainer, composed.config)
@@ -175,7 +182,7 @@ def open_files(trainer: str, config: Config) -> list[str]:
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:
-    print("\n".join(problems), file=sys.stderr)
+    print(printable("\n".join(problems)), file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -293,7 +300,8 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
             return trained
         except WorkersLost as error:
             if restarts >= limit or trained.run.stop.requested:
-                print(f"{error}\n(trainer.max_restarts={limit}: not started again)", file=sys.stderr)
+                text = f"{error}\n(trainer.max_restarts={limit}: not started again)"
+                print(printable(text), file=sys.stderr)
                 raise SystemExit(1) from error
             log.error("%s", error)
         except Exception as error:
@@ -316,7 +324,7 @@ def _end(error: Exception, run_dir: Path) -> NoReturn:
     if not (expected or isinstance(error, OSError) and error.errno in FULL):
         raise error
     if isinstance(error, OSError | OutOfMemory):
-        traceback.print_exc()
+        print(printable(traceback.format_exc()), file=sys.stderr)
     if isinstance(error, OSError):
         error = write_failed(error, error.filename or run_dir, "a file")
     print(printable(str(error)), file=sys.stderr)

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from core.secret_keys import without_given
+
 # Spaces of other widths, and what joins and parts letters of several scripts, change nothing but how a text looks
 SHOWN = "\n\t\u00a0\u2002\u2003\u2009\u200c\u200d\u202f\u3000"
 
 
 def printable(text: str, but: str = SHOWN) -> str:
-    """Return the text with escapes for control characters (those in ``but`` excepted), which a terminal would obey."""
+    """Return the text without secrets, with escapes for control characters (except ``but``), which a terminal obeys."""
+    text = without_given(text)
     return text if text.isprintable() else "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
 
 

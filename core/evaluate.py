@@ -30,6 +30,7 @@ from core.config.section import show
 from core.data.json_values import from_json, to_json
 from core.errors import InputError, OutOfMemory, WorkersLost, memory_phase, printable
 from core.files import file_sha256, is_url, write_atomic, written_here
+from core.secret_keys import remember
 from core.tracking import run_manifest
 from core.tracking.loggers import progress
 from core.tracking.tracker import intact_rows, json_line
@@ -182,6 +183,7 @@ def request(recipe: str, overrides: Sequence[str], out: Path, model: str | None,
         here = {PATH: str((checkpoint.folder / "actor").resolve()), f"{MODEL}tokenizer_path": None}
         settings = {**trained, **here, "trainer.resume_mode": "disable"}
     composed = examine(recipe, overrides, settings)
+    remember(composed.words, convert.as_tree(composed.config))
     if composed.problems:
         raise InputError(composed.problems)
     if run is not None:
@@ -447,7 +449,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(printable(f"core.evaluate: {error}"), file=sys.stderr)
         return 2
     except (WorkersLost, OutOfMemory) as error:
-        print(f"core.evaluate: {error}\nThe answers so far are kept; the same command goes on", file=sys.stderr)
+        text = f"core.evaluate: {error}\nThe answers so far are kept; the same command goes on"
+        print(printable(text), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("core.evaluate: stopped; the same command goes on", file=sys.stderr)

@@ -29,7 +29,7 @@ from core.checkpoint.provenance import MODELS, Change, Provenance, bases, check_
 from core.checkpoint.store import Checkpoint, CheckpointStore, RemoteCopy, resolve_resume
 from core.config import convert
 from core.config.paths import recipe_of, run_folder
-from core.errors import InputError, UnhealthyRun, WorkersLost, WriteFailed, memory_phase
+from core.errors import InputError, UnhealthyRun, WorkersLost, WriteFailed, memory_phase, printable
 from core.files import check_writable, is_url
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest
@@ -228,7 +228,8 @@ class Run:
         except Exception as error:
             unhealthy = isinstance(error, UnhealthyRun)
             status = "stopped" if unhealthy else status
-            self.tracker.manifest["stopped_because"] = f"{'' if unhealthy else f'{type(error).__name__}: '}{error}"
+            kind = "" if unhealthy else f"{type(error).__name__}: "
+            self.tracker.manifest["stopped_because"] = printable(f"{kind}{error}")
             raise
         finally:
             self.tracker.close(status)

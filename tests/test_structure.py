@@ -42,7 +42,7 @@ LAYERS = (
     ("algorithm", "checkpoint", "data"),
     ("vision",),
     ("config",),
-    ("types", "errors", "files"),
+    ("types", "errors", "files", "secret_keys"),
 )
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {

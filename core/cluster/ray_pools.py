@@ -27,14 +27,16 @@ from core.cluster.ray_watch import Watch
 from core.cluster.split_layers import check_layers
 from core.config import registry
 from core.config.paths import address_problem, cluster_address, run_folder
-from core.config.section import thaw
-from core.errors import InputError
+from core.config.section import show, thaw
+from core.errors import InputError, one_line
+from core.secret_keys import without_secrets
 from core.tracking.run_manifest import ROOT
 
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.rewards.grading import RewardModelCall
 
+INIT = "ray_kwargs.ray_init"
 START_S = 300.0  # for the cluster to have room
 WAIT_S = 0.5
 
@@ -88,7 +90,8 @@ def connect(config: Config, device: torch.device) -> None:
         with kept_from_children():
             ray.init(**{"logging_level": logging.WARNING, **options})
     except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
-        raise InputError(f"ray_kwargs.ray_init={options}: {error}") from error
+        reason = one_line(" ".join(without_secrets(str(error), options, INIT).split()))
+        raise InputError(f"{INIT}={show(options, INIT)}: {reason}") from None
 
 
 class Pool:

@@ -27,6 +27,7 @@ from core.config.section import NO_SECTION, Problem, brief, show
 from core.config.section import typed as as_typed
 from core.config.verl_names import Composed
 from core.errors import InputError
+from core.secret_keys import shown_word
 
 OPTIONS = ("--config-path=", "--config-name=")  # a file in place of the recipe's
 KEY = re.compile(r"\+*[A-Za-z_][\w-]*(\.[\w-]+)*")
@@ -100,12 +101,13 @@ def _overrides(texts: Sequence[str], found: Composed) -> Iterator[tuple[str, Any
         key, separator, value = text.partition("=")
         if not separator or not KEY.fullmatch(key):
             rule = "is no override; write key=value, with names joined by single dots (DRY_RUN=1 only checks)"
-            found.problems.append(f"{brief(text) or repr(text)}: {rule}")
+            found.problems.append(f"{brief(shown_word(text)) or repr(text)}: {rule}")
             continue
+        shown = brief(shown_word(text))
         try:
             override = parser.parse_override(text)
             if override.is_sweep_override():
-                found.problems.append(f"{brief(text)}: is a sweep, and this is one run; quote it if it is text")
+                found.problems.append(f"{shown}: is a sweep, and this is one run; quote it if it is text")
             else:
                 yield override.key_or_group, override.value()
         except PARSER_ERRORS as error:
@@ -113,7 +115,8 @@ def _overrides(texts: Sequence[str], found: Composed) -> Iterator[tuple[str, Any
                 yield key.lstrip("+"), value  # ~/data, a=b: plain text with a character of Hydra's
             else:
                 fix = f"quote text: {brief(key)}=\"'...'\", and each in a list"
-                found.problems.append(f"{brief(text)}: cannot be read ({_reason(error)}); {fix}")
+                reason = f" ({_reason(error)})" if shown == brief(text) else ""  # which quotes what was typed
+                found.problems.append(f"{shown}: cannot be read{reason}; {fix}")
 
 
 def _reason(error: Exception) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from core.config.schema import Config
-from core.config.section import Open, Section, hidden, hints, is_section, optional, thaw
+from core.config.section import Open, Section, hints, is_section, optional, thaw
+from core.secret_keys import hidden
 
 
 @functools.cache

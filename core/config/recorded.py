@@ -28,9 +28,9 @@ from core.config.section import (
     mark,
     show,
     thaw,
-    without_hidden,
 )
 from core.config.verl_names import Composed, unknown_key
+from core.secret_keys import without_hidden
 
 # Keys whose value is code, a file that names some, or an argument that a library imports. Besides, the four keys of
 # OWN_FUNCTIONS name code by a path with a colon, and options of a scorer may lift the sandbox.

@@ -21,9 +21,9 @@ from typing import Any
 from core.checkpoint.provenance import package_versions
 from core.config import Config, convert, paths
 from core.config.defaults import resolve
-from core.config.section import command_line
 from core.errors import InputError
 from core.files import file_sha256, is_url, local_path
+from core.secret_keys import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "vllm", "flash-attn", "sympy", "math-verify")

@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 import yaml
 
 from core.config import convert, recipes, recorded
-from core.config.section import BOOKKEEPING, hidden
+from core.config.section import BOOKKEEPING
 from core.errors import InputError
 from core.files import local_path
+from core.secret_keys import hidden
 from core.tracking.run_manifest import DATA, ROOT
 from core.tracking.tracker import intact_rows, read_jsonl
 from core.tracking.validation import Estimate, ValRecord

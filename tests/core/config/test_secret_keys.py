@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -9,7 +11,9 @@ import pytest
 
 from core.checkpoint.provenance import Provenance, check_resume
 from core.config import convert, examine, recipes, to_yaml
-from core.config.section import HIDDEN, command_line, hidden, is_secret, show, without_hidden
+from core.config.section import show
+from core.errors import InputError, OutOfMemory, WorkersLost
+from core.secret_keys import HIDDEN, command_line, hidden, is_secret, without_hidden, without_secrets
 from core.tracking.tracker import Tracker
 from tests.core.synthetic import configured
 
@@ -136,3 +140,62 @@ def test_what_was_hidden_is_left_out_where_a_configuration_is_read_again():
     composed = examine("grpo", [], base=base)
     assert composed.config.reward_model.reward_kwargs["mine"] == {"method": "x"}
     assert without_hidden({"a": [HIDDEN, 1]}) == {"a": [1]}
+
+
+# -- what other libraries print
+
+
+LEAKS = (
+    f"ray_kwargs.ray_init={{num_cpu: 1, runtime_env: {{env_vars: {{WANDB_API_KEY: {SECRET}}}}}}}",
+    f"+ray_kwargs.ray_init.api_key=[{SECRET}",  # cannot be read
+    f"+custom_reward_function.reward_kwargs.token={SECRET},b",  # a sweep
+    f"custom_reward_function.reward_kwargs..password={SECRET}",  # no override
+    f"trainer.nnodes={{password: {SECRET}}}",
+    f"reward_model.judge.url=http://jane:{SECRET}@host/v1",
+)
+
+
+@pytest.mark.parametrize("word", LEAKS, ids=range(len(LEAKS)))
+def test_no_refusal_of_what_was_typed_shows_a_secret(monkeypatch, capsys, word):
+    from core.command_line import prepare
+
+    monkeypatch.delenv("DRY_RUN", raising=False)
+    with pytest.raises(SystemExit):
+        prepare("grpo", [word, "trainer.backend=ray", "trainer.bogus=1"])
+    out, err = capsys.readouterr()
+    assert SECRET not in out + err and "bogus" in err
+
+
+ERRORS = (ValueError, InputError, OSError, WorkersLost, OutOfMemory)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda one: one.__name__)
+def test_an_error_in_a_run_that_quotes_a_secret_is_printed_without_it(tmp_path, monkeypatch, capsys, error):
+    """A library's error may quote its arguments: the traceback, the line and the manifest have *** in their place."""
+    from core import command_line
+
+    class Fails:
+        def __init__(self, config):
+            self.run = SimpleNamespace(run_dir=tmp_path, stop=SimpleNamespace(requested=False), saved_step=None)
+
+        def init_workers(self):
+            raise error(f"refused {{'api_key': '{SECRET}{SECRET}'}} and http://jane:{SECRET}@host")
+
+    key = f"+custom_reward_function.reward_kwargs.api_key={SECRET}{SECRET}"
+    monkeypatch.setattr(sys, "argv", ["main", key])
+    monkeypatch.setattr(command_line, "all_problems", lambda *_: [])
+    monkeypatch.setattr(command_line, "load_trainer", lambda _: Fails)
+    with pytest.raises(SystemExit):
+        command_line.main("grpo")
+    out, err = capsys.readouterr()
+    assert SECRET not in out + err and "api_key" in err
+
+
+def test_a_text_of_another_library_keeps_all_but_the_secrets():
+    variables = {"A": "1", "B": "INFO", "C": "/work/place", "D": 'quote"d secret'}
+    tree = {"env_vars": variables, "api_key": "abcdefgh", "n": 2}
+    text = f"INFO 1 of 2: {{'A': '1', 'B': 'INFO', 'C': '/work/place'}} {json.dumps(tree)} abcdefgh in /work/place/x.py"
+    shown = without_secrets(text, tree)
+    assert shown.startswith("INFO 1 of 2: {'A': '***', 'B': '***', 'C': '***'} ")
+    assert shown.endswith("*** in /work/place/x.py")
+    assert not {"abcdefgh", "secret"} & {*re.findall(r"\w+", shown)}
