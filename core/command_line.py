@@ -25,7 +25,18 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from core.config import Composed, Config, code_by_path, convert, diff, examine, paths, recipes, registry, verl_names
 from core.config.defaults import has_accelerator, resolve
 from core.config.section import Limit, Problem, show
-from core.errors import FULL, InputError, OutOfMemory, UnhealthyRun, WorkersLost, WriteFailed, printable, write_failed
+from core.errors import (
+    FULL,
+    InputError,
+    NoRoom,
+    OutOfMemory,
+    UnhealthyRun,
+    WorkersLost,
+    WriteFailed,
+    message_of,
+    printable,
+    write_failed,
+)
 from core.secret_keys import remember
 
 log = logging.getLogger("core")
@@ -130,8 +141,11 @@ def _missing_here(config: Config) -> list[str]:
 
         if not torch.cuda.is_available():
             lines.append("trainer.device=cuda: PyTorch finds no GPU here; use cpu, or see nvidia-smi")
-    no_cluster = paths.address_problem(config)
-    return [*lines, str(no_cluster)] if no_cluster else lines
+    if no_cluster := paths.address_problem(config):
+        lines.append(str(no_cluster))
+    elif trainer.backend == "ray" and not lines:
+        lines += code_by_path.load_object("core.cluster.ray_nodes:start_problems")(config)
+    return lines
 
 
 def ranks_on_cpus(composed: Composed) -> Problem | None:
@@ -298,7 +312,9 @@ def train(trainer: Callable[[Config], Any], config: Config) -> Any:
             trained.init_workers()
             trained.fit()
             return trained
-        except WorkersLost as error:
+        except (WorkersLost, NoRoom) as error:
+            if isinstance(error, NoRoom) and not restarts:  # more was asked for than there is
+                _end(error, trained.run.run_dir)
             if restarts >= limit or trained.run.stop.requested:
                 text = f"{error}\n(trainer.max_restarts={limit}: not started again)"
                 print(printable(text), file=sys.stderr)
@@ -327,7 +343,7 @@ def _end(error: Exception, run_dir: Path) -> NoReturn:
         print(printable(traceback.format_exc()), file=sys.stderr)
     if isinstance(error, OSError):
         error = write_failed(error, error.filename or run_dir, "a file")
-    print(printable(str(error)), file=sys.stderr)
+    print(printable(message_of(error)), file=sys.stderr)
     raise SystemExit(2 if isinstance(error, InputError) and not isinstance(error, WriteFailed) else 1) from error
 
 

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,16 @@ def one_line(text: str) -> str:
     return printable(text, but="")
 
 
+LISTED = 5  # nodes or processes that a message names
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{', '.join(names[:LISTED])}{more}"
+
+
 class InputError(ValueError):
     """Input that cannot be used: one line a problem, each with key or file, value, rule and fix.
 
@@ -35,12 +45,21 @@ class InputError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+def message_of(error: BaseException) -> str:
+    """Return an error's text, with its notes: where another process raised it."""
+    return " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
+
+
 class BrokenInvariant(RuntimeError):
     """Values of a step contradict each other. No setting explains it: it is a bug, here or in a hook of the user's."""
 
 
 class WorkersLost(RuntimeError):
     """A process of the run died or hangs. Another try from the last checkpoint may succeed."""
+
+
+class NoRoom(InputError):
+    """The cluster has no room for the run's processes: it is too small, others hold it, or nodes were lost."""
 
 
 class UnhealthyRun(RuntimeError):
@@ -59,7 +78,8 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # what no traceba
 
 def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> WriteFailed:
     """Return what to raise in place of an OSError: the file, what it should hold, why it cannot, the space there."""
-    reason = f"{error.strerror or error}; {free_space(Path(path))}"
+    there = getattr(error, "__notes__", None)  # of another machine's disk nothing is known here
+    reason = f"{error.strerror or error}; {', '.join(there) if there else free_space(Path(path))}"
     return WriteFailed(f"{path}: {what} could not be written ({reason}); make room there, and repeat the command")
 
 

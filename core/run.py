@@ -29,7 +29,15 @@ from core.checkpoint.provenance import MODELS, Change, Provenance, bases, check_
 from core.checkpoint.store import Checkpoint, CheckpointStore, RemoteCopy, resolve_resume
 from core.config import convert
 from core.config.paths import recipe_of, run_folder
-from core.errors import InputError, UnhealthyRun, WorkersLost, WriteFailed, memory_phase, printable
+from core.errors import (
+    InputError,
+    UnhealthyRun,
+    WorkersLost,
+    WriteFailed,
+    memory_phase,
+    message_of,
+    printable,
+)
 from core.files import check_writable, is_url
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest
@@ -229,7 +237,7 @@ class Run:
             unhealthy = isinstance(error, UnhealthyRun)
             status = "stopped" if unhealthy else status
             kind = "" if unhealthy else f"{type(error).__name__}: "
-            self.tracker.manifest["stopped_because"] = printable(f"{kind}{error}")
+            self.tracker.manifest["stopped_because"] = printable(f"{kind}{message_of(error)}")
             raise
         finally:
             self.tracker.close(status)
@@ -274,6 +282,8 @@ class Run:
         changes = {change.key: [change.there, change.here] for change in self.changes}
         recipe = recipe_of(self.config, self.run_dir)  # of a folder in it, where it only validates
         tracker = Tracker(folder, self.config, resume_step, recipe, models=models, changes=changes)
+        if nodes := getattr(self.workers, "nodes", ()):  # of a cluster
+            tracker.manifest["sessions"][-1]["nodes"] = nodes
         if not only_validates:
             tracker.set_total(self.total_steps)
         return tracker

@@ -30,11 +30,14 @@ FOLDER = "RLREPRO_FOLDER"  # the driver's working directory, where relative path
 
 
 class Facts(NamedTuple):
-    """What a process reports of itself: torch's threads, GPUs, and whether its machine has the file asked for."""
+    """What a process reports of itself: torch's threads, GPUs, whether its machine has a file, and where it is."""
 
     threads: int
     gpus: list[int | str]
     sees: bool
+    pid: int
+    node_id: str
+    address: str
 
 
 class Process:
@@ -58,9 +61,13 @@ class Process:
         """Block forever: a caller that waits on it is notified at once when the process dies."""
         threading.Event().wait()
 
-    def facts(self, own_gpus: Callable[[], list[int | str]], path: str) -> Facts:
-        """Return what the driver has to know of this process, before a model loads."""
-        return Facts(self.threads, own_gpus(), os.path.exists(path))
+    def facts(self, of_ray: Callable[[], tuple[list[int | str], str, str]], path: str) -> Facts:
+        """Return what the driver has to know of this process, before a model loads.
+
+        ``of_ray`` returns what Ray knows: its GPUs, and its node's id and address.
+        """
+        gpus, node_id, address = of_ray()
+        return Facts(self.threads, gpus, os.path.exists(path), os.getpid(), node_id, address)
 
 
 class LearnerProcess(Process):
@@ -90,7 +97,7 @@ class LearnerProcess(Process):
             store=self.store,
             rank=rank,
             world_size=config.trainer.nnodes * config.trainer.n_gpus_per_node,
-            timeout=timedelta(seconds=config.trainer.phase_timeout_s),
+            timeout=timedelta(seconds=config.trainer.first_phase_s),
         )
         self.learner = LearnerRank(config, device, **learner)
 

@@ -33,6 +33,7 @@ class _Awaited:
     future: asyncio.Future
     request: SampleRequest
     engine: str | None = None
+    sent_at: float = 0.0
 
 
 class RayEngine:
@@ -96,6 +97,7 @@ class RayEngine:
                 entry.engine = place.get(prompt, home)
                 if request.episode is not None:
                     self._homes[request.episode] = entry.engine
+                entry.sent_at = self._progress
                 parts.setdefault(entry.engine, []).append((key, request))
             place.setdefault(prompt, entry.engine)
             load[entry.engine] += 1
@@ -118,8 +120,10 @@ class RayEngine:
                 self._progress = time.monotonic()
                 outcomes = await part
                 for key, outcome in outcomes:
-                    failed = isinstance(outcome, Exception) and out_of_memory(outcome, "generate", f"on {engine}")
-                    self._settle(key, failed or outcome)
+                    if isinstance(outcome, Exception):
+                        full = out_of_memory(outcome, "generate", f"on {self.watch.named(engine)}")
+                        outcome = full or self.watch.located(outcome, engine)
+                    self._settle(key, outcome)
         except Exception as error:  # without this the futures would never be settled
             if isinstance(error, RayError):
                 error = await asyncio.to_thread(self.watch.cause, "generate", error, engine)
@@ -133,7 +137,7 @@ class RayEngine:
             await asyncio.sleep(PAUSE_S)
             error = self.watch.lost("generate")
             busy = sorted({entry.engine for entry in self._awaited.values() if entry.engine})
-            if error is None and busy and time.monotonic() - self._progress > self.watch.timeout_s:
+            if error is None and busy and time.monotonic() - self._progress > self.watch.limit("generate"):
                 error = self.watch.timeout("generate", busy)
         for key in list(self._awaited):
             self._settle(key, error)
@@ -147,6 +151,7 @@ class RayEngine:
         elif isinstance(outcome, BaseException):
             entry.future.set_exception(outcome)
         else:
+            self.watch.took("generate", time.monotonic() - entry.sent_at)
             entry.future.set_result(outcome)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
@@ -185,7 +190,7 @@ class RayEngine:
             raise RuntimeError(f"{what} with {len(self._awaited)} requests in flight: await or cancel them")
         aborts, self._aborts = self._aborts, []  # calls of an actor with coroutines may overtake one another
         if aborts:
-            ray.wait(aborts, num_returns=len(aborts), timeout=self.watch.timeout_s)
+            ray.wait(aborts, num_returns=len(aborts), timeout=self.watch.limit("generate"))
 
     def close(self) -> None:
         if self._closed:
@@ -201,10 +206,13 @@ class RayEngine:
 
 async def score_over_ray(watch: Watch, answers: Sequence[Answer]) -> Scores:
     """Return the scores of the reward model's actor, within the phases' deadline."""
+    phase, start = "reward_model", time.monotonic()
     call = asyncio.wrap_future(watch.actors[REWARD_MODEL].score.remote(answers).future())
     try:
-        return await asyncio.wait_for(call, watch.timeout_s)
+        scores = await asyncio.wait_for(call, watch.limit(phase))
+        watch.took(phase, time.monotonic() - start)
+        return scores
     except TimeoutError:
-        raise watch.timeout("reward_model", [REWARD_MODEL]) from None
+        raise await asyncio.to_thread(watch.timeout, phase, [REWARD_MODEL]) from None
     except RayError as error:
-        raise await asyncio.to_thread(watch.cause, "reward_model", error, REWARD_MODEL) from error
+        raise await asyncio.to_thread(watch.cause, phase, error, REWARD_MODEL) from error

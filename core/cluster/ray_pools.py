@@ -10,25 +10,27 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.checkpoint.store import LOCK
 from core.cluster.processes import FOLDER, EngineProcess, Facts, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import REWARD_MODEL, RayEngine, score_over_ray
-from core.cluster.ray_watch import Watch
+from core.cluster.ray_nodes import INIT, check_nodes, free_nodes, of_ray, recorded, start_problems
+from core.cluster.ray_watch import LOOK_S, Place, Watch
 from core.cluster.split_layers import check_layers
 from core.config import registry
 from core.config.paths import address_problem, cluster_address, run_folder
 from core.config.section import show, thaw
-from core.errors import InputError, one_line
+from core.errors import InputError, NoRoom, one_line
 from core.secret_keys import without_secrets
 from core.tracking.run_manifest import ROOT
 
@@ -36,9 +38,11 @@ if TYPE_CHECKING:
     from core.config.schema import Config
     from core.rewards.grading import RewardModelCall
 
-INIT = "ray_kwargs.ray_init"
-START_S = 300.0  # for the cluster to have room
+log = logging.getLogger(__name__)
+
+WAIT_KEY = "trainer.wait_for_nodes_s"
 WAIT_S = 0.5
+FIRST_LOOK_S = 5.0  # after which a start that waits says what for, and again every LOOK_S
 
 
 def actor_class(body: type) -> Any:
@@ -71,6 +75,8 @@ def connect(config: Config, device: torch.device) -> None:
     """
     if problem := address_problem(config):
         raise InputError(str(problem))
+    if problems := start_problems(config):
+        raise InputError(problems)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options = {name: value for name, value in thaw(config.ray_kwargs.ray_init).items() if value is not None}
     if cluster_address(config) is None:
@@ -89,7 +95,7 @@ def connect(config: Config, device: torch.device) -> None:
     try:
         with kept_from_children():
             ray.init(**{"logging_level": logging.WARNING, **options})
-    except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
+    except (OSError, RayError, RuntimeError, TypeError, ValueError) as error:  # also of another version of Ray
         reason = one_line(" ".join(without_secrets(str(error), options, INIT).split()))
         raise InputError(f"{INIT}={show(options, INIT)}: {reason}") from None
 
@@ -102,6 +108,11 @@ class Pool:
         self.nodes, self.per_node = section.nnodes, section.n_gpus_per_node // gpus
         self.groups: list[Any] = []
 
+    @property
+    def asked(self) -> str:
+        """Return the keys that decide the size, with their values."""
+        return f"{self.key}.nnodes={self.nodes} {self.key}.n_gpus_per_node={self.per_node * max(1, self.gpus)}"
+
     def place(self, index: int, *, beside: bool = False) -> dict[str, Any]:
         """Return the options of the actor in bundle ``index``. One ``beside`` another gets no GPU of Ray's."""
         node, bundle = divmod(index, self.per_node)
@@ -110,7 +121,7 @@ class Pool:
 
 
 def reserve(pools: Sequence[Pool], first_on: str | None, timeout_s: float) -> None:
-    """Create the pools' placement groups, the first one on a named node if it has room, and wait. Raises InputError."""
+    """Create the pools' placement groups, the first one on a named node if it has room, and wait. Raises NoRoom."""
     for pool in pools:
         bundle = {"CPU": 1.0, **({"GPU": float(pool.gpus)} if pool.gpus else {})}
         for _ in range(pool.nodes):
@@ -119,15 +130,31 @@ def reserve(pools: Sequence[Pool], first_on: str | None, timeout_s: float) -> No
             pool.groups.append(placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=first_on))
             first_on = None
     waiting = [group for pool in pools for group in pool.groups]
-    deadline = time.monotonic() + timeout_s
-    while waiting and time.monotonic() < deadline:  # in short waits, because a Ctrl-C is answered between them only
+    start = time.monotonic()
+    next_look = start + FIRST_LOOK_S
+    # In short waits, because a Ctrl-C is answered between them only
+    while waiting and time.monotonic() < start + timeout_s:
         if waiting[0].wait(WAIT_S):
             waiting.pop(0)
+        elif time.monotonic() > next_look:
+            log.warning("%s; waiting for up to %g s (%s)", shortage(pools, waiting), timeout_s, WAIT_KEY)
+            next_look += LOOK_S
     if waiting:
-        asked = (f"{p.key}.nnodes={p.nodes} {p.key}.n_gpus_per_node={p.per_node * max(1, p.gpus)}" for p in pools)
-        room = f"the cluster has {ray.cluster_resources()} in all and {ray.available_resources()} left"
-        rule = f"no room for that many bundles on that many nodes; {room}"
-        raise InputError(f"{' '.join(asked)}: {rule}. Ask for less, or wait for other runs to end")
+        fix = f"ask for less, or raise {WAIT_KEY}={timeout_s:g} to wait longer"
+        raise NoRoom(f"{shortage(pools, waiting)}; {fix}")
+
+
+def shortage(pools: Sequence[Pool], waiting: Sequence[Any]) -> str:
+    """Return what the run asks for and lacks: nodes that have gone, and what is free beside its own."""
+    nodes = sum(pool.nodes for pool in pools)
+    asked = " ".join(pool.asked for pool in pools)
+    return f"{asked}: {nodes - len(waiting)} of {nodes} nodes have room; {free_nodes(any(p.gpus for p in pools))}"
+
+
+def nodes_of(pools: Iterable[Pool]) -> list[str]:
+    """Return the ids of the nodes on which the pools have bundles."""
+    tables = [placement_group_table(group) for pool in pools for group in pool.groups]
+    return list(dict.fromkeys(node for table in tables for node in table["bundles_to_node_id"].values()))
 
 
 class RayProcesses:
@@ -154,6 +181,7 @@ class RayProcesses:
         self.engine: RayEngine | None = None
         self.reward_model: RewardModelCall | None = None
         self.pools: dict[str, Pool] = {}
+        self.nodes: list[dict[str, Any]] = []  # what the run's manifest has of them
         self.owns_ray = not ray.is_initialized()
         try:
             if learners:
@@ -169,13 +197,16 @@ class RayProcesses:
                 key, section = ("actor_rollout_ref.rollout", rollout) if learners else ("trainer", trainer)
                 self.pools["engines"] = Pool(key, section, self.engine_gpus, on_gpus)
             here = ray.get_runtime_context().get_node_id() if learners else None
-            reserve([*self.pools.values()], here, min(START_S, trainer.phase_timeout_s))
+            reserve([*self.pools.values()], here, trainer.wait_for_nodes_s)
+            reports = check_nodes(config, nodes_of(self.pools.values()))
             self._start(learner)
             if config.reward_model.loads_model:  # on a GPU of its own: it works while the engines decode
                 actor = SCORER.options(num_cpus=0, num_gpus=int(on_gpus)).remote(*self._cores())
                 self.watch.add(REWARD_MODEL, actor)
+                self._facts([REWARD_MODEL])
                 self.watch.call("load", "load", {REWARD_MODEL: (config, self.device)})
                 self.reward_model = partial(score_over_ray, self.watch)
+            self.nodes = recorded(reports, self.watch.places)
         except BaseException:
             self.close()
             raise
@@ -195,11 +226,12 @@ class RayProcesses:
         for rank in range(self.ranks):
             self.learners.append(LEARNER.options(**self.pools["ranks"].place(rank)).remote(*self._cores()))
             self.watch.add(rank_name(rank), self.learners[-1])
-        facts = self._facts()
+        facts = self._facts([*self.watch.actors])
         engines: list[str] = []
         for place, *process in self._engine_places(facts) if self.config.needs_engine else ():
             engines.append(f"engine {len(engines)}")
             self.watch.add(engines[-1], ENGINE.options(**place).remote(self.config, self.device, *process))
+        self._facts(engines)
         # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
         self.watch.call("load", "start", dict.fromkeys(engines, (not self.learners,)))
         self.engine = RayEngine(self.watch, engines)
@@ -217,16 +249,18 @@ class RayProcesses:
         cores = self.config.trainer.cpu_threads
         return cores, 1 if cores else self.per_node
 
-    def _facts(self) -> list[Facts]:
-        """Return what the ranks report of themselves. Raises InputError for one that does not see a claimed folder."""
+    def _facts(self, names: Collection[str]) -> list[Facts]:
+        """Return what actors report of themselves. Raises InputError for a rank that does not see a claimed folder."""
         folder = run_folder(self.config).absolute()
-        arguments = (ray.get_gpu_ids, str(folder / LOCK))
-        found = self.watch.call("start", "facts", dict.fromkeys(self.watch.actors, arguments))
-        for name, facts in zip(self.watch.actors, found, strict=True):
-            if (folder / LOCK).exists() and not facts.sees:
-                rule = f"{name} cannot see this folder, and every rank writes its part of a checkpoint there"
-                raise InputError(f"trainer.default_local_dir={folder}: {rule}; set it to one that all nodes share")
-        return found
+        reports = self.watch.call("start", "facts", dict.fromkeys(names, (of_ray, str(folder / LOCK))))
+        for name, facts in zip(names, reports, strict=True):
+            self.watch.places[name] = Place(facts.node_id, facts.address, facts.pid)
+            if name.startswith("learner") and (folder / LOCK).exists() and not facts.sees:
+                raise InputError(
+                    f"trainer.default_local_dir={folder}: {self.watch.named(name)} cannot see this folder, and every "
+                    "rank writes its part of a checkpoint there; set it to one that all nodes share"
+                )
+        return reports
 
     def _engine_places(self, ranks: Sequence[Facts]) -> Iterator[tuple[dict[str, Any], int | None, int, list[Any]]]:
         """Yield for each engine where it is, its cores and their parts, and its GPUs where they are the ranks'."""

@@ -1,34 +1,79 @@
-"""Waiting for Ray actors: every remote call has a deadline, and an actor that dies ends the wait at once."""
+"""Waiting for Ray actors: every remote call has a deadline, and an actor that dies ends the wait at once.
+
+What is raised names the process: its role and rank, the node's address and the process id there.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from core.errors import WorkersLost, out_of_memory
+from core.cluster import node_report
+from core.config.schema import FIRST_PHASE_S
+from core.errors import LISTED, InputError, WorkersLost, listed, one_line, out_of_memory
 
 log = logging.getLogger(__name__)
+ray.cloudpickle.register_pickle_by_value(node_report)
 
 LOOK_S = 30.0  # how often a phase that goes on is mentioned
 GRACE_S = 5.0  # for a death to be known after the error that it caused elsewhere, and for a tidy end
+# The deadline of a phase, unless trainer.phase_timeout_s is set: so many times the longest that it took before
+TIMES = 10
+LEAST_S = 600.0
+AT_A_START = ("start", "load")  # phases of one start, whose calls have nothing in common
+STACKS_S = 30.0  # for the stacks of what hangs
+
+
+class Place(NamedTuple):
+    """Where a process is."""
+
+    node_id: str
+    address: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"node {self.address}, pid {self.pid}"
 
 
 class Watch:
-    """Waits for remote calls: at most ``timeout_s``, and only while all actors are alive."""
+    """Waits for remote calls: at most as long as a phase may take, and only while all actors are alive.
 
-    def __init__(self, timeout_s: float):
+    ``timeout_s`` is the time of every phase; None: of each phase ten times the longest that it took before.
+    """
+
+    def __init__(self, timeout_s: float | None):
         self.timeout_s = timeout_s
         self.actors: dict[str, Any] = {}
+        self.places: dict[str, Place] = {}  # of the actors that have reported
         self.liveness: dict[ray.ObjectRef, str] = {}
+        self.longest: dict[str, float] = {}  # seconds, of the phases that have ended
 
     def add(self, name: str, actor: Any) -> None:
         self.actors[name] = actor
         self.liveness[actor.liveness.options(concurrency_group="aside").remote()] = name
+
+    def limit(self, phase: str) -> float:
+        """Return the seconds that a call of the phase may take."""
+        if self.timeout_s is not None:
+            return self.timeout_s
+        if phase in AT_A_START or phase not in self.longest:
+            return float(FIRST_PHASE_S)
+        return max(LEAST_S, TIMES * self.longest[phase])
+
+    def took(self, phase: str, seconds: float) -> None:
+        """Remember how long a call of the phase took."""
+        self.longest[phase] = max(seconds, self.longest.get(phase, 0.0))
+
+    def named(self, name: str) -> str:
+        """Return an actor's name with its place, where that is known."""
+        return f"{name} ({self.places[name]})" if name in self.places else name
 
     def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list[Any]:
         """Call the method of the actors with these names and wait for the results."""
@@ -41,13 +86,14 @@ class Watch:
         """
         start, results = time.monotonic(), dict.fromkeys(calls)
         pending = {ref: name for name, ref in calls.items()}
+        limit = self.limit(phase)
         while pending:
             passed = time.monotonic() - start
-            if passed >= self.timeout_s:
+            if passed >= limit:
                 raise self.timeout(phase, pending.values())
-            ready, _ = ray.wait([*pending, *self.liveness], timeout=min(self.timeout_s - passed, LOOK_S))
+            ready, _ = ray.wait([*pending, *self.liveness], timeout=min(limit - passed, LOOK_S))
             if not ready:
-                log.info("%s: waiting for %s, %.0f s", phase, ", ".join(pending.values()), time.monotonic() - start)
+                log.info("%s: waiting for %s, %.0f s", phase, listed(pending.values()), time.monotonic() - start)
             for ref in ready:
                 if ref in self.liveness:
                     raise self.lost(phase)
@@ -56,6 +102,7 @@ class Watch:
                     results[name] = ray.get(ref)
                 except RayError as error:
                     raise self.cause(phase, error, name) from error
+        self.took(phase, time.monotonic() - start)
         return list(results.values())
 
     def lost(self, phase: str, within_s: float = 0.0) -> WorkersLost | None:
@@ -63,23 +110,69 @@ class Watch:
         dead, _ = ray.wait([*self.liveness], timeout=within_s)
         if not dead:
             return None
+        name = self.liveness[dead[0]]
         try:
-            told = ray.get(dead[0])
+            reason = ray.get(dead[0])
         except RayError as error:
-            told = error
-        return WorkersLost(f"{self.liveness[dead[0]]} died in phase {phase}: {' '.join(str(told).split())[:600]}")
+            reason = error
+        where = f" ({self.places[name]})" if name in self.places else ""
+        return WorkersLost(f"{name} died in phase {phase}{where}: {one_line(' '.join(str(reason).split()))[:600]}")
 
     def cause(self, phase: str, error: RayError, name: str) -> BaseException:
         """Return the death behind an error, if there is one (ranks fail when one dies), else the actor's own.
 
         ``name`` is the actor that was called.
         """
-        own = error.cause if isinstance(error, RayTaskError) else error
-        if full := out_of_memory(own, phase, f"on {name}"):
+        raised = error.cause if isinstance(error, RayTaskError) else error
+        if full := out_of_memory(raised, phase, f"on {self.named(name)}"):
             return full
-        broken = isinstance(own, RuntimeError | RayError)  # what a broken connection raises
-        return self.lost(phase, GRACE_S if broken else 0.0) or own
+        broken = isinstance(raised, RuntimeError | RayError)  # what a broken connection raises
+        return self.lost(phase, GRACE_S if broken else 0.0) or self.located(raised, name)
+
+    def located(self, error: BaseException, name: str) -> BaseException:
+        """Return an actor's error with the actor's name and place in it."""
+        if isinstance(error, InputError):
+            lines = [line for problem in error.problems for line in problem.splitlines()]
+            return type(error)([f"{line} (on {self.named(name)})" for line in lines])
+        error.add_note(f"on {self.named(name)}")
+        return error
 
     def timeout(self, phase: str, names: Iterable[str]) -> WorkersLost:
-        late = f"{', '.join(names)} did not finish phase {phase} within trainer.phase_timeout_s={self.timeout_s:g}"
-        return WorkersLost(f"{late}; `py-spy dump --pid` shows what a process does")
+        """Return the error of a hang, with the stacks of the processes that did not end the phase.
+
+        Ranks wait for one another: those whose innermost frame is the rarest come first, as the reason may be theirs.
+        """
+        names = list(names)
+        stacks = self.stacks(names)
+        frames = {name: innermost(stacks[name]) for name in stacks}
+        how_many = Counter(frames.values())
+        names.sort(key=lambda name: how_many[frames[name]] if name in frames else 0)
+        late = f"{listed(map(self.named, names))} did not finish phase {phase}"
+        rule = f"within trainer.phase_timeout_s={self.timeout_s or 'null'}, here {self.limit(phase):g} s"
+        shown = [f"stack of {self.named(name)}:\n{stacks[name]}" for name in names[:LISTED] if name in stacks]
+        return WorkersLost("\n".join([f"{late} {rule}", *shown]))
+
+    def stacks(self, names: Iterable[str]) -> dict[str, str]:
+        """Return name -> the stack of the process, of those whose node replies in time."""
+        pids: dict[str, dict[int, str]] = defaultdict(dict)
+        for name in names:
+            if name in self.places:
+                pids[self.places[name].node_id][self.places[name].pid] = name
+        dump = ray.remote(num_cpus=0, max_retries=0)(node_report.stacks)
+        calls = {}
+        for node, processes in pids.items():
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            calls[dump.options(scheduling_strategy=place).remote([*processes], STACKS_S / 3)] = processes
+        found: dict[str, str] = {}
+        ready, _ = ray.wait([*calls], num_returns=len(calls), timeout=STACKS_S) if calls else ([], [])
+        for ref in ready:
+            try:
+                found |= {calls[ref][pid]: text for pid, text in ray.get(ref).items()}
+            except RayError as error:  # the node is gone, for example; the hang is what matters
+                log.warning("no stacks: %s", one_line(" ".join(str(error).split())[:200]))
+        return found
+
+
+def innermost(stack: str) -> str:
+    """Return the first frame of a stack as py-spy prints it."""
+    return next((line.strip() for line in stack.splitlines()[1:]), stack)

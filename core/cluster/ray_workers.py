@@ -20,7 +20,7 @@ from torch import Tensor
 from core.cluster.ray_pools import RayProcesses, rank_name
 from core.data.vocabulary import known_ids
 from core.engines.weight_buckets import Checksum, merged
-from core.errors import WorkersLost
+from core.errors import WorkersLost, message_of
 from core.learner.batching import contributing_sequences, rank_shares
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
@@ -72,7 +72,7 @@ class RayWorkers(RayProcesses):
             probes = self.engine.probes(ids)
             checked = [compare_probe(expected, probe, bf16=not self.config.full_precision) for probe in probes]
         except WeightSyncError as error:
-            raise WorkersLost(str(error)) from error
+            raise WorkersLost(message_of(error)) from error
         return {"rollout_corr/probe_diff": max(checked)}
 
     def _transfer(self, version: int) -> None:
@@ -102,7 +102,7 @@ class RayWorkers(RayProcesses):
     def _join_engines(self) -> None:
         """Make a group of rank 0 and every device of the engines."""
         size = 1 + len(self.engine.engines) * self.engine_gpus
-        limits = size, self.watch.timeout_s
+        limits = size, self.watch.limit("update_weights")
         calls = {rank_name(0): self.learners[0].join_engines.remote(*limits)}
         for number, name in enumerate(self.engine.engines):
             arguments = (self.address, 1 + number * self.engine_gpus, *limits)

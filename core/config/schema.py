@@ -47,6 +47,7 @@ from core.config.training_keys import (
     RefConfig,
 )
 
+FIRST_PHASE_S = 3600  # seconds of a remote phase of which no earlier time is known
 OWN_POOL = "actor_rollout_ref.hybrid_engine=False"
 IN_PROCESS = "actor_rollout_ref.rollout.name=hf & trainer.backend=local"
 CRITIC = "critic.enable"
@@ -235,7 +236,12 @@ class TrainerConfig(Section):
     n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)
     total_epochs: Count = execution(30, "passes over the training examples", ".total_training_steps=None")
     total_training_steps: Count | None = execution(None, "RL steps; null: the whole batches of total_epochs")
-    phase_timeout_s: Positive = bookkeeping(3600, "seconds of a remote phase, after which the run ends", OVER_RAY)
+    phase_timeout_s: Positive | None = bookkeeping(
+        None, "seconds of a remote phase, after which the run ends; null: 10 x its longest, at least 600", OVER_RAY
+    )
+    wait_for_nodes_s: NonNegative = bookkeeping(
+        300, "seconds that a start, and each restart, waits until nodes are free", OVER_RAY
+    )
     max_restarts: Size = bookkeeping(0, "times a run starts again from its checkpoint after a process died or hung")
     critic_warmup: Size = key(0, "step from which on the policy trains too, not the critic alone", CRITIC)
     balance_batch: bool = execution(True, "give ranks about equal numbers of tokens", OVER_RAY)
@@ -257,6 +263,11 @@ class TrainerConfig(Section):
     resume_with_changes: bool = bookkeeping(False, "resume also with another base, data or objective; recorded")
     health: HealthConfig = bookkeeping(HealthConfig())
     trace: TraceConfig = bookkeeping(TraceConfig())
+
+    @property
+    def first_phase_s(self) -> float:
+        """Return the seconds of a remote phase that has not ended before."""
+        return float(self.phase_timeout_s or FIRST_PHASE_S)
 
 
 class RayKwargsConfig(Section):

@@ -285,7 +285,7 @@ def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SG
         raise InputError(missing)
     rollout, data = config.actor_rollout_ref.rollout, config.data
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
-    server = SGLangServer(rollout.engine_kwargs["sglang"]["url"], float(config.trainer.phase_timeout_s))
+    server = SGLangServer(rollout.engine_kwargs["sglang"]["url"], config.trainer.first_phase_s)
     try:
         server.call("/server_info")
     except (RuntimeError, WorkersLost) as error:

@@ -21,7 +21,8 @@ def local_ray(cpus: int) -> Iterator[None]:
     """Run Ray on this machine, with so many CPUs whatever the machine has."""
     import ray
 
-    ray.init(num_cpus=cpus, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    # "local": whatever other Ray may run on this machine
+    ray.init("local", num_cpus=cpus, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         yield
     finally:

@@ -28,8 +28,9 @@ class StubProcess:
     def liveness(self) -> None:
         threading.Event().wait()
 
-    def facts(self, own_gpus, path):
-        return SimpleNamespace(threads=7, gpus=own_gpus(), machine="", sees=True)
+    def facts(self, of_ray, path):
+        gpus, node_id, address = of_ray()
+        return SimpleNamespace(threads=7, gpus=gpus, sees=True, pid=1, node_id=node_id, address=address)
 
     def report(self) -> dict[str, Any]:
         """Everything that a test asks for."""

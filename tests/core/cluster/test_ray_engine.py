@@ -34,7 +34,7 @@ class Actor:
 def engine():
     actors = {f"engine {i}": Actor() for i in range(3)}
     calls = {"lost": lambda _: None, "call": lambda *_: [[], [], []]}
-    watch = SimpleNamespace(actors=actors, timeout_s=60.0, **calls)
+    watch = SimpleNamespace(actors=actors, limit=lambda _: 60.0, took=lambda *_: None, **calls)
     return RayEngine(watch, list(actors))
 
 

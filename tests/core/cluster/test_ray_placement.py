@@ -16,7 +16,7 @@ from core.cluster import ray_pools
 from core.cluster.processes import LearnerProcess
 from core.cluster.ray_pools import Pool, reserve
 from core.config import compose
-from core.errors import InputError
+from core.errors import NoRoom
 from tests.core.cluster.stub_processes import Device, layout, put_stubs
 
 # Other Rays do not start after this one in the same process, so none of these tests is in make test.
@@ -53,7 +53,6 @@ def stubs(monkeypatch):
     for name in ("LEARNER", "ENGINE"):
         monkeypatch.setattr(ray_pools, name, None)
     put_stubs(ray_pools)
-    monkeypatch.setattr(ray_pools, "START_S", 20.0)
 
 
 def config(nodes: int, *overrides: str):
@@ -117,11 +116,10 @@ def test_engines_apart_have_nodes_and_gpus_of_their_own(cluster):
     assert {(one["cores"], one["parts"]) for one in engines} == {(6, 2)}  # and for the engines of a node together
 
 
-def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster, monkeypatch):
-    monkeypatch.setattr(ray_pools, "START_S", 1.0)
-    with pytest.raises(InputError, match="trainer.nnodes=5 trainer.n_gpus_per_node=8: no room for that many") as caught:
-        ray_pools.RayProcesses(config(5), None, CUDA)
-    assert "'GPU': 32.0" in str(caught.value)
+def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster):
+    with pytest.raises(NoRoom, match="trainer.nnodes=5 trainer.n_gpus_per_node=8: 4 of 5 nodes have room") as caught:
+        ray_pools.RayProcesses(config(5, "trainer.wait_for_nodes_s=5"), None, CUDA)
+    assert str(caught.value).count(" 0 of 8") == 4 and "nodes that have gone" not in str(caught.value)
 
 
 def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):

@@ -4,13 +4,13 @@ import asyncio
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 
 from core.checkpoint.store import CheckpointStore
+from core.cluster import node_report
 from core.cluster.processes import FOLDER, EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine
 from core.cluster.ray_pools import ENGINE, ROOT, RayProcesses, connect
@@ -19,7 +19,7 @@ from core.cluster.ray_workers import RayWorkers
 from core.cluster.workers import LocalWorkers
 from core.engines.hf import HFEngine
 from core.engines.weight_buckets import Staging, Weight, pack
-from core.errors import InputError, OutOfMemory, WorkersLost
+from core.errors import InputError, NoRoom, OutOfMemory, WorkersLost
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
 from tests.optimizer_steps import update_actor, update_critic
@@ -251,20 +251,26 @@ def test_a_hang_names_phase_and_rank_and_a_full_or_dead_learner_its_rank(small):
         self.learner.update_actor = fail
 
     def sleep_through_the_phase(self):
-        time.sleep(10)
+        time.sleep(30)
 
     small.watch.timeout_s = 6
     small.learners[1].__ray_call__.remote(sleep_through_the_phase)
-    with pytest.raises(WorkersLost, match="learner rank 1 did not finish phase old_log_prob.*s=6"):
+    with pytest.raises(WorkersLost) as caught:
         small.compute_log_probs(mixed_batch())
-    small.watch.timeout_s = 60
+    first, *stacks = str(caught.value).splitlines()
+    pid = pid_of(small.learners[1])  # answered once it wakes
+    assert f"learner rank 1 (node {small.nodes[0]['address']}, pid {pid})" in first
+    assert "did not finish phase old_log_prob within trainer.phase_timeout_s=6" in first
+    if node_report.py_spy():
+        assert any("sleep_through_the_phase (" in line for line in stacks), stacks
+    small.watch.timeout_s = 100
     small.compute_log_probs(mixed_batch())  # it was slow, not lost
     call(small.learners[1], fill_up)
-    with pytest.raises(OutOfMemory, match="phase update_actor on learner rank 1"):
+    with pytest.raises(OutOfMemory, match="phase update_actor on learner rank 1 .node "):
         update_actor(small, mixed_batch())
     os.kill(pid_of(small.learners[1]), signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(WorkersLost, match="learner rank 1 died in phase update_actor"):
+    with pytest.raises(WorkersLost, match="learner rank 1 died in phase update_actor .node .*, pid "):
         update_actor(small, mixed_batch())
     assert time.monotonic() - start < 20
 
@@ -298,23 +304,27 @@ def test_a_hanging_engine_is_named(pair, monkeypatch):
     monkeypatch.setattr(pair[0].watch, "timeout_s", 2)
     engine = pair[0].watch.actors["engine 0"]
     call(engine, plant)
-    with pytest.raises(WorkersLost, match="^engine 0 did not finish phase generate"):
+    with pytest.raises(WorkersLost, match="^engine 0 .node .* did not finish phase generate"):
         sample_all(pair[0].engine, [ask(seed=1)])
     call(engine, lambda process: process.engine.__dict__.pop("sample", None))
 
 
-def test_a_cluster_without_room_says_so(model, monkeypatch):
-    monkeypatch.setattr("core.cluster.ray_pools.START_S", 1.0)
+def test_a_cluster_without_room_says_so(model):
     config = cluster_config(
-        model, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", ranks=16
+        model,
+        "trainer.wait_for_nodes_s=1",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        ranks=16,
     )
-    with pytest.raises(InputError, match="n_gpus_per_node=16: no room"):
+    with pytest.raises(NoRoom, match="n_gpus_per_node=16: 0 of 1 nodes have room; free CPUs by node: .* of 8"):
         RayWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
 
 
 def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
     seen = []
     monkeypatch.setattr(ray, "init", lambda **options: seen.append(options))
+    monkeypatch.setattr("core.cluster.ray_pools.start_problems", lambda _: [])  # no head answers
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("PYTHONPATH", "/mine")
 
@@ -332,17 +342,18 @@ def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
     assert FOLDER in given("log_to_driver=False")["runtime_env"]["env_vars"]
 
 
-def test_a_process_without_the_run_folder_is_named_before_a_model_loads(model, tmp_path):
+def test_a_process_without_the_run_folder_is_named_before_a_model_loads(model, tmp_path, monkeypatch):
     processes, blind = object.__new__(RayProcesses), False
 
     def look(phase, method, calls):
-        found = [LearnerProcess(1).facts(lambda: [], path) for _, path in calls.values()]
+        found = [LearnerProcess(1).facts(lambda: ([], "id", "10.0.0.9"), path) for _, path in calls.values()]
         return [one._replace(sees=False) for one in found] if blind else found
 
     processes.config = cluster_config(model, f"trainer.default_local_dir={tmp_path}")
-    processes.watch = SimpleNamespace(call=look, actors={"learner rank 0": None})
+    processes.watch = Watch(1.0)
+    monkeypatch.setattr(processes.watch, "call", look)
     CheckpointStore(tmp_path).claim()
-    assert processes._facts()[0].sees
+    assert processes._facts(["learner rank 0"])[0].sees
     blind = True
-    with pytest.raises(InputError, match=f"trainer.default_local_dir={tmp_path}: learner rank 0"):
-        processes._facts()
+    with pytest.raises(InputError, match=f"trainer.default_local_dir={tmp_path}: learner rank 0 .node 10.0.0.9"):
+        processes._facts(["learner rank 0"])

@@ -1,0 +1,223 @@
+"""The nodes of a cluster: whether a head answers, and whether all nodes hold the driver's code and models."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RuntimeEnvSetupError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from core.cluster import node_report
+from core.cluster.processes import FOLDER
+from core.cluster.ray_watch import Place
+from core.config import paths
+from core.config.section import Problem
+from core.errors import InputError, WorkersLost, listed, one_line
+from core.tracking.run_manifest import ROOT
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+INIT = "ray_kwargs.ray_init"
+ARGUMENTS = inspect.signature(ray.init).parameters
+HEALTH_S = 60  # for Ray's health check, most of it to load Ray on a busy machine
+# Ray waits for a head for many minutes; the process of the health check gives up after these seconds
+IMPATIENT = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_gcs_rpc_server_connect_timeout_s": "3",
+}
+REPORT_S = 120  # for a process to start on each node and read its files
+
+
+def of_ray() -> tuple[list[int | str], str, str]:
+    """Return this process's GPUs and its node's id and address, as Ray knows them."""
+    return ray.get_gpu_ids(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+
+# -- before a connection --------------------------------------------------------------------------
+
+
+def start_problems(config: Config) -> list[str]:
+    """Return why no cluster can be had: unknown arguments of ray.init, or an address where no head answers."""
+    lines = []
+    for name, value in config.ray_kwargs.ray_init.items():
+        if name not in ARGUMENTS and not name.startswith("_"):
+            near = difflib.get_close_matches(name, ARGUMENTS, n=1)
+            fix = f"the nearest is {near[0]}" if near else f"ray {ray.__version__} lists them in help(ray.init)"
+            lines.append(str(Problem(f"{INIT}.{name}", value, "is no argument of ray.init", fix)))
+    address = paths.cluster_address(config)
+    if address is not None and not lines and (reason := unhealthy(address)):
+        key = f"{INIT}.address" if config.ray_kwargs.ray_init.get("address") else "RAY_ADDRESS"
+        fix = "give the address and port of `ray start --head` (6379), or see there whether it still runs"
+        lines.append(str(Problem(key, address, f"no Ray head answers there ({reason})", fix)))
+    return lines
+
+
+def unhealthy(address: str) -> str:
+    """Return why no head of a cluster answers at the address; nothing where one does.
+
+    A process of its own makes Ray's check, because Ray ends the process that it fails in.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--skip-version-check"]
+    try:
+        done = subprocess.run(
+            [*command, "--address", address],
+            env={**os.environ, **IMPATIENT},
+            capture_output=True,
+            text=True,
+            timeout=HEALTH_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {HEALTH_S} s"
+    if done.returncode == 0:
+        return ""
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    kind, _, text = last.partition(": ")
+    return one_line(text[:200] if kind.endswith("Error") else "nothing listens, or no Ray")
+
+
+def free_nodes(gpus: bool) -> str:
+    """Return which nodes of the cluster have gone, and what is free on the others."""
+    unit = "GPU" if gpus else "CPU"
+    nodes = ray.nodes()
+    alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
+    addresses = {node["NodeManagerAddress"] for node in alive.values()}
+    gone = {node["NodeManagerAddress"] for node in nodes} - addresses
+    available = ray._private.state.available_resources_per_node()  # which has no public counterpart
+    free = [
+        f"{node['NodeManagerAddress']} {available.get(name, {}).get(unit, 0):g} of {node['Resources'].get(unit, 0):g}"
+        for name, node in alive.items()
+    ]
+    parts = [f"nodes that have gone: {listed(sorted(gone))}"] if gone else []
+    return "; ".join([*parts, f"free {unit}s by node: {listed(free)}"])
+
+
+# -- the same code everywhere ---------------------------------------------------------------------
+
+
+def named_files(config: Config) -> dict[str, str]:
+    """Return path -> key of the models and files of code that a rank or an engine reads on its own node."""
+    named = {path: key for key, path in paths.models(config).items() if path and paths.is_local(path)}
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if ".py:" in loss:
+        named[loss.rpartition(":")[0]] = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    return named
+
+
+def own_packages(config: Config) -> tuple[str, ...]:
+    """Return the packages whose code runs in ranks and engines: this repository's, and that of a user's own loss."""
+    where, colon, _ = config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")
+    own = [where.partition(".")[0]] if colon and not where.endswith(".py") else []
+    return (*node_report.CODE, *own)
+
+
+@functools.cache
+def driver_report(packages: tuple[str, ...], named: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the report of this process as it was at the first start: a restart must not mix two versions."""
+    return node_report.report(packages, named, FOLDER)
+
+
+def check_nodes(config: Config, nodes: Collection[str]) -> dict[str, Mapping[str, Any]]:
+    """Compare code, packages and models of the nodes with the driver's, and return address -> report.
+
+    Raises InputError where they differ, and WorkersLost for a node that does not report.
+    """
+    named, packages = named_files(config), own_packages(config)
+    driver = driver_report(packages, tuple(named))
+    arguments = packages, tuple(named), FOLDER
+    if paths.cluster_address(config) is None and len(nodes) == 1:  # this machine alone
+        reports = {ray.util.get_node_ip_address(): node_report.report(*arguments)}
+    else:
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        ask = ray.remote(num_cpus=0, max_retries=0)(node_report.report)
+        calls = {}
+        for node in nodes:
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            calls[addresses[node]] = ask.options(scheduling_strategy=place).remote(*arguments)
+        reports = {address: _reported(address, call) for address, call in calls.items()}
+    if lines := differences(driver, reports, named):
+        raise InputError(lines)
+    return reports
+
+
+def _reported(address: str, call: ray.ObjectRef) -> Mapping[str, Any]:
+    try:
+        return ray.get(call, timeout=REPORT_S)
+    except GetTimeoutError as error:
+        text = f"node {address} did not start a process within {REPORT_S} s"
+        raise WorkersLost(f"{text}; see its raylet's log") from error
+    except RuntimeEnvSetupError as error:
+        rule = one_line(" ".join(str(error).split())[:300])
+        raise InputError(f"{INIT}.runtime_env: node {address} cannot set it up: {rule}") from error
+    except RayError as error:
+        reason = one_line(" ".join(str(error).split())[:300])
+        raise WorkersLost(f"node {address} was lost before a process started there: {reason}") from error
+
+
+def differences(
+    driver: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]], named: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each way in which nodes differ from the driver; ``named`` are keys of paths.
+
+    A package may be a build for other devices than the driver's, but not than that of another node.
+    """
+    nodes_of: dict[tuple[str, str], list[str]] = defaultdict(list)  # beginning and end of a line
+    versions: dict[str, str] = {}  # of the first node that has the package
+    for address, report in reports.items():
+        node = f"{address} ({report['host']})"
+        if other := _other_files(driver["code"], report["code"]):
+            more = f", and so do {len(other) - 1} more files" if len(other) > 1 else ""
+            fix = f"{more}; check out the driver's commit there, in {ROOT}"
+            nodes_of[f"{other[0]}: differs from the driver's", fix].append(node)
+        for path, key in named.items():
+            here = _below(path, driver["files"])
+            there = _below(path, report["files"])
+            if other := _other_files(here, {name: there.get(name) for name in here}):
+                what = f"{os.path.basename(other[0])} differs" if there else "is not there"
+                nodes_of[f"{key}={path}: {what}", "; copy the driver's to that path there"].append(node)
+        for name, version in report["packages"].items():
+            expected = driver["packages"].get(name, version)
+            if version.partition("+")[0] == expected.partition("+")[0]:
+                expected = versions.setdefault(name, version)
+            if version != expected:
+                fix = f", and {expected} elsewhere; install the same there"
+                nodes_of[f"{name}=={version}: is installed", fix].append(node)
+    return [f"{begin} on node {listed(nodes)}{end}" for (begin, end), nodes in nodes_of.items()]
+
+
+def recorded(reports: Mapping[str, Mapping[str, Any]], places: Mapping[str, Place]) -> list[dict[str, Any]]:
+    """Return what a run's manifest has of its nodes: address, versions, a hash of all code, and the processes there."""
+    entries = []
+    for address, report in reports.items():
+        code = json.dumps(report["code"], sort_keys=True).encode()
+        entries.append(
+            {
+                "address": address,
+                "packages": report["packages"],
+                "code_sha256": hashlib.sha256(code).hexdigest(),
+                "processes": [name for name, place in places.items() if place.address == address],
+            }
+        )
+    return entries
+
+
+def _below(path: str, files: Mapping[str, str]) -> dict[str, str]:
+    """Return the entry of a path, or those of the files in that folder."""
+    folder = os.path.join(path, "")
+    return {name: value for name, value in files.items() if name == path or name.startswith(folder)}
+
+
+def _other_files(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return the files that only one side has, or that have other contents."""
+    return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
