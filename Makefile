@@ -7,7 +7,7 @@
 # make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
 # make record      runs what is published of the labs again: an hour or two
 # make format      formats the code                        make constraints records the versions of this environment
-# make clean       removes .venv and outputs
+# make clean       removes .venv and caches         make clean-runs removes the runs and data in outputs/
 #
 # PYTHON=python3.12 make setup       takes another Python. Without an NVIDIA driver set-up takes the CPU build of torch;
 # TORCH_INDEX_URL=... make setup     takes torch from that index.
@@ -21,7 +21,7 @@ export PYTHON TORCH_INDEX_URL VLLM
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without bytecode each compiles what it imports
 
 .PHONY: setup lab real check test test-processes test-slow verified record test-gpu bench lint format
-.PHONY: report constraints clean
+.PHONY: report constraints clean clean-runs
 
 setup: $(STAMP)
 
@@ -84,4 +84,8 @@ constraints:
 	bash environment/lock.sh
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path "./outputs/*" -prune -exec rm -rf {} +
+
+clean-runs:
+	rm -rf outputs

@@ -310,6 +310,7 @@ class Run:
         """Return whether the last recorded step was due a validation and has none: a stop cut it short."""
         recorded = 0 < self.step == self.tracker.last_step
         due = self.is_due(self.trainer.test_freq, self.step, self.state)
+        due = due and bool(self.config.data.val_files)
         return recorded and due and not self.tracker.has_validation(self.step)
 
     def complete(self, metrics: StepMetrics, state: LoopState) -> None:

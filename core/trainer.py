@@ -217,7 +217,8 @@ class Trainer:
     def validate_and_complete(self, metrics: StepMetrics) -> None:
         """Validate where due, and hand the step to the run, also if the validation stops or fails."""
         failure = None
-        if self.run.is_due(self.config.trainer.test_freq, metrics.step, self.state):
+        due = self.run.is_due(self.config.trainer.test_freq, metrics.step, self.state)
+        if self.val_prompts and due:
             try:
                 self.validate(metrics)
             except UnhealthyRun:  # weights that must not be saved

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import runpy
+import subprocess
 import sys
 
 import pytest
 
+from core.tracking.run_manifest import ROOT
 from tests.test_structure import modules
 
 # Started by other processes with what they need on stdin or in the environment; nobody types them.
@@ -40,3 +42,12 @@ def test_each_command_and_each_argument_is_explained(monkeypatch, capsys, tmp_pa
                 assert not [one.dest for one in told if not one.help]
                 assert parser.description and parser.prog.startswith("python -m ")
     assert not any(tmp_path.iterdir())
+
+
+def test_cleaning_leaves_the_runs():
+    def commands(target: str) -> str:
+        return subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    removed = [line for line in commands("clean").splitlines() if line.startswith("rm ")]
+    assert removed and not any("outputs" in line for line in removed)
+    assert "outputs" in commands("clean-runs")

@@ -126,6 +126,9 @@ def staleness_and_resuming(c: View) -> Broken:
     if c.trainer.max_staleness > 1:
         rule = "is at most 1: the next step's samples are drawn while this one updates, and no earlier"
         yield "trainer.max_staleness", rule, "set 1, or 0 for samples of the policy that they train"
+    if c.trainer.val_only and not c.data.val_files:
+        rule = "validates by answering questions, and data.val_files names none"
+        yield "trainer.val_only", rule, "give parquet files of questions, or leave it out"
     if c.trainer.resume_mode == "resume_path" and not c.trainer.resume_from_path:
         rule = "is needed with trainer.resume_mode=resume_path"
         yield "trainer.resume_from_path", rule, "name a checkpoint: <run>/global_step_N"

@@ -255,7 +255,9 @@ class TrainerConfig(Section):
     validation_data_dir: str | None = bookkeeping(None, "likewise for validation answers", "needs_engine")
     val_before_train: bool = bookkeeping(True, "validate the starting model too", "needs_engine & .val_only=False")
     val_only: bool = bookkeeping(False, "validate the model and end")
-    test_freq: OffOrCount = bookkeeping(-1, "steps between validations, one follows the last; -1: never")
+    test_freq: OffOrCount = bookkeeping(
+        -1, "steps between validations, one follows the last; -1: never", "data.val_files"
+    )
     save_freq: SaveFrequency = bookkeeping(-1, "steps between checkpoints, one follows the last; -1: that; 0: none")
     max_actor_ckpt_to_keep: Count | None = bookkeeping(None, "newest checkpoints kept; null: all", ".save_freq!=0")
     resume_mode: ResumeMode = bookkeeping("auto", "from its newest checkpoint, from step 0, or resume_from_path")

@@ -125,6 +125,7 @@ _BETAS = Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and all(0 <= b < 1
 Betas = Annotated[tuple[float, ...], _BETAS]
 NumberOrText = Annotated[object, PlainValidator(_number_or_text)]  # a float, or text that is read later
 Paths = Annotated[tuple[str, ...], Limit("at least one path", lambda v: len(v) > 0 and all(v))]
+PathsOrNone = Annotated[tuple[str, ...], Limit("paths, or [] for none", lambda v: all(v))]
 Names = Annotated[tuple[str, ...], Limit("at least one name", lambda v: len(v) > 0 and all(v))]
 Open = Annotated[Mapping[str, Any], PlainValidator(_mapping)]  # keys that are another library's, or the user's own
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]

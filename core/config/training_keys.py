@@ -21,6 +21,7 @@ from core.config.section import (
     OffOrSize,
     Open,
     Paths,
+    PathsOrNone,
     Positive,
     PositiveShare,
     Section,
@@ -52,8 +53,8 @@ class DataConfig(Section):
     train_files: Paths = files(
         ("~/data/rlhf/gsm8k/train.parquet",), "files of training examples, parquet or JSON lines (.jsonl)"
     )
-    val_files: Paths = files(
-        ("~/data/rlhf/gsm8k/test.parquet",), "files of validation questions, parquet or JSON lines (.jsonl)"
+    val_files: PathsOrNone = files(
+        ("~/data/rlhf/gsm8k/test.parquet",), "files of validation questions, parquet or JSON lines (.jsonl); []: none"
     )
     prompt_key: str = key("prompt", "column that holds the prompt, a list of chat messages")
     image_key: str = key("images", "column that holds the pictures of a prompt, one for each <image> in it")

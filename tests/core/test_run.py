@@ -15,6 +15,7 @@ import yaml
 from core.checkpoint.run_state import DriverState
 from core.checkpoint.store import CheckpointStore, checkpoint_at
 from core.command_line import train
+from core.config import examine
 from core.data import vocabulary
 from core.errors import InputError, WorkersLost, WriteFailed
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
@@ -75,6 +76,17 @@ def test_a_scorer_that_changes_the_folder_loses_nothing_of_the_run(tmp_path, mon
     assert len((tmp_path / "a/run/metrics.jsonl").read_text().splitlines()) == 2
     assert CheckpointStore(tmp_path / "a/run").steps() == [1, 2]
     assert sorted(path.name for path in (tmp_path / "dumps").iterdir()) == ["1.jsonl", "2.jsonl"]
+
+
+def test_no_validation_files_are_no_validation(tmp_path):
+    settings = "data.val_files=[]", "trainer.test_freq=1", "trainer.total_training_steps=2"
+    run = start(tmp_path, *settings)
+    run.fit()
+    rows = map(json.loads, (run.run.run_dir / "metrics.jsonl").read_text().splitlines())
+    assert [(row["step"], [name for name in row if name.startswith("val-")]) for row in rows] == [(1, []), (2, [])]
+    found = examine("grpo", [*settings, "trainer.val_only=True"])
+    assert [line.partition("=")[0] for line in found.problems] == ["trainer.val_only"]
+    assert "trainer.test_freq" in found.unused
 
 
 def test_a_batch_beyond_the_data_and_trained_questions_that_validate_are_warned_of(tmp_path, caplog):
