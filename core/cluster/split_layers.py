@@ -56,8 +56,11 @@ def plan_of(module: nn.Module, name: str = "tensor_model_parallel_size") -> dict
 
     Embedding and head are left out: the head's log-probs are computed in chunks of tokens, by all of its rows.
 
-    Raises InputError for a model without a plan, and where the plan has a style that is not trained here.
+    Raises InputError for a model without a plan, and where the plan has a style that is not trained here, or leaves out
+    weights inside a split layer: each rank would have another gradient of them.
     """
+    from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
+
     body, kind = f"{module.base_model_prefix}.", type(module).__name__
     whole = (module.tp_plan or {}).items()
     plan = {part: style for part, style in whole if part.startswith(body) and style != EMBEDDING}
@@ -65,6 +68,13 @@ def plan_of(module: nn.Module, name: str = "tensor_model_parallel_size") -> dict
     if odd or not plan:
         has = f"the plan of {kind} has {', '.join(odd)}, which is not trained here" if odd else f"{kind} has no plan"
         raise InputError(f"{name}: {has}; set it to 1, or take a dense model such as Qwen2 or Llama")
+    patterns = {path: replace_layer_number_by_wildcard(path) for path, _ in module.named_modules()}
+    split = [path.rpartition(".")[0] for path, pattern in patterns.items() if plan.get(pattern) == COLUMNS]
+    for path, part in module.named_modules():
+        inside = any(path == layer or path.startswith(f"{layer}.") for layer in split)
+        if inside and patterns[path] not in plan and dict(part.named_parameters(recurse=False)):
+            rule = f"{path} of {kind} acts on a rank's part of its layer, and the plan leaves it out"
+            raise InputError(f"{name}: {rule}; set it to 1, or take a dense model such as Qwen2 or Llama")
     return plan
 
 

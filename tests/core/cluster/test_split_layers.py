@@ -3,6 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.cluster.split_layers import check_layers, plan_of
@@ -121,6 +124,21 @@ def test_a_model_without_a_plan_or_of_another_style_is_refused():
     module = tiny_model()
     module._tp_plan["model.layers.*.mlp.experts"] = "moe_tp_experts"
     with pytest.raises(InputError, match="has moe_tp_experts, which is not trained here"):
+        plan_of(module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("apertus", {}), ("phi", {"qk_layernorm": True}), ("phi", {}), ("qwen3", {})]
+)
+def test_weights_inside_a_split_layer_that_the_plan_leaves_out_are_refused(kind, more):
+    """xIELU's alphas and Phi's norms of heads had wrong gradients beside the right loss."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**shape, **more))
+    if kind == "qwen3" or (kind == "phi" and not more):
+        assert plan_of(module)
+        return
+    with pytest.raises(InputError, match="acts on a rank's part of its layer"):
         plan_of(module)
 
 
