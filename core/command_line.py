@@ -216,9 +216,10 @@ def _notes(composed: Composed) -> dict[str, list[str]]:
 
 def _report(recipe: str, composed: Composed) -> str:
     """Return what a dry run prints."""
-    from core.plan import plan_lines
+    from core.plan import DEFAULT_GPU, plan_lines
 
     config = composed.config
+    planned_gpu = DEFAULT_GPU if ranks_on_cpus(composed) else None  # GPUs that are elsewhere
     changes = diff(resolve(recipes.schema_of(recipe)(), recipe), config).items()
     effective = ((key, old, new) for key, (old, new) in changes if key not in composed.without_effect)
     no_cluster = paths.address_problem(config)
@@ -226,7 +227,7 @@ def _report(recipe: str, composed: Composed) -> str:
         "differs from the defaults": [f"{key}={show(n, key)} (default {show(o, key)})" for key, o, n in effective],
         **_notes(composed),
         "not checked here": [*paths.not_checked(config), *([f"cluster: {no_cluster}"] if no_cluster else [])],
-        f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(config),
+        f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(config, planned_gpu),
     }
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
     for title, entries in blocks.items():

@@ -3,7 +3,8 @@
     python -m core.plan dapo preset=paper actor_rollout_ref.model.path=Qwen/Qwen2.5-32B trainer.nnodes=16 --gpu H100
 
 An estimate: 12 bytes a trained parameter (float32 weights, two moments of Adam) over the learner ranks, what a pass
-holds at its highest, and the engine. A reward model is not planned.
+holds at its highest, and the engine. A reward model is not planned. A run that would compute on this
+machine's CPU is planned for this machine, whose ranks share its memory.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 import yaml
 
 from core.config import compose, registry
-from core.config.paths import is_local
-from core.config.schema import Config
+from core.config.defaults import has_accelerator
+from core.config.paths import cluster_address, is_local
+from core.config.schema import Config, TrainerConfig
 from core.config.section import FULL_PRECISION
 from core.errors import MEMORY_KEYS, InputError
 from core.learner.step_settings import CPU_LOGITS, head_logits
@@ -36,6 +38,7 @@ USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the librarie
 GENERATE, LOG_PROBS, UPDATE, CRITIC_UPDATE = PHASES = ("generate", "log-probs", "update", "critic update")
 MEMORY_KEY = dict(zip(PHASES, ("gen", "old_log_prob", "update_actor", "update_critic"), strict=True))
 DEFAULT_GPU = "H100"
+HERE = "this machine"  # in place of a GPU's name: the CPU that the command runs on
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,35 @@ def update_bytes(
     )
 
 
+def hardware_of(config: Config) -> str:
+    """Return the name of a GPU, or ``HERE`` if the run would compute on this machine's CPU."""
+    trainer = config.trainer
+    if trainer.device is not None:
+        return HERE if trainer.device == "cpu" else DEFAULT_GPU
+    elsewhere = trainer.backend == "ray" and (trainer.nnodes > 1 or cluster_address(config))
+    return DEFAULT_GPU if elsewhere or has_accelerator() else HERE
+
+
+def most_checkpoints(trainer: TrainerConfig) -> int | None:
+    """Return how many checkpoints are on the disk at once at most; None if the data decide.
+
+    An old one is deleted when a new one is complete, so there is one more than are kept.
+    """
+    steps = trainer.total_training_steps
+    frequency = trainer.save_freq
+    kept = trainer.max_actor_ckpt_to_keep
+    written = None
+    if frequency == "after_each_epoch":
+        written = trainer.total_epochs if steps is None else None
+    elif frequency < 1:
+        written = -frequency  # -1 writes the last step's alone, and 0 none
+    elif steps is not None:
+        written = -(-steps // frequency)
+    if kept is None:
+        return written
+    return kept + 1 if written is None else min(written, kept + 1)
+
+
 @dataclass(frozen=True)
 class Part:
     """Bytes that a role takes of a GPU in some phases. State is kept from step to step, else in host memory."""
@@ -202,18 +234,27 @@ class Part:
 class Plan:
     """What a resolved configuration needs on one kind of GPU. Raises InputError for a model or GPU not known."""
 
-    def __init__(self, config: Config, gpu: str = DEFAULT_GPU):
-        if gpu not in GPUS:
+    def __init__(self, config: Config, gpu: str | None = None):
+        gpu = gpu or hardware_of(config)
+        self.on_cpu = gpu == HERE
+        if not self.on_cpu and gpu not in GPUS:
             raise InputError(f"--gpu={gpu}: not in {SOURCE.name}, which holds {', '.join(GPUS)}")
         roles, trainer = config.actor_rollout_ref, config.trainer
-        self.config, self.gpu, self.memory = config, gpu, GPUS[gpu]
+        self.config, self.gpu = config, gpu
         self.shape = shape_of(roles.model.path, roles.model.override_config)
         self.sharded = trainer.backend == "ray"
         self.gpus = trainer.nnodes * trainer.n_gpus_per_node if self.sharded else 1
+        if self.on_cpu:
+            self.memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.gpus
+        else:
+            self.memory = GPUS[gpu]
         size = roles.actor.fsdp_config.fsdp_size
         self.ranks = size if 0 < size < self.gpus else self.gpus  # learner ranks that share one copy of the state
         self.longest = config.data.max_prompt_length + config.data.max_response_length  # tokens of a sequence
         self.adapters = self.shape.adapters(roles.model.lora_rank)
+        self.critic_adapters = self.shape.adapters(config.critic.model.lora_rank)
+        if self.critic_adapters:
+            self.critic_adapters += self.shape.hidden + 1  # the new head trains whole
         states = list(self._states())
         engine, self.kv_sequences = self._engine(states)  # the sequences of full length that an engine's cache holds
         self.parts = [*states, *self._passes(), *engine]
@@ -222,7 +263,10 @@ class Plan:
         self.over = [phase for phase, taken in self.phase_bytes.items() if taken > USABLE * self.memory]
         self.fits = not self.over and self.kv_sequences > 0
         self.checkpoint_bytes = 12.0 * (self.adapters or self.shape.parameters)
-        self.checkpoint_bytes += 12.0 * self.shape.critic_parameters * config.critic.enable
+        if config.critic.enable:
+            trained = self.critic_adapters or self.shape.critic_parameters
+            self.checkpoint_bytes += 12.0 * trained
+        self.checkpoints = most_checkpoints(trainer)
 
     def _states(self) -> Iterator[Part]:
         """Yield weights and optimizers of policy, reference and critic, and when they are on the GPU."""
@@ -234,24 +278,29 @@ class Plan:
             shape = shape_of(frozen.model.path, frozen.model.override_config)
             models.append((role, roles.ref.fsdp_config, (), shape.parameters, 0))
         if critic.enable:
-            sizes = [self.shape.critic_parameters] * 2
-            models.append(("critic", critic.model.fsdp_config, (CRITIC_UPDATE,), *sizes))
+            fsdp, size = critic.model.fsdp_config, self.shape.critic_parameters
+            trained = self.critic_adapters or size
+            models.append(("critic", fsdp, (CRITIC_UPDATE,), size, trained))
+        leaves = self.sharded and not self.on_cpu  # a CPU's state has no other memory to go to
         for role, fsdp, updates, number, trained in models:
             offloaded = () if fsdp.offload_policy else (LOG_PROBS, *updates) if fsdp.param_offload else PHASES
-            phases = offloaded if self.sharded else PHASES
+            phases = offloaded if leaves else PHASES
             yield Part(role, "weights in float32", 4.0 * number / self.ranks, phases, state=True)
             if trained:
                 offloaded = () if fsdp.offload_policy else updates if fsdp.optimizer_offload else PHASES
-                phases = offloaded if self.sharded else PHASES
+                phases = offloaded if leaves else PHASES
                 yield Part(role, "optimizer", 8.0 * trained / self.ranks, phases, state=True)
 
     def _passes(self) -> Iterator[Part]:
         """Yield what log-probs and updates need for a while, the policy's and the critic's."""
-        config, roles, logits = self.config, self.config.actor_rollout_ref, head_logits(self.memory)
+        config, roles = self.config, self.config.actor_rollout_ref
+        logits = head_logits(None if self.on_cpu else self.memory)
         learners = [("policy", UPDATE, roles.actor, roles.model, roles.actor.fsdp_config, self.shape, self.adapters)]
         if config.critic.enable:
             part, headed = config.critic, replace(self.shape, vocab=1)  # a value head has one output
-            learners.append(("critic", CRITIC_UPDATE, part, part.model, part.model.fsdp_config, headed, 0))
+            learners.append(
+                ("critic", CRITIC_UPDATE, part, part.model, part.model.fsdp_config, headed, self.critic_adapters)
+            )
         for role, phase, part, model, fsdp, shape, adapters in learners:
             size = width(fsdp.dtype)
             gathered = gathered_bytes(self.shape, size) if self.sharded or size == 2 else 0.0
@@ -288,8 +337,15 @@ def lines(plan: Plan) -> Iterator[str]:
     def row(role: str, when: str, size: float, what: str) -> str:
         return f"  {role:<10}{when:<19}{size / 2**30:>7.1f} GiB  {what}"
 
-    peak, verdict = max(plan.phase_bytes.values()) / 2**30, "fits on" if plan.fits else "DOES NOT FIT on"
-    yield f"The run {verdict} {plan.gpus} x {plan.gpu}: {peak:.1f} of a GPU's {plan.memory / 2**30:.1f} GiB are needed."
+    peak, memory = max(plan.phase_bytes.values()) / 2**30, plan.memory / 2**30
+    if plan.on_cpu:
+        device = "rank"
+        where = f"{HERE} (cores: {os.cpu_count()}, no GPU, ranks: {plan.gpus})"
+    else:
+        device = "GPU"
+        where = f"{plan.gpus} x {plan.gpu}"
+    verdict = "fits on" if plan.fits else "DOES NOT FIT on"
+    yield f"The run {verdict} {where}: {peak:.1f} of a {device}'s {memory:.1f} GiB are needed."
     for phase in plan.over:
         yield f"  - {phase}: lower {MEMORY_KEYS[MEMORY_KEY[phase]]}, offload state, or share it among more GPUs"
     if plan.kv_sequences == 0:
@@ -298,19 +354,24 @@ def lines(plan: Plan) -> Iterator[str]:
     for part in [part for part in plan.parts if part.phases]:
         yield row(part.role, "always" if part.phases == PHASES else ", ".join(part.phases), part.bytes, part.what)
     yield row("host", "a rank", plan.host_bytes, "offloaded state")
-    yield row("disk", "", plan.checkpoint_bytes, "a checkpoint")
+    count, frequency = plan.checkpoints, plan.config.trainer.save_freq
+    if count is None:
+        kept = f"a checkpoint; all that trainer.save_freq={frequency} writes are kept"
+    else:
+        kept = f"checkpoints: {count} at most, of {plan.checkpoint_bytes / 2**30:.1f} GiB"
+    yield row("disk", "", plan.checkpoint_bytes * (1 if count is None else count), kept)
     if plan.config.needs_engine:
         yield f"KV cache per engine: {plan.kv_sequences:,} sequences of full length, {plan.longest:,} tokens each."
 
 
-def plan_lines(config: Config) -> list[str]:
+def plan_lines(config: Config, gpu: str | None = None) -> list[str]:
     """Return what a dry run prints of the plan: its lines, or one that gives the reason why there is none."""
     model = config.actor_rollout_ref.model.path
     absent = is_local(model) and not (Path(model).expanduser() / "config.json").exists()
-    if config.trainer.val_only or config.trainer.device == "cpu" or absent:  # an earlier command may make the model
+    if config.trainer.val_only or absent:  # an earlier command may make the model
         return []
     try:
-        return list(lines(Plan(config)))
+        return list(lines(Plan(config, gpu)))
     except InputError as error:
         return [f"none: {error}"]
 
@@ -320,7 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m core.plan", description="Estimate memory and disk of a run.")
     parser.add_argument("recipe", help="The recipe whose configuration is planned, as in grpo.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run's.")
-    parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"The kind of GPU: one of {', '.join(GPUS)}.")
+    default = f"Left out: {DEFAULT_GPU}, or {HERE} if the run would compute on its CPU."
+    parser.add_argument("--gpu", help=f"The kind of GPU: one of {', '.join(GPUS)}. {default}")
     args = parser.parse_intermixed_args(arguments)
     try:
         plan = Plan(compose(args.recipe, [each for each in args.overrides if each != "--"]), args.gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 TENSOR, ULYSSES = "tensor_model_parallel_size", "ulysses_sequence_parallel_size"
 SMALL = Shape(hidden=8, layers=3, heads=4, kv_heads=2, mlp=16, vocab=32, tied=False, bias=True)
 RAY = ("trainer.backend=ray", f"{ROLLOUT}.name=vllm")
+OFFLOAD = (f"{ACTOR}.fsdp_config.param_offload=True",)
 ALONE = ("trainer.backend=local", f"{ROLLOUT}.name=hf")
 
 
-def planned(*overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str = "H100", recipe: str = "grpo"):
+def planned(*overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str | None = "H100", recipe: str = "grpo"):
     config = compose(recipe, [f"{MODEL}={model}", *overrides])
     return Plan(config, on)
 
@@ -137,6 +139,58 @@ def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own
     assert found.checkpoint_bytes == 12.0 * (found.shape.parameters + found.shape.critic_parameters)
 
 
+def test_a_critic_with_adapters_trains_and_saves_these_and_its_head():
+    found = planned(*RAY, "critic.model.lora_rank=32", recipe="ppo")
+    trained = found.shape.adapters(32) + found.shape.hidden + 1
+    assert size(found, "critic", "optimizer") == 8.0 * trained / 8
+    assert size(found, "critic", "weights in") == 4.0 * found.shape.critic_parameters / 8
+    assert found.checkpoint_bytes == 12.0 * (found.shape.parameters + trained)
+    whole = planned(*RAY, recipe="ppo")
+    assert size(found, "critic", "gradients") < size(whole, "critic", "gradients")
+
+
+@pytest.mark.parametrize(
+    ("keys", "count"),
+    [
+        (["total_training_steps=50", "save_freq=20"], 3),  # the last step writes one
+        (["total_training_steps=50", "save_freq=20", "max_actor_ckpt_to_keep=1"], 2),
+        (["total_training_steps=50", "save_freq=20", "max_actor_ckpt_to_keep=9"], 3),
+        (["save_freq=20", "max_actor_ckpt_to_keep=2"], 3),
+        (["save_freq=-1"], 1),
+        (["save_freq=0"], 0),
+        (["save_freq=after_each_epoch", "total_epochs=4"], 4),
+        (["save_freq=20"], None),
+        (["save_freq=after_each_epoch", "total_training_steps=9"], None),
+    ],
+)
+def test_the_disk_holds_every_checkpoint_that_is_kept_and_the_one_being_written(keys, count):
+    found = planned(*RAY, *(f"trainer.{key}" for key in keys))
+    assert found.checkpoints == count
+    (line,) = [line for line in plan.lines(found) if line.startswith("  disk")]
+    bytes_needed = found.checkpoint_bytes * (1 if count is None else count)
+    assert f"{bytes_needed / 2**30:.1f} GiB" in line
+
+
+def test_without_a_gpu_this_machine_is_planned_and_its_ranks_share_the_memory(monkeypatch):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(plan, "has_accelerator", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    alone = planned(*ALONE, on=None)
+    four = planned("trainer.backend=ray", *OFFLOAD, "trainer.n_gpus_per_node=4", on=None)
+    assert [alone.memory, four.memory] == [memory, memory / 4]
+    assert four.host_bytes == 0  # there is no second memory to leave for
+    assert "H100" not in "\n".join(plan.lines(alone))
+    for keys in (
+        [*RAY, "trainer.nnodes=2"],
+        ["trainer.device=cuda"],
+        [*RAY, "ray_kwargs.ray_init.address=head:6379"],
+    ):
+        assert planned(*keys, on=None).gpu == "H100"
+    monkeypatch.setattr(plan, "has_accelerator", lambda: True)
+    assert planned(*ALONE, on=None).gpu == "H100"
+    assert planned(*ALONE, "trainer.device=cpu", on=None).memory == memory
+
+
 @pytest.mark.parametrize(
     ("key", "recipe", "phase"),
     [
@@ -167,9 +221,12 @@ def test_the_command_says_whether_it_fits(capsys):
 def test_a_dry_run_prints_the_plan(capsys, monkeypatch):
     monkeypatch.setenv("DRY_RUN", "1")
     with pytest.raises(SystemExit):
-        prepare("grpo", [f"{MODEL}=Qwen/Qwen2.5-7B"])
+        prepare("grpo", [f"{MODEL}=Qwen/Qwen2.5-7B", "trainer.device=cuda"])
     out = capsys.readouterr().out
     assert "plan (python -m core.plan grpo" in out and "The run DOES NOT FIT on 1 x H100" in out
+    with pytest.raises(SystemExit):  # GPUs that are asked for are planned, wherever they are
+        prepare("grpo", [f"{MODEL}=Qwen/Qwen2.5-7B", *RAY, "trainer.n_gpus_per_node=8"])
+    assert " on 8 x H100: " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         prepare("grpo", [f"{MODEL}=./outputs/nothing", "--"])
     assert "plan (" not in capsys.readouterr().out  # a folder that is not there yet
