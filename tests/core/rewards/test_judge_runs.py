@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from core.checkpoint.store import CheckpointStore
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import judge as judge_module
+from core.rewards.layer import RewardError
 from tests.core.rewards.test_judge import NOBODY, shown
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.judge_server import MODEL, serve
@@ -92,13 +94,15 @@ def test_failures_are_masked_counted_and_told_at_a_bound(folder, caplog):
     assert line["perf/judge_failures"] > 0
 
 
-def test_a_step_without_any_score_trains_nothing_and_passes(folder):
-    """The step before had scores: a run without a single one stops (test_rewards.py)."""
+def test_a_step_without_any_score_stops_the_run_and_keeps_the_step_before(folder):
+    """The step before had scores: a run without a single one stops too (test_rewards.py)."""
 
     def reply(number, body):
-        return {"status": 400} if lines(folder, "masked") else f"[[{len(shown(body)[1]) % 7 / 10}]]"
+        return {"status": 400} if lines(folder, "stopped") else f"[[{len(shown(body)[1]) % 7 / 10}]]"
 
     with serve(reply) as server:
-        RayPPOTrainer(config(folder, "masked", server.url, steps=2)).init_workers().fit()
-    line = lines(folder, "masked")[-1]
-    assert (line["reward/masked_share"], line["actor/grad_norm"], line["actor/skipped_updates"]) == (1.0, 0.0, 0.0)
+        trainer = RayPPOTrainer(config(folder, "stopped", server.url, steps=2)).init_workers()
+        with pytest.raises(RewardError, match="status 400"):
+            trainer.fit()
+    assert [line["step"] for line in lines(folder, "stopped")] == [1]
+    assert CheckpointStore(folder / "stopped").latest().step == 1
