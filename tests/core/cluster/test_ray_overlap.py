@@ -47,13 +47,13 @@ class Trainer(RayDAPOTrainer):
         self.trained: dict[int, list[tuple[int, int]]] = {}
         return self
 
-    async def generate(self, *args):
-        ahead = threading.current_thread().name.startswith("ahead")
+    async def generate(self, prompt, *args):
+        ahead = self.collected is not None and prompt.ordinal in self.collected.window
         if ahead and type(self).kill_in == self.run.step + 1:
             type(self).kill_in = 0
             learner = self.workers.watch.actors["learner rank 0"]
             os.kill(ray.get(learner.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-        return await super().generate(*args)
+        return await super().generate(prompt, *args)
 
     def complete_step(self, groups_P, batch, metrics):
         self.trained[metrics.step] = [(g.prompt.ordinal, *{t.policy_version for t in g.trajectories}) for g in groups_P]
@@ -116,4 +116,4 @@ def test_a_learner_killed_under_the_overlap_costs_no_ordinal(files, apart, monke
     assert list(first.trained) == [1, 2] and resumed in (1, 2)
     assert list(second.trained) == list(range(resumed + 1, STEPS + 1))
     assert killed.trained == apart.trained
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncio")]

@@ -176,7 +176,7 @@ def test_a_fault_in_the_update_or_the_collection_ends_the_other_too(folder):
         with pytest.raises(RuntimeError, match=f"{died} died"):
             run.fit()
         assert run.run.step == complete
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncio")]
 
 
 ALARM = """
