@@ -161,7 +161,7 @@ def ranks_on_cpus(composed: Composed) -> Problem | None:
 
 
 def open_files(trainer: str, config: Config) -> list[str]:
-    """Return what is wrong in the local files of a dry run: data, tokenizer, reward function, hooks, tools.
+    """Return what is wrong in the local files of a dry run: data, tokenizer, reward function, hooks, tools, loggers.
 
     As a start does, where data and model are on this machine; else the columns and first rows, and the function.
     """
@@ -181,7 +181,9 @@ def open_files(trainer: str, config: Config) -> list[str]:
 
     from core.data.parquet import ExampleFile
     from core.rewards.grading import CustomFunction
+    from core.tracking.loggers import check_loggers
 
+    tried(check_loggers, config.trainer.logger)
     for path in here if config.generates else ():
         if path in files:
             tried(lambda path: ExampleFile(path, data.prompt_key, data.reward_fn_key, data.image_key).example(0), path)
@@ -190,6 +192,8 @@ def open_files(trainer: str, config: Config) -> list[str]:
     if not problems and len(here) > len(files) and not config.reward_model.judged:  # which another machine answers
         run = load_trainer(trainer)(config)
         tried(run.load_data)
+        if not problems:
+            tried(run.check_sizes)
         for part in filter(None, (run.reward, run.agent_loop)):
             part.close()
     return problems
@@ -216,7 +220,7 @@ def _notes(composed: Composed) -> dict[str, list[str]]:
 
 def _report(recipe: str, composed: Composed) -> str:
     """Return what a dry run prints."""
-    from core.plan import DEFAULT_GPU, plan_lines
+    from core.plan import DEFAULT_GPU, length_notes, plan_lines
 
     config = composed.config
     planned_gpu = DEFAULT_GPU if ranks_on_cpus(composed) else None  # GPUs that are elsewhere
@@ -226,7 +230,11 @@ def _report(recipe: str, composed: Composed) -> str:
     blocks = {
         "differs from the defaults": [f"{key}={show(n, key)} (default {show(o, key)})" for key, o, n in effective],
         **_notes(composed),
-        "not checked here": [*paths.not_checked(config), *([f"cluster: {no_cluster}"] if no_cluster else [])],
+        "not checked here": [
+            *paths.not_checked(config),
+            *([f"cluster: {no_cluster}"] if no_cluster else []),
+            *length_notes(config),
+        ],
         f"plan (python -m core.plan {recipe} --gpu NAME plans for others)": plan_lines(config, planned_gpu),
     }
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]

@@ -136,6 +136,26 @@ def model_problems(config: Config) -> list[str]:
     return [str(problem) for problem in pictures.problems(config)] if reads else []
 
 
+def length_notes(config: Config) -> list[str]:
+    """Return a line if the longest sequence is beyond the model's positions and the data are not here to be measured.
+
+    Where they are, a dry run measures them as a start does.
+    """
+    data, model = config.data, config.actor_rollout_ref.model
+    files = [*data.train_files, *data.val_files]
+    settings = read_config(model.path)
+    if settings is None or all(Path(file).expanduser().is_file() for file in files):
+        return []
+    settings = {**settings, **settings.get("text_config", {}), **(model.override_config or {})}
+    positions = settings.get("max_position_embeddings")
+    longest = data.max_prompt_length + data.max_response_length
+    if type(positions) is not int or longest <= positions:
+        return []
+    keys = f"data.max_prompt_length + data.max_response_length={longest}"
+    rule = f"{model.path} has max_position_embeddings={positions}"
+    return [f"{keys}: {rule}; lower them unless the data's prompts are shorter"]
+
+
 def width(dtype: str) -> int:
     """Return the bytes of a number in a configuration's ``dtype``."""
     return 4 if dtype in FULL_PRECISION else 2

@@ -126,23 +126,14 @@ class Run:
         return day and str(day)
 
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
-        """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.
+        """Return the checkpoint to resume from, if any. :meth:`count_steps` came before; no model is loaded yet.
 
-        Raises InputError where an epoch has no whole batch, or where the checkpoint is damaged, or is of a run with
-        another base, other data or another objective.
+        Raises InputError where the checkpoint is damaged, or is of a run with another base, other data or
+        another objective.
         """
         trainer, batch_size, prompts = self.trainer, self.config.data.train_batch_size, len(stream)
         self.prompt_of = stream.prompt
         self.contents = {**run_manifest.contents(self.config), **bases(self.config)}
-        self.total_steps = trainer.total_training_steps
-        if self.total_steps is None:
-            self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
-            self.ordinals = trainer.total_epochs * prompts
-        if self.trainer.save_freq == "after_each_epoch":
-            self.save_freq = max(stream.steps_per_epoch(batch_size), 1)
-        if self.total_steps == 0:
-            rule = f"an epoch has only {prompts} prompts; lower it, or set trainer.total_training_steps"
-            raise InputError(f"data.train_batch_size={batch_size}: {rule}")
         checkpoint = resolve_resume(trainer, self.store)
         if checkpoint is not None:
             if critic and not (checkpoint.folder / "critic").is_dir():
@@ -158,6 +149,21 @@ class Run:
             log.warning("trainer.save_freq=0: no checkpoint is written, and no weights are kept (-1 keeps the last)")
         print(f"writes to {self.run_dir}", flush=True)
         return checkpoint
+
+    def count_steps(self, stream: PromptStream) -> None:
+        """Count the steps of the run. Raises InputError where an epoch has no whole batch."""
+        trainer, prompts = self.trainer, len(stream)
+        batch_size = self.config.data.train_batch_size
+        self.total_steps = trainer.total_training_steps
+        if self.total_steps is None:
+            self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
+            self.ordinals = trainer.total_epochs * prompts
+        if trainer.save_freq == "after_each_epoch":
+            self.save_freq = max(stream.steps_per_epoch(batch_size), 1)
+        if self.total_steps == 0:
+            rule = f"an epoch has only {prompts} prompts"
+            fix = "lower it, or set trainer.total_training_steps"
+            raise InputError(f"data.train_batch_size={batch_size}: {rule}; {fix}")
 
     def _compare(self, checkpoint: Checkpoint) -> None:
         """Compare the run with the checkpoint, as far as the run is known. Raises InputError."""

@@ -85,7 +85,7 @@ class Trainer:
         """
         self.run.fetch()
         self.load_data()
-        check_lengths(self.config, self.longest())
+        self.check_sizes()
         checkpoint = self.run.open(self.stream, critic=self.needs.critic)
         with memory_phase("load"):
             self.workers = self.make_workers(prepare_torch(self.config.trainer))
@@ -113,6 +113,11 @@ class Trainer:
         check_examples(self.agent_loop, self.answered_examples())
         self.reward = RewardLayer(self.config)
         self.reward.check(self.answered_examples(), self.tokenizer)
+
+    def check_sizes(self) -> None:
+        """Check the loaded data against the model's positions and the batch. Raises InputError."""
+        check_lengths(self.config, self.longest())
+        self.run.count_steps(self.stream)
 
     def load_stream(self) -> PromptStream:
         """Return what the steps train on."""

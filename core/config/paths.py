@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config import convert, registry
+from core.config import convert, recipes, registry
 from core.config.schema import Config
 from core.config.section import Problem
 from core.errors import InputError
@@ -14,6 +14,7 @@ from core.files import is_url, place
 
 POLICY, REWARD = "actor_rollout_ref.model.path", "reward_model.model.path"
 INSTEAD = "give another path, or a hub id (org/name) of a model; data_preprocess/ makes parquet files of public data"
+MAKE_IT = "type `{}`, which makes it, or give another path"
 MODELS = (POLICY, "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
 OWN_FUNCTIONS = (
     *("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"),
@@ -85,7 +86,9 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
                 rule, _, fix = str(error).removeprefix(f"{key}={path}: ").rpartition("; ")
                 problems.append(Problem(key, path, rule, fix))
         elif (among is None or key in among) and not os.path.exists(here):
-            problems.append(Problem(key, path, f"does not exist (looked for {here})", INSTEAD))
+            command = recipes.maker_of(path)
+            fix = MAKE_IT.format(command) if command else INSTEAD
+            problems.append(Problem(key, path, f"does not exist (looked for {here})", fix))
     return problems
 
 
@@ -95,7 +98,7 @@ def not_checked(config: Config) -> list[str]:
     found = [*named(config), *models(config).items()]
     away = [one for one in found if one[1] and (is_url(one[1]) or not os.path.exists(os.path.expanduser(one[1])))]
     loggers = {name: entry for name in trainer.logger if (entry := registry.logger(name)).function}
-    packages = [registry.ENGINES[config.actor_rollout_ref.rollout.name].package, "ray" if over_ray else None, *loggers]
+    packages = [registry.ENGINES[config.actor_rollout_ref.rollout.name].package, "ray" if over_ray else None]
     values = convert.as_json(config)
     devices = f"{trainer.nnodes} x {trainer.n_gpus_per_node} " if over_ray else ""
     return [

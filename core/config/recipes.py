@@ -2,7 +2,8 @@
 
 A recipe is found by its name, here or in a folder ``recipes/`` on Python's path. ``config_schema.py`` has ``SCHEMA``, a
 subclass of :class:`Config`, and ``PAPER``, its name in messages. ``config_rules.py`` has ``PROBLEMS`` and ``WARNINGS``,
-``main_<recipe>.py`` a ``TRAINER``, ``module:class`` where it is not the core's.
+``main_<recipe>.py`` a ``TRAINER``, ``module:class`` where it is not the core's. ``MAKES`` of the package itself maps a
+folder to the command that makes what is in it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,17 @@ def owner_of(key: str) -> tuple[str, str] | None:
         if convert.known(key, module.SCHEMA) and not convert.known(key):
             switch = f"{key.rpartition('.')[0]}.enable"
             return recipe, switch if switch in convert.all_keys(module.SCHEMA) else key
+    return None
+
+
+def maker_of(path: str) -> str | None:
+    """Return the command with which a recipe makes a file or folder of this path; None if no recipe does."""
+    place = f"/{Path(path).as_posix()}/"
+    for file in sorted(RECIPES.glob("*/__init__.py")):
+        makes = getattr(importlib.import_module(f"recipes.{file.parent.name}"), "MAKES", {})
+        for folder_name, command in makes.items():
+            if f"/{folder_name}/" in place:
+                return command
     return None
 
 

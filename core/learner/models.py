@@ -209,10 +209,13 @@ def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> Non
     most, why = positions(shape), ""
     if most == same_positions(shape):
         why = " before its positions depend on the longest sequence of a pass (dynamic, longrope)"
+    fix = "lower them"
+    if not data.filter_overlong_prompts:
+        fix += " (data.filter_overlong_prompts=True leaves out the prompts that are then too long)"
     keys = f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}"
     problems = [
         f"{keys}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
-        f"max_position_embeddings={most}{why}; lower them, or set data.filter_overlong_prompts=True"
+        f"max_position_embeddings={most}{why}; {fix}"
         for key, (prompt, more) in longest.items()
         if prompt + more > most
     ]

@@ -49,6 +49,7 @@ def test_a_dry_run_asks_no_server_and_lists_it(tmp_path, monkeypatch, capsys):
         "retriever.client={give_up_s: 1}",
         "data.max_start_length=64",
         "data.max_prompt_length=700",
+        "actor_rollout_ref.model.override_config={max_position_embeddings: 2048}",
     )
     status, out, err = dry(tmp_path, monkeypatch, capsys, search, *keys, recipe="search_r1")
     assert (status, err) == (0, "") and f"server: retriever.url={url} answers" in out
@@ -102,6 +103,36 @@ def test_a_dry_run_refuses_what_a_start_would(tmp_path, monkeypatch, capsys, spo
     status, out, err = dry(tmp_path, monkeypatch, capsys)
     assert status == 2 and named in err and "is valid" not in out
     assert err.count("Traceback") <= 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        (["data.max_response_length=240"], "data.max_prompt_length"),  # a model of 256 positions
+        (["data.train_batch_size=44", "trainer.total_training_steps=null"], "data.train_batch_size"),
+        (["trainer.logger=[jsonl,wandb]"], "trainer.logger"),
+    ],
+)
+def test_a_dry_run_measures_the_data_and_looks_for_loggers(tmp_path, monkeypatch, capsys, keys, key):
+    monkeypatch.setattr("core.tracking.loggers.find_spec", lambda name: None)
+    before = sorted(prepare(tmp_path).rglob("*"))
+    status, _, err = dry(tmp_path, monkeypatch, capsys, "core.ray_trainer:RayPPOTrainer", *keys)
+    assert status == 2 and {line.partition("=")[0] for line in err.splitlines()} == {key}
+    after = [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)]
+    assert after == before
+
+
+def test_without_the_data_a_dry_run_compares_the_lengths_with_the_models_positions(tmp_path, monkeypatch, capsys):
+    prepare(tmp_path)
+    (tmp_path / "train.parquet").rename(tmp_path / "away.parquet")
+    monkeypatch.setenv("DRY_RUN", "1")
+    words = arguments(tmp_path, "run", "data.max_response_length=240")
+    words = [word for word in words if "_files=" not in word]
+    for more, notes in (([], 1), (["data.max_prompt_length=16"], 0)):
+        with pytest.raises(SystemExit) as end:
+            command_line.prepare("grpo", [*words, *more])
+        assert end.value.code == 0
+        assert capsys.readouterr().out.count("max_position_embeddings=256") == notes
 
 
 def test_a_dry_run_calls_the_hooks(tmp_path, monkeypatch, capsys):

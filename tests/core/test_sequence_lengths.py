@@ -39,6 +39,12 @@ def test_a_training_prompt_with_its_response_has_to_fit(folder):
     assert "data.val_files" in of_validation
 
 
+def test_a_remedy_that_was_followed_is_not_given_again(folder):
+    long, remedy = "data.max_response_length=240", "data.filter_overlong_prompts=True"
+    assert remedy in problems(folder, long)[0]
+    assert remedy not in "".join(problems(folder, long, remedy))
+
+
 def test_a_validation_prompt_too(folder):
     long = ["data.max_prompt_length=256", f"data.val_files={folder / 'long.parquet'}"]
     (line,) = problems(folder, *long, "data.max_response_length=57")

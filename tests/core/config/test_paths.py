@@ -31,6 +31,7 @@ def data(here):
     """Overrides with which a start finds everything it looks for."""
     scripted_run.prepare(here)
     files = ["data.train_files=train.parquet", "data.val_files=train.parquet", "data.max_prompt_length=64"]
+    files += ["data.max_response_length=64", "trainer.total_training_steps=1"]
     return [*files, f"{MODEL}=./model", "custom_reward_function.path=reward.py"]
 
 
@@ -83,6 +84,22 @@ def test_a_dry_run_looks_at_typed_paths_only(here, capsys, monkeypatch):
     out = ends(2, "ppo", [*script, "data.val_files=[no1.parquet,no2.parquet]"], capsys=capsys)
     found = [line.split(":")[0] for line in out.err.splitlines()]
     assert found == ["data.val_files=no1.parquet", "data.val_files=no2.parquet"] and str(here / "no1") in out.err
+
+
+@pytest.mark.parametrize(
+    ("path", "script"),
+    [
+        ("./outputs/real/instructions/train.parquet", "recipes/real/start.sh"),
+        ("/data/anywhere/dapo_math/train.parquet", "recipes/dapo/prepare_dapo_data.sh"),
+        ("~/x/aime2024/test.parquet", "recipes/dapo/prepare_dapo_data.sh"),
+        ("./my/outputs/really/train.parquet", "data_preprocess/"),
+    ],
+)
+def test_a_missing_file_names_the_script_that_makes_it(here, path, script):
+    (problem,) = paths.missing(compose("grpo", [f"data.train_files={path}", "data.val_files=[]"]), {"data.train_files"})
+    assert script in problem.fix
+    folder = script.endswith("/")
+    assert folder or (command_line.recipes.RECIPES.parent / script).is_file()
 
 
 def test_a_typed_path_has_to_exist(here, capsys, monkeypatch):
