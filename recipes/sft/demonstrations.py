@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from core.data import vocabulary
-from core.data.parquet import Example, Problems, message_of, without_nulls
+from core.data.parquet import JSON_LINES, Example, Problems, message_of, without_nulls
 from core.data.prompts import CHAT_FIX, Choose, Encoder, question_hash
 from core.errors import InputError
 from core.files import local_path
@@ -382,6 +382,10 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
     place, make = Path(local_path(path, "data")).expanduser(), "recipes/sft/README.md has the forms of files"
     if not place.is_file():
         raise InputError(f"{path}: the parquet file {'is a folder' if place.is_dir() else 'does not exist'}; {make}")
+    if place.suffix.lower() in JSON_LINES:
+        rule = "holds JSON lines, and demonstrations are read from parquet alone"
+        fix = "write it with pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), ...)"
+        raise InputError(f"{path}: {rule}; {fix}")
     try:
         file = pq.ParquetFile(place)
         names = set(file.schema_arrow.names)

@@ -17,7 +17,7 @@ from core.data.prompts import question_hash
 from core.engines import NoEngine
 from core.errors import InputError
 from core.learner.models import load_policy
-from recipes.sft import rejection
+from recipes.sft import demonstrations, rejection
 from recipes.sft.config_schema import DemonstrationConfig
 from recipes.sft.demonstrations import (
     Demonstration,
@@ -477,3 +477,10 @@ def test_what_has_no_meaning_here_is_refused(subtests):
             assert not examine("sft", []).problems
             found = examine("sft", [override]).problems
             assert any(line.lower().startswith(f"{override.lower()}: ") and says in line for line in found)
+
+
+def test_json_lines_are_not_called_a_broken_parquet_file(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"messages": []}\n')
+    with pytest.raises(InputError, match="chats.jsonl: holds JSON lines"):
+        demonstrations._read(str(file), DemonstrationConfig())
