@@ -276,10 +276,11 @@ def test_the_job_server_is_installed_and_rayjob_finds_the_images_folder():
 def test_ray_job_stop_waits_for_a_step_of_20_seconds_and_its_checkpoint(tmp_path, monkeypatch):
     """The lines of README.md, with another port and a tiny run."""
     prepare(tmp_path)
-    reward = "import time\ndef compute_score(*_, **__):\n    time.sleep(20)\n    return 1.0\n"
+    # Scored one after another: 12 answers make a step of 20 seconds
+    reward = "import time\ndef compute_score(*_, **__):\n    time.sleep(1.7)\n    return 1.0\n"
     (tmp_path / "slow.py").write_text(reward)
     run, mark = tmp_path / "run", f"JOB_{uuid.uuid4().hex}"
-    slow = (f"custom_reward_function.path={tmp_path / 'slow.py'}", "reward_model.num_workers=12")
+    slow = (f"custom_reward_function.path={tmp_path / 'slow.py'}",)
     entry = command(tmp_path, "grpo", 50, "trainer.backend=ray", "trainer.save_freq=100", "trainer.test_freq=-1", *slow)
     entry = [*entry(run), "trainer.val_before_train=False"]
     port, dashboard = free_port(), free_port()
