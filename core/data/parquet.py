@@ -32,7 +32,7 @@ import numpy as np
 from core.data.vocabulary import Message
 from core.errors import InputError
 from core.files import file_sha256, is_url, local_path
-from core.vision.pictures import MediaError, stored_bytes
+from core.vision.pictures import MediaError, StoredPicture, stored_picture
 
 log = logging.getLogger(__name__)
 MEDIA = ("images", "videos", "audios")  # columns of media in verl's schema
@@ -82,7 +82,7 @@ class Example:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     style: str = "rule"
-    media: tuple[bytes, ...] = ()  # files, pictures say
+    media: tuple[StoredPicture, ...] = ()
 
     @property
     def where(self) -> str:
@@ -99,7 +99,9 @@ class Example:
     @cached_property
     def prompt_hash(self) -> str:
         """A hash of 16 hexadecimal digits; equal prompts with equal media share them."""
-        media = [hashlib.blake2b(data, digest_size=8).hexdigest() for data in self.media]
+        media = []
+        for data, bounds in self.media:
+            media.append(hashlib.blake2b(data, digest_size=8).hexdigest() + str(bounds or ""))
         return _hash([self.prompt, *media] if media else self.prompt)
 
     @cached_property
@@ -193,7 +195,7 @@ class ExampleFile:
                 problems.add(self.path, LINE_RULE, LINE_FIX, number, str(error))
                 return None
         bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
-        media: list[bytes] = []
+        media: list[StoredPicture] = []
         if others := [name for name in MEDIA if name != self.image_key and raw.get(name)]:
             fix = "leave the column out, or name it in data.image_key if it holds pictures"
             bad.append((f"column {others[0]!r} holds media, which nothing here reads", fix, ""))
@@ -204,7 +206,7 @@ class ExampleFile:
             bad.append((rule, fix, type(pictures).__name__))
             pictures = []
         try:
-            media += map(stored_bytes, pictures)
+            media += map(stored_picture, pictures)
         except MediaError as error:
             bad.append((error.rule, error.fix, error.value))
         for rule, fix, value in bad:

@@ -290,7 +290,7 @@ class PromptFiles:
             if length := self._length(example, problems):
                 self.first.setdefault(example.data_source, example)
                 hashes = int(example.content_hash, 16), int(example.name_hash, 16)
-                question = question_hash(example.prompt, example.media)
+                question = question_hash(example.prompt, (data for data, _ in example.media))
                 found.append((place, example.number, length, *hashes, question))
         return np.array(found, dtype=MEASURES)
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,8 @@ NAMES = ("vision_start_token_id", "image_token_id", "vision_end_token_id")  # in
 # What patches() computes: fields of a preprocessor that say anything else would be read past
 READ_AS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
 READ_AS |= {"rescale_factor": 1 / 255, "resample": 3}  # 3: bicubic
-CELL_BOUNDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of one picture, in other loaders
+CELL_BOUNDS = ("min_pixels", "max_pixels")  # of one picture, beside the bytes of its file
+CELL_SIDES = ("resized_height", "resized_width")
 ORIENTATION = 0x0112  # EXIF's tag
 TURNED = range(5, 9)  # EXIF orientations that exchange width and height
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 16-bit and float ones have no fixed range
@@ -152,20 +153,38 @@ class Pictures:
         return [one for at, one in enumerate(ids) if one != token or at == 0 or ids[at - 1] != token]
 
 
-def stored_bytes(cell: Any) -> bytes:
-    """Return the bytes of a parquet file's picture: ``{bytes, path}`` of ``datasets``, or alone. Raises MediaError."""
-    data = cell.get("bytes") if isinstance(cell, Mapping) else cell
-    settings = [name for name in CELL_BOUNDS if isinstance(cell, Mapping) and cell.get(name) is not None]
-    if settings:
-        fix = "resize the picture in the file, or set the bounds in preprocessor_config.json"
-        raise MediaError("a picture has settings of its own, which are not supported", fix, ", ".join(settings))
+class StoredPicture(NamedTuple):
+    """A picture's file, and the least and most pixels that its cell asks for (empty: neither)."""
+
+    data: bytes
+    bounds: tuple[float | None, ...] = ()
+
+
+def stored_picture(cell: Any) -> StoredPicture:
+    """Return a parquet file's picture: a mapping as of ``datasets``, or bytes. Raises MediaError."""
+    fields = cell if isinstance(cell, Mapping) else {"bytes": cell}
+    if sides := [name for name in CELL_SIDES if fields.get(name) is not None]:
+        fix = "resize the picture in the file, or write max_pixels"
+        raise MediaError("a picture has sides of its own, which are not supported", fix, ", ".join(sides))
+    bounds = tuple(fields.get(name) for name in CELL_BOUNDS)
+    values = [value for value in bounds if value is not None]
+    numbers = all(isinstance(value, int | float) and 1 <= value < math.inf for value in values)
+    if not numbers or values != sorted(values):
+        fix = "write numbers of 1 or more, min_pixels at most max_pixels"
+        raise MediaError(f"a picture has unusable {' or '.join(CELL_BOUNDS)}", fix, str(values))
+    data = fields.get("bytes")
     if not isinstance(data, bytes) or not data:
         raise MediaError("a picture is missing", "store its bytes in the file", type(cell).__name__)
-    return data
+    return StoredPicture(data, bounds if values else ())
 
 
-def read_picture(data: bytes, format: PictureFormat, *, decode: bool = False) -> Picture:
+def read_picture(
+    data: bytes, format: PictureFormat, bounds: Sequence[float | None] = (), *, decode: bool = False
+) -> Picture:
     """Return the picture of a file's bytes, with the size at which the model reads it; ``decode`` tries all of it.
+
+    ``bounds`` of its cell come before the model's, with the defaults of qwen_vl_utils: 4 and
+    16,384 tokens.
 
     Raises MediaError for what is no picture, broken, a strip, has several frames or a mode without a form in RGB.
     """
@@ -183,7 +202,12 @@ def read_picture(data: bytes, format: PictureFormat, *, decode: bool = False) ->
             sides = (image.height, image.width)
             if image.getexif().get(ORIENTATION) in TURNED:
                 sides = sides[::-1]
-            size = smart_resize(*sides, format.patch * format.merge, format.least, format.most)
+            factor = format.patch * format.merge
+            if bounds:
+                least, most = bounds
+                least, most = least or 4 * factor**2, most or 16_384 * factor**2
+                sides = smart_resize(*sides, factor, least, most)
+            size = smart_resize(*sides, factor, format.least, format.most)
     except MediaError:
         raise
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -236,10 +260,11 @@ class Modality:
     def auto_class(self) -> str:  # of transformers, which loads the model
         return "AutoModelForImageTextToText" if self.reads_media else "AutoModelForCausalLM"
 
-    def read_media(self, stored: Sequence[bytes], *, decode: bool = False) -> Pictures | None:
+    def read_media(self, stored: Sequence[StoredPicture], *, decode: bool = False) -> Pictures | None:
         """Return the pictures of a prompt from their files; ``decode`` tries all of each file. Raises MediaError."""
         if self.reads_media:
-            return Pictures(tuple(read_picture(data, self.format, decode=decode) for data in stored), self.format)
+            pictures = (read_picture(data, self.format, bounds, decode=decode) for data, bounds in stored)
+            return Pictures(tuple(pictures), self.format)
         if stored:
             fix = "train a model that reads them, or leave the column out (data.image_key)"
             raise MediaError("an example has media, and the model reads text alone", fix)

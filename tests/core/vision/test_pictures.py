@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from core.data.prompts import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.learner.models import load_modality, load_tokenizer
-from core.vision.pictures import MARKER, TEXT, MediaError, patches, pixels, read_picture, stored_bytes
+from core.vision.pictures import MARKER, TEXT, MediaError, patches, pixels, read_picture, stored_picture
 from tests.pictures import (
     KINDS,
     image_processor,
@@ -97,10 +98,57 @@ def test_a_preprocessor_that_reads_pictures_otherwise_is_refused(tmp_path, field
         load_modality(model, load_tokenizer(model))
 
 
-def test_bounds_of_one_picture_in_its_cell_are_not_read_past():
-    assert stored_bytes({"bytes": b"x", "path": None, "max_pixels": None, "caption": "a cat"}) == b"x"
-    with pytest.raises(MediaError, match="max_pixels"):
-        stored_bytes({"bytes": b"x", "max_pixels": 3136})
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"max_pixels": 50_000},
+        {"min_pixels": 9_000},
+        {"min_pixels": 5_000.0, "max_pixels": 6_000},
+        {"max_pixels": 10, "resized_width": None},
+        {"min_pixels": 10**5, "max_pixels": None},  # the model's own bounds come last
+    ],
+)
+def test_bounds_of_one_picture_in_its_cell_act_before_those_of_the_model(tmp_path, kind, bounds):
+    """First the resizing of qwen_vl_utils with its defaults, then the processor's."""
+    files = [png(0, 70, 56), png(1, 400, 300)]
+    factor = 2 * picture_format(kind).patch
+    within = [{"bytes": data, "path": None, **bounds} for data in files]
+    rows = [row(number, *cells, prompt=MARKER * 2) for number, cells in enumerate([within, files])]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    data = data_config(train_files=[path], max_prompt_length=2_000, shuffle=False)
+    stream = PromptStream(data, tokenizer(), 1, modality=modality(kind))
+    bounded = stream.prompt(0).media.pictures
+    least = bounds.get("min_pixels") or 4 * factor**2
+    most = bounds.get("max_pixels") or 16_384 * factor**2
+    for picture, file in zip(bounded, files, strict=True):
+        image = Image.open(io.BytesIO(file))
+        height, width = smart_resize(image.height, image.width, factor, least, most)
+        expected = image_processor(kind)(image.resize((width, height)), return_tensors="np")
+        assert [*picture.grid] == expected["image_grid_thw"][0].tolist()
+        if picture.height == height and picture.width == width:  # resized once
+            np.testing.assert_allclose(patches(picture), expected["pixel_values"], atol=1e-6)
+    (file,) = stream.files.files
+    assert file.example(0).prompt_hash != file.example(1).prompt_hash
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {"max_pixels": 0},
+        {"max_pixels": "3136"},
+        {"min_pixels": float("nan")},
+        {"min_pixels": 6_272, "max_pixels": 3_136},
+        {"resized_height": 56},
+        {"resized_width": 56, "resized_height": 56},
+    ],
+)
+def test_settings_of_one_picture_that_cannot_be_used_are_not_read_past(cell):
+    plain = {"bytes": b"x", "path": None, "max_pixels": None, "caption": "a cat"}
+    assert stored_picture(plain) == (b"x", ())
+    with pytest.raises(MediaError) as error:
+        stored_picture({"bytes": b"x", **cell})
+    assert next(iter(cell)) in str(error.value)
 
 
 def broken(kind: str) -> Any:
