@@ -200,14 +200,15 @@ def generate(call: GenerateCall) -> bool:
     model loads for data, settings and files that do not go together.
     """
     from core.data.prompts import load_val_prompts
-    from core.data.vocabulary import with_template_date
+    from core.data.vocabulary import policy_template, with_template_date
     from core.learner.models import load_modality, load_tokenizer
     from core.rollout.agent_loop import check_examples, make_agent_loop
 
     config, model, out = call.config, call.config.actor_rollout_ref.model, call.out
     tokenizer = load_tokenizer(model)
     begun = read_manifest(out, "answers")["settings"] if out.exists() else {}
-    config = with_template_date(config, tokenizer, begun.get("data.chat_template_date"))
+    template = policy_template(config.data, tokenizer)
+    config = with_template_date(config, template, begun.get("data.chat_template_date"))
     call = replace(call, config=config)
     loop = make_agent_loop(config, tokenizer)
     with ExitStack() as owned:

@@ -15,7 +15,7 @@ import torch
 
 from core.config.schema import Config
 from core.data.prompts import PromptStream, load_val_prompts
-from core.data.vocabulary import with_template_date
+from core.data.vocabulary import policy_template, with_template_date
 from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.errors import UnhealthyRun, memory_phase
@@ -23,6 +23,7 @@ from core.learner.batching import mini_batching
 from core.learner.models import check_lengths, load_modality, load_tokenizer
 from core.learner.step_settings import StepNeeds, multiplier
 from core.rewards.layer import RewardLayer
+from core.rewards.reward_model import load_scoring_tokenizer
 from core.rollout.agent_loop import (
     AgentLoop,
     Barrier,
@@ -85,6 +86,9 @@ class Trainer:
         """
         self.run.fetch()
         self.load_data()
+        if self.config.reward_model.loads_model:
+            scoring_tokenizer = load_scoring_tokenizer(self.config.reward_model.model)
+            self.set_template_date(getattr(scoring_tokenizer, "chat_template", None))
         self.check_sizes()
         checkpoint = self.run.open(self.stream, critic=self.needs.critic)
         with memory_phase("load"):
@@ -103,8 +107,7 @@ class Trainer:
         """Load tokenizer, examples and scorers, and check them with each other. Raises InputError."""
         model = self.config.actor_rollout_ref.model
         self.tokenizer = load_tokenizer(model)
-        self.config = with_template_date(self.config, self.tokenizer, self.run.recorded_date())
-        self.run.config = self.config
+        self.set_template_date(policy_template(self.config.data, self.tokenizer))
         self.modality = load_modality(model, self.tokenizer)
         self.agent_loop = make_agent_loop(self.config, self.tokenizer)
         tools_of = self.agent_loop and self.agent_loop.tools_of
@@ -118,6 +121,11 @@ class Trainer:
         """Check the loaded data against the model's positions and the batch. Raises InputError."""
         check_lengths(self.config, self.longest())
         self.run.count_steps(self.stream)
+
+    def set_template_date(self, template: Any) -> None:
+        """Set and record the date that a chat template writes, which stays that of the first start."""
+        self.config = with_template_date(self.config, template, self.run.recorded_date())
+        self.run.config = self.config
 
     def load_stream(self) -> PromptStream:
         """Return what the steps train on."""

@@ -207,7 +207,8 @@ class RewardModelProcess(Process):
     def load(self, config: Config, device: torch.device) -> None:
         from core.rewards.reward_model import RewardModel
 
-        self.model = RewardModel(config.reward_model, device)
+        day = config.data.chat_template_date
+        self.model = RewardModel(config.reward_model, device, day)
 
     def score(self, answers: Sequence[Answer]) -> Scores:
         return self.model.score(answers)

@@ -113,7 +113,8 @@ class LocalWorkers:
         if config.reward_model.loads_model:
             from core.rewards.reward_model import RewardModel
 
-            self.reward_model = RewardModel(config.reward_model, device).score
+            day = config.data.chat_template_date
+            self.reward_model = RewardModel(config.reward_model, device, day).score
 
     @property
     def threads(self) -> int:

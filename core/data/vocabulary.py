@@ -102,20 +102,26 @@ class ChatError(ValueError):
 
 def template_arguments(data: Any) -> dict[str, Any]:
     """Return what a ``data`` section gives to the chat template, its clock included."""
-    arguments = dict(data.apply_chat_template_kwargs)
-    if data.chat_template_date is not None:
-        arguments["strftime_now"] = date.fromisoformat(data.chat_template_date).strftime
-    return arguments
+    return {**data.apply_chat_template_kwargs, **clock_arguments(data.chat_template_date)}
 
 
-def with_template_date(config: Any, tokenizer: Any, recorded: str | None) -> Any:
-    """Return the configuration with the date that its chat template writes, if it writes one.
+def clock_arguments(day: str | None) -> dict[str, Any]:
+    """Return the argument that makes a chat template write this date; none without a date."""
+    return {} if day is None else {"strftime_now": date.fromisoformat(day).strftime}
+
+
+def policy_template(data: Any, tokenizer: Any) -> Any:
+    """Return the chat template of the policy: that of the ``data`` section, else the tokenizer's."""
+    template = data.apply_chat_template_kwargs.get("chat_template")
+    return template or getattr(tokenizer, "chat_template", None)
+
+
+def with_template_date(config: Any, template: Any, recorded: str | None) -> Any:
+    """Return the configuration with the date that a chat template writes, if it writes one.
 
     It is the configured date, else the ``recorded`` one of an earlier start, else today's. With the
     clock of the machine the prompt of an ordinal would be another one tomorrow.
     """
-    template = config.data.apply_chat_template_kwargs.get("chat_template")
-    template = template or getattr(tokenizer, "chat_template", None)
     if config.data.chat_template_date is not None or "strftime_now" not in str(template):
         return config
     day = recorded or date.today().isoformat()

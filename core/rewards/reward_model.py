@@ -14,13 +14,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from core.data.vocabulary import clock_arguments
 from core.errors import InputError
 from core.learner.models import REWARD_MODEL, load_classifier, read_tokenizer, resolve_path, same_positions
 from core.rewards.grading import Answer, Failure, model_score
 from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
-    from core.config.schema import RewardModelConfig
+    from core.config.schema import RewardModelConfig, RewardModelModelConfig
+
+
+def load_scoring_tokenizer(config: RewardModelModelConfig) -> Any:
+    """Return the reward model's tokenizer; None where the model reads the policy's token ids.
+
+    Raises InputError.
+    """
+    if config.input_tokenizer is None:
+        return None
+    path = resolve_path(config.path, REWARD_MODEL, weights=False)
+    tokenizer = read_tokenizer(path, REWARD_MODEL, trust_remote_code=config.trust_remote_code)
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"reward_model.model.path={config.path}: its tokenizer has no chat template; give it one, or set "
+            "reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
+        )
+    return tokenizer
 
 
 class RewardModel:
@@ -31,7 +49,12 @@ class RewardModel:
     cut at the end, and the score's ``cut`` is True. Raises InputError.
     """
 
-    def __init__(self, config: RewardModelConfig, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        device: torch.device | str = "cpu",
+        template_date: str | None = None,  # data.chat_template_date
+    ):
         self.config, self.device = config, torch.device(device)
         self.module, self.by_token = load_classifier(config.model)
         self.module.to(self.device)
@@ -40,16 +63,8 @@ class RewardModel:
             rule = f"the model computes positions by the longest answer of a pass beyond {longest} tokens"
             raise InputError(f"reward_model.max_length={config.max_length}: {rule}; lower it to that")
         self.any_pad = self.by_token or getattr(self.module.config, "pad_token_id", None) is None
-        self.tokenizer = None
-        if config.model.input_tokenizer is not None:
-            path = resolve_path(config.model.path, REWARD_MODEL, weights=False)
-            options = {"trust_remote_code": config.model.trust_remote_code}
-            self.tokenizer = read_tokenizer(path, REWARD_MODEL, **options)
-            if not self.tokenizer.chat_template:
-                raise InputError(
-                    f"reward_model.model.path={config.model.path}: its tokenizer has no chat template; give it one, or "
-                    "set reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
-                )
+        self.tokenizer = load_scoring_tokenizer(config.model)
+        self.template_arguments = clock_arguments(template_date)
 
     def score(self, answers: Sequence[Answer]) -> list[Score | Failure]:
         """Return one score an answer; for an answer that the chat template refuses, its error alone."""
@@ -77,7 +92,8 @@ class RewardModel:
             chat[-1]["content"] += answer.response
         else:
             chat.append({"role": "assistant", "content": answer.response})
-        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+        options = {"add_generation_prompt": False, "tokenize": False, **self.template_arguments}
+        text = self.tokenizer.apply_chat_template(chat, **options)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:

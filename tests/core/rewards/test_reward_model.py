@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+from datetime import date
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,11 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
+import yaml
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
 from core.cluster.ray_engine import REWARD_MODEL
 from core.config import compose
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RewardModelModelConfig, ScoringFSDPConfig
+from core.data import vocabulary
 from core.data.parquet import Example
 from core.errors import InputError, WorkersLost
 from core.ray_trainer import RayPPOTrainer
@@ -152,6 +155,36 @@ def test_the_answer_is_written_in_the_models_own_chat_template(tmp_path):
     assert prefilled[1]["content"] == "So="
     ids = RewardModel(settings(tmp_path, input_tokenizer=None)).encode(Answer(chat, "4", (5, 6)))
     assert ids == [5, 6]
+
+
+class Day(date):
+    """Another today each time that it is asked for."""
+
+    number = 0
+
+    @classmethod
+    def today(cls):
+        cls.number += 1
+        return cls(2026, 1, cls.number)
+
+
+def test_a_reward_models_dated_template_writes_the_date_of_the_runs_first_start(tmp_path, monkeypatch):
+    """Only the reward model's template writes a date; the policy's does not."""
+    monkeypatch.setattr(Day, "number", 0)
+    monkeypatch.setattr(vocabulary, "date", Day)
+    config = run_config(tmp_path, steps=1)
+    write_classifier(tmp_path / "judge", template="{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    read = []
+    encode = RewardModel.encode
+    monkeypatch.setattr(RewardModel, "encode", lambda *args: read.append((args[0], encode(*args))) or read[-1][1])
+    for steps in (1, 2):
+        changed = config.replace(trainer=config.trainer.replace(total_training_steps=steps))
+        trainer = RayPPOTrainer(changed).init_workers()
+        trainer.fit()
+        assert trainer.run.step == steps and trainer.config.data.chat_template_date == "2026-01-01"
+    assert {model.tokenizer.decode(ids)[:11] for model, ids in read} == {"01 Jan 2026"}
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert recorded["data"]["chat_template_date"] == "2026-01-01"
 
 
 def test_an_answer_beyond_max_length_is_cut_at_its_end_and_says_so(tmp_path):
