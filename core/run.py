@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ from core.tracking.health import NONFINITE, Health
 from core.tracking.loggers import check_loggers
 from core.tracking.metrics import REST, time_parts
 from core.tracking.tracker import Tracker
-from core.types import Prompt, StepMetrics
+from core.types import StepMetrics
 
 if TYPE_CHECKING:
     from core.cluster.workers import Workers
@@ -83,9 +83,8 @@ class Run:
         self.stop, self.health = GracefulStop(), Health()
         self.crossed: set[str] = set()  # the bounds that the last step crossed, which was warned of
         self.step = self.total_steps = 0
-        self.save_freq = self.trainer.save_freq
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
-        self.prompt_of: Callable[[int], Prompt] | None = None  # the prompt of an ordinal, once the stream is known
+        self.stream: PromptStream | None = None  # once it is known
         url = config.trainer.default_local_dir
         self.remote = RemoteCopy(url, self.store) if is_url(url) else None
         self.updating = False  # since the last complete step: weights may be of no step
@@ -132,7 +131,7 @@ class Run:
         another objective.
         """
         trainer, batch_size, prompts = self.trainer, self.config.data.train_batch_size, len(stream)
-        self.prompt_of = stream.prompt
+        self.stream = stream
         self.contents = {**run_manifest.contents(self.config), **bases(self.config)}
         checkpoint = resolve_resume(trainer, self.store)
         if checkpoint is not None:
@@ -143,7 +142,7 @@ class Run:
             own = checkpoint.folder.parent == self.store.root
             if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
                 self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
-        if batch_size > prompts:
+        if min(batch_size, self.ordinals) > prompts:
             log.warning("data.train_batch_size=%d: a step repeats some of the %d prompts", batch_size, prompts)
         if trainer.save_freq == 0 and not trainer.val_only:
             log.warning("trainer.save_freq=0: no checkpoint is written, and no weights are kept (-1 keeps the last)")
@@ -156,10 +155,8 @@ class Run:
         batch_size = self.config.data.train_batch_size
         self.total_steps = trainer.total_training_steps
         if self.total_steps is None:
-            self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
+            self.total_steps = stream.steps(trainer.total_epochs, batch_size)
             self.ordinals = trainer.total_epochs * prompts
-        if trainer.save_freq == "after_each_epoch":
-            self.save_freq = max(stream.steps_per_epoch(batch_size), 1)
         if self.total_steps == 0:
             rule = f"an epoch has only {prompts} prompts"
             fix = "lower it, or set trainer.total_training_steps"
@@ -191,12 +188,16 @@ class Run:
             changed = "; ".join(map(str, self.changes))
             log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
         workers.load(checkpoint.folder)
-        saved = run_state.DriverState.load(checkpoint.folder, self.prompt_of)
+        saved = run_state.DriverState.load(checkpoint.folder, self.stream.prompt)
         self.step = self.saved_step = saved.step
         self.has_own_checkpoint = checkpoint.folder.parent == self.store.root
         self.health = Health(**saved.values["health"])
         carried = saved.carried if self.trainer.max_staleness else {}  # 0 trains no answers of an older policy
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], carried)
+        if self.stream.keeps_tail and self.trainer.total_training_steps is None:
+            # The run may have ended with a short batch, and have got more epochs since.
+            batch_size, epochs = self.config.data.train_batch_size, self.trainer.total_epochs
+            self.total_steps = self.step + self.stream.steps(epochs, batch_size, saved.next_ordinal)
         self.state = LoopState(self.state.kl_controller.with_state(saved.values["kl_controller"]), collect)
         run_state.set_rng_state(run_state.load_tensors(checkpoint.folder / "rng.pt"))
         checkpoint.release()
@@ -324,7 +325,9 @@ class Run:
 
         The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
         """
-        self.step, self.state = metrics.step, state
+        save_is_due = self._save_is_due(metrics.step, state)
+        self.step = metrics.step
+        self.state = state
         self.updating = False
         faults = self._check_health(metrics)
         if self.saving_s:
@@ -334,8 +337,7 @@ class Run:
         metrics.add({"timing_s/other": time_parts(metrics.values)[REST]})
         self.line_ended, self.saving_s = now, 0.0
         self.tracker.log(metrics)
-        frequency = self.save_freq
-        if self.is_due(frequency, self.step, state) or (frequency < 0 and self.is_last(self.step, state)):
+        if save_is_due:
             try:
                 self.save()
             except WriteFailed as error:
@@ -345,6 +347,15 @@ class Run:
                 log.warning("%s. Training goes on, and the next checkpoint is another try", error)
         if NONFINITE in faults:
             self._stop_unhealthy(faults[NONFINITE])
+
+    def _save_is_due(self, step: int, state: LoopState) -> bool:
+        """Return whether a checkpoint follows the step that led from the run's state to this one."""
+        frequency = self.trainer.save_freq
+        if frequency == "after_each_epoch":
+            size = len(self.stream)
+            before, after = (each.collect.next_ordinal // size for each in (self.state, state))
+            return after > before or self.is_last(step, state)
+        return self.is_due(frequency, step, state) or (frequency < 0 and self.is_last(step, state))
 
     def outcome(self) -> str:
         """Return how the run ended, in a few words."""

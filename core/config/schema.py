@@ -235,7 +235,7 @@ class TrainerConfig(Section):
     nnodes: Count = execution(1, "machines", OVER_RAY)
     n_gpus_per_node: Count = execution(8, "GPUs a machine; on CPUs, learner ranks", OVER_RAY)
     total_epochs: Count = execution(30, "passes over the training examples", ".total_training_steps=None")
-    total_training_steps: Count | None = execution(None, "RL steps; null: the whole batches of total_epochs")
+    total_training_steps: Count | None = execution(None, "RL steps; null: those of total_epochs")
     phase_timeout_s: Positive | None = bookkeeping(
         None, "seconds of a remote phase, after which the run ends; null: 10 x its longest, at least 600", OVER_RAY
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -338,7 +339,8 @@ class PromptStream:
     """The training prompts, in the order of drawing, without end.
 
     ``config`` is the ``data`` section, whose own ``seed`` goes before ``trainer.seed``. ``files`` load and hold what an
-    ordinal draws: prompts, or what a recipe trains on in their place. Raises InputError: every problem of every file.
+    ordinal draws: prompts, or what a recipe trains on in their place. With ``keeps_tail`` the last
+    step draws what is left of the last epoch. Raises InputError: every problem of every file.
     """
 
     def __init__(
@@ -350,7 +352,9 @@ class PromptStream:
         *,
         modality: Modality = TEXT,
         tools_of: ToolsOf | None = None,
+        keeps_tail: bool = False,
     ):
+        self.keeps_tail = keeps_tail
         self.config, self.seed = config, int(seed if config.seed is None else config.seed)
         self.files = PromptFiles(config, tokenizer, modality, tools_of) if files is None else files
         self.files.load(config.train_files, self._choose)
@@ -376,9 +380,15 @@ class PromptStream:
         """Return the epoch in which the ordinal is drawn, from 0."""
         return ordinal // len(self)
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the whole batches in an epoch, as verl counts steps; the tail begins the next epoch's first batch."""
-        return len(self) // batch_size
+    def steps(self, epochs: int, batch_size: int, first_ordinal: int = 0) -> int:
+        """Return the steps from ``first_ordinal`` to the end of these epochs.
+
+        They are the whole batches of each epoch, as in verl, or with ``keeps_tail`` as many as draw
+        all examples. The tail of an epoch begins the first batch of the next one.
+        """
+        if self.keeps_tail:
+            return math.ceil((epochs * len(self) - first_ordinal) / batch_size)
+        return epochs * (len(self) // batch_size)
 
 
 def load_val_prompts(

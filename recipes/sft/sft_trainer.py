@@ -33,7 +33,7 @@ class RaySFTTrainer(Trainer):
         model = self.config.actor_rollout_ref.model
         data = self.config.data
         files = DemonstrationFiles(data, self.tokenizer, end_ids(self.tokenizer, model))
-        return PromptStream(data, self.tokenizer, self.config.trainer.seed, files)
+        return PromptStream(data, self.tokenizer, self.config.trainer.seed, files, keeps_tail=True)
 
     def longest(self) -> dict[str, tuple[int, int]]:
         """Return the tokens of the longest demonstration, which nothing follows, and of the longest question."""
@@ -50,11 +50,14 @@ class RaySFTTrainer(Trainer):
                 self.end_step(batch, metrics)
 
     def draw(self, step: int) -> TrainBatch:
-        """Return the step's demonstrations, which are those of the next ordinals."""
+        """Return the step's demonstrations, which are those of the next ordinals.
+
+        The last step takes what the epochs have left.
+        """
         if self.run.stop.requested:
             raise StopRequested
         first = self.state.collect.next_ordinal
-        count = self.config.data.train_batch_size
+        count = min(self.config.data.train_batch_size, self.run.ordinals - first)
         batch = [self.stream.prompt(ordinal) for ordinal in range(first, first + count)]
         self.state = dataclasses.replace(self.state, collect=CollectState(first + count))
         return demonstration_batch(batch, self.tokenizer.pad_token_id)

@@ -344,12 +344,6 @@ def test_a_stopped_run_ends_as_if_it_had_never_stopped(files, whole, tmp_path):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_checkpoint_after_each_epoch(files, tmp_path):
-    """13 chats, 4 a step: an epoch has three steps."""
-    fitted(files, tmp_path / "run", "trainer.save_freq=after_each_epoch")
-    assert {path.name for path in (tmp_path / "run").glob("global_step_*")} == {"global_step_3", "global_step_6"}
-
-
 # --- validation and rejection sampling ---
 
 

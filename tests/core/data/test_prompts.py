@@ -66,7 +66,7 @@ def test_a_prompt_has_everything_of_its_row(tmp_path):
 @given(seed=st.integers(0, 2**40), shuffle=st.booleans(), start=st.integers(0, 100))
 def test_every_epoch_asks_every_question_once(three, seed, shuffle, start):
     prompts = stream(three, seed, shuffle=shuffle)
-    assert len(prompts) == 24 and prompts.steps_per_epoch(5) == 4
+    assert len(prompts) == 24 and prompts.steps(1, 5) == 4
     epoch = [prompts.prompt(ordinal).uid for ordinal in range(24 * start, 24 * start + 24)]
     assert len(set(epoch)) == 24
     assert {prompts.epoch(24 * start), prompts.epoch(24 * start + 23)} == {start}
