@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from core.data import vocabulary
-from core.data.parquet import JSON_LINES, Example, Problems, message_of, without_nulls
+from core.data.parquet import JSON_LINES, Example, ExampleFile, Problems, message_of, without_nulls
 from core.data.prompts import CHAT_FIX, Choose, Encoder, question_hash
 from core.errors import InputError
 from core.files import local_path
@@ -407,6 +407,38 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
     if table.num_rows == 0:
         raise InputError(f"{path}: the parquet file has no rows; {make}")
     return table
+
+
+def check_questions(config: DemonstrationConfig) -> None:
+    """Raise InputError where a file of ``data.val_files`` holds demonstrations, as those of verl's lines do."""
+    problems = []
+    for path in config.val_files:
+        if _is_file_of_questions(path, config) or not _is_file_of_demonstrations(path, config):
+            continue  # what else is wrong with it is reported where it is loaded
+        columns = f"{config.prompt_key} (data.prompt_key), {config.reward_fn_key}, reward_model"
+        problems.append(
+            f"data.val_files={path}: it holds demonstrations, whose loss verl's SFT trainers measure, "
+            f"and here a validation answers questions (columns {columns}); set data.val_files=[] to "
+            "train without a validation, or give files of questions"
+        )
+    if problems:
+        raise InputError(problems)
+
+
+def _is_file_of_questions(path: str, config: DemonstrationConfig) -> bool:
+    try:
+        ExampleFile(path, config.prompt_key, config.reward_fn_key, config.image_key)
+    except InputError:
+        return False
+    return True
+
+
+def _is_file_of_demonstrations(path: str, config: DemonstrationConfig) -> bool:
+    try:
+        _read(path, config)
+    except InputError:
+        return False
+    return True
 
 
 def demonstration_batch(demonstrations: Sequence[Demonstration], pad_id: int) -> TrainBatch:

@@ -18,7 +18,12 @@ from core.run import LoopState
 from core.tracking.metrics import progress_metrics
 from core.trainer import Trainer
 from core.types import StepMetrics, TrainBatch
-from recipes.sft.demonstrations import DemonstrationFiles, demonstration_batch, end_ids
+from recipes.sft.demonstrations import (
+    DemonstrationFiles,
+    check_questions,
+    demonstration_batch,
+    end_ids,
+)
 
 
 class RaySFTTrainer(Trainer):
@@ -32,6 +37,7 @@ class RaySFTTrainer(Trainer):
         """Return the demonstrations of ``data.train_files``. Raises InputError."""
         model = self.config.actor_rollout_ref.model
         data = self.config.data
+        check_questions(data)
         files = DemonstrationFiles(data, self.tokenizer, end_ids(self.tokenizer, model))
         return PromptStream(data, self.tokenizer, self.config.trainer.seed, files, keeps_tail=True)
 
