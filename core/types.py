@@ -204,7 +204,7 @@ class TrainBatch:
     returns: Tensor = token_field("compute_advantages")
     # The token's share of the objective of its mini-batch
     loss_weight: Tensor = token_field("mini_batches, once a mini-batch")
-    # Tokens that the policy loss treats apart
+    # Tokens that the policy loss treats apart: bool, or int32 in an order, apart where positive
     selected: Tensor = token_field("mini_batching, for a policy loss that selects tokens")
 
     if not TYPE_CHECKING:  # a type checker knows the fields above and no others

@@ -168,7 +168,9 @@ def gpg(x: LossInputs) -> tuple[Tensor, Stats]:
 # The covariance of a token is ``(A - mean A) (log p - mean log p)``: where a likely token has a high advantage, its
 # update lowers the entropy most. It is taken over all tokens of an optimizer step that carry loss, by old log-probs.
 # Published implementations take it over a micro-batch, so that memory settings decide what is selected. Source: the
-# paper's definition as verl implements it; of the paper the abstract alone was read.
+# paper's definition as verl implements it; of the paper the abstract alone was read. A token that is clipped at the
+# weights of its optimizer step has no gradient to lose: the learner leaves it out of Clip-Cov's
+# draw, as verl does.
 
 
 def clip_cov(x: LossInputs) -> tuple[Tensor, Stats]:
@@ -196,28 +198,32 @@ def kl_cov(x: LossInputs) -> tuple[Tensor, Stats]:
 
 
 def clip_cov_tokens(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor, config: PolicyLossConfig) -> Tensor:
-    """Return tokens drawn at random from those whose covariance is between ``clip_cov_lb`` and ``clip_cov_ub``.
+    """Put the tokens whose covariance is between ``clip_cov_lb`` and ``clip_cov_ub`` into a random order.
 
-    They are ``clip_cov_ratio`` of the tokens that carry loss, rounded down, at least one, or all candidates where those
-    are fewer. The draw is seeded with the number of these tokens: repeated, it is the same.
+    Drawn are ``clip_cov_ratio`` of the tokens that carry loss, rounded down, at least one, or all
+    candidates where those are fewer. The order is seeded with the number of tokens that carry loss:
+    repeated, it is the same.
 
     Shapes:
         log_prob_N, advantages_N, carries_N  [N], all tokens of an optimizer step; carries_N is bool or 0/1
-        result                               [N] bool
+        result  [N] int32, the highest first: positive where drawn, negative where a token waits to
+                take the place of a clipped one, 0 elsewhere
     """
     carries, covariance = carries_N.bool(), covariances(log_prob_N, advantages_N, carries_N.bool())
     tokens = int(carries.sum())
     candidates = (carries & (covariance > config.clip_cov_lb) & (covariance < config.clip_cov_ub)).nonzero()[:, 0]
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(tokens)).to(candidates.device)
-    selected = torch.zeros_like(carries)
-    selected[candidates[order[: max(int(config.clip_cov_ratio * tokens), 1)]]] = True
+    place = torch.arange(len(candidates), device=candidates.device).neg()
+    place += max(int(config.clip_cov_ratio * tokens), 1)
+    selected = torch.zeros_like(carries, dtype=torch.int32)
+    selected[candidates[order]] = torch.where(place > 0, place, place - 1).int()
     return selected
 
 
 def kl_cov_tokens(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor, config: PolicyLossConfig) -> Tensor:
     """Return the tokens of the highest covariance: ``kl_cov_ratio`` of those with loss, rounded down, at least one.
 
-    Of equal ones the first is taken. Shapes as :func:`clip_cov_tokens`.
+    Of equal ones the first is taken. Shapes as :func:`clip_cov_tokens`, but the result is bool.
     """
     carries, tokens = carries_N.bool(), int(carries_N.bool().sum())
     covariance = covariances(log_prob_N, advantages_N, carries).masked_fill(~carries, -torch.inf)

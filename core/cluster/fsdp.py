@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from core.algorithm.losses import MetricSums
 from core.learner.models import compute_dtype
 from core.learner.passes import Ranks
 
@@ -46,13 +45,10 @@ class ProcessRanks(Ranks):
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
-    def gather_metrics(self, metrics: MetricSums) -> MetricSums:
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, metrics)
-        whole = MetricSums()
-        for part in parts[:: self.together]:
-            whole.merge(part)
-        return whole
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values[:: self.together]
 
     def with_gathered_params(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return module.forward_of(function, *args, **kwargs)

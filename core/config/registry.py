@@ -25,6 +25,7 @@ class Entry:
     aggregation: str | None = None  # the only loss_agg_mode that it is defined with, as its published code
     has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
     selects: str | None = None  # function that selects tokens to be treated apart, among all of a mini-batch
+    replaces_clipped: bool = False  # clipped tokens give way to the next of its order
     moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
     package: str | None = None  # that has to be installed, of an engine or a logger
     # An engine (of configuration, policy, tokenizer and device)
@@ -58,7 +59,12 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
     "gpg": Entry(f"{LOSSES}:gpg", has_ratio=False),
     "reinforce": Entry(f"{LOSSES}:gpg", has_ratio=False),
     "cispo": Entry(f"{LOSSES}:cispo", reads=CLIP),
-    "clip_cov": Entry(f"{LOSSES}:clip_cov", selects=f"{LOSSES}:clip_cov_tokens", reads=(*CLIP, *CLIP_COV)),
+    "clip_cov": Entry(
+        f"{LOSSES}:clip_cov",
+        selects=f"{LOSSES}:clip_cov_tokens",
+        replaces_clipped=True,
+        reads=(*CLIP, *CLIP_COV),
+    ),
     "kl_cov": Entry(f"{LOSSES}:kl_cov", selects=f"{LOSSES}:kl_cov_tokens", moves_without_advantage=True, reads=KL_COV),
 }
 SERVING = (  # what a serving engine reads

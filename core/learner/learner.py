@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from core.algorithm.checks import of_tokens
 from core.algorithm.losses import LossInputs, MetricSums, kl_penalty, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
+from core.algorithm.sequences import count_by_sequence
 from core.config import registry
 from core.errors import UnhealthyRun
 from core.learner.batching import split_zero_gradient
@@ -132,6 +133,7 @@ class Actor(Policy):
         super().__init__(module, **policy)
         self.config, self.bypass = config, bypass
         self.policy_loss = policy_loss(config.policy_loss.loss_mode)
+        self.replaces_clipped = registry.policy_loss(config.policy_loss.loss_mode).replaces_clipped
         self.stepper, self.size = Stepper(self, config), training_size(config)
         self.mismatch = MetricSums()  # between engine and learner, before the update's first step
 
@@ -151,6 +153,8 @@ class Actor(Policy):
 
     def accumulate(self, batch: TrainBatch, means: MetricSums) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
+        if batch.has("selected"):
+            batch = batch.adding(selected=self.selected(batch))
         contributing, idle = split_zero_gradient(batch, only_advantages_train=only_advantages_train(self.config))
         for _, micro in self.micro_batches_of_rank(self.size, contributing):
             self.micro_batch_loss(micro.to(self.device), means).backward()
@@ -161,6 +165,38 @@ class Actor(Policy):
                 means.tokens({"entropy": entropy}, idle.response_mask)
                 self.measure(log_prob, entropy, idle)
 
+    def selected(self, batch: TrainBatch) -> Tensor:
+        """Return the tokens of an optimizer step that the policy loss treats apart, [N] bool.
+
+        Where clipped tokens give way, as many as were selected are taken over all ranks, in the
+        order of the batch's ``selected``.
+        """
+        order_N = batch.selected
+        if not self.replaces_clipped or not (self.bypass or self.stepper.number):
+            return order_N > 0  # before the first step every ratio is one, and nothing is clipped
+        count = sum(self.ranks.gather(int((order_N > 0).sum())))
+        free = order_N[(order_N != 0) & ~self.clipped(batch)].sort(descending=True).values
+        taken = torch.cat(self.ranks.gather(free[:count])).sort(descending=True).values[:count]
+        return torch.isin(order_N, taken)
+
+    def clipped(self, batch: TrainBatch) -> Tensor:
+        """Return the tokens, of those that may be selected, that are clipped by now, [N] bool."""
+        may_be = (batch.selected != 0) & (batch.advantages != 0)
+        rows = count_by_sequence(may_be, batch.lengths).nonzero()[:, 0]
+        part, clipped = batch.rows(rows), torch.zeros(batch.tokens, dtype=torch.bool)
+        inputs = self.loss_inputs(part, self.log_probs(part, self.size)[0])
+        batch.put(clipped, rows, inputs.surrogate(inputs.log_ratio.exp())[1])
+        return clipped
+
+    def loss_inputs(self, batch: TrainBatch, log_prob_N: Tensor) -> LossInputs:
+        """Return what the policy loss reads."""
+        if batch.has("old_log_probs"):
+            old_N = batch.old_log_probs
+        else:
+            old_N = batch.rollout_log_probs if self.bypass else log_prob_N.detach()
+        tensors = log_prob_N, old_N, batch.advantages, batch.response_mask
+        return LossInputs(*tensors, self.config, batch.lengths, batch.optional("selected"))
+
     def measure(self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch) -> None:
         """Add the difference to an engine that wrote the tokens, which means something before a weight has moved."""
         if self.stepper.number == 0 and batch.has("rollout_log_probs"):
@@ -170,12 +206,8 @@ class Actor(Policy):
         """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
         config, mask, weight = self.config, micro.response_mask, micro.loss_weight
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
-        if micro.has("old_log_probs"):
-            old = micro.old_log_probs
-        else:
-            old = micro.rollout_log_probs if self.bypass else log_prob.detach()
-        inputs = log_prob, old, micro.advantages, mask, config, micro.lengths, micro.optional("selected")
-        loss_N, stats = of_tokens(self.policy_loss, LossInputs(*inputs), log_prob.shape, dict)
+        inputs = self.loss_inputs(micro, log_prob)
+        loss_N, stats = of_tokens(self.policy_loss, inputs, log_prob.shape, dict)
         if micro.has("rollout_is_weights"):
             loss_N = loss_N * micro.rollout_is_weights
         loss = pg_loss = (weight * loss_N).sum()

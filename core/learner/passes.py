@@ -63,9 +63,16 @@ class Ranks:
         """Return the largest ``count`` of all ranks."""
         return count
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value; of ranks with the same sequences the first one's alone."""
+        return [value]
+
     def gather_metrics(self, metrics: MetricSums) -> MetricSums:
         """Return the metrics of what all ranks saw."""
-        return metrics
+        whole = MetricSums()
+        for part in self.gather(metrics):
+            whole.merge(part)
+        return whole
 
     def with_gathered_params(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that reads parameters of ``module``, which a sharded one gathers first."""

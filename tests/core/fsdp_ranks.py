@@ -58,7 +58,8 @@ def share(batch, rank, world, config):
 
 def steps(config, batch, rank, world):
     actor = config.actor_rollout_ref.actor
-    return [share(step, rank, world, config) for step in mini_batching(actor, config.data.max_response_length)(batch)]
+    cut = mini_batching(actor, config.data.max_response_length, actor.policy_loss.loss_mode)
+    return [share(step, rank, world, config) for step in cut(batch)]
 
 
 def train(rank, world, config, batch, dtype="float64", updates=3, save=None, load=None, ref=False, file_size=None):

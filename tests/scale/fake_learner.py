@@ -83,8 +83,8 @@ class RanksAlone(fsdp.ProcessRanks):
     def all_reduce_max(self, count: int) -> int:
         return count
 
-    def gather_metrics(self, metrics: Any) -> Any:
-        return metrics
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 @contextmanager

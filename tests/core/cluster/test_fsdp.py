@@ -41,6 +41,8 @@ SHARING = {
     "shared_split": (*SPLIT, *ROOM),
     "shared_adapters": (*ROOM, *ADAPTERS),
 }
+LOSS = "actor_rollout_ref.actor.policy_loss"
+CLIP_COV = (f"{LOSS}.loss_mode=clip_cov", f"{LOSS}.clip_cov_ratio=0.1", f"{LOSS}.clip_cov_lb=0.01")
 BF16 = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
 
 
@@ -129,6 +131,11 @@ def two(models, tmp_path_factory):
             {"batch": batch, "updates": 2, "save": folder / "adapters", "ref": True},
         ),
         "split": ("train", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
+        "clip_cov": ("train", cluster_config(models["untied"], *CLIP_COV), {"batch": batch, "updates": 2}),
+        "clip_cov_split": (
+            *("train", cluster_config(models["untied"], *CLIP_COV, *SPLIT)),
+            {"batch": batch, "updates": 2},
+        ),
         "exchanged": ("train_by_all_to_all", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
         "split_gradients": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": batch}),
         "split_few": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": mixed_batch(1, 1)}),
@@ -199,6 +206,14 @@ def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
     expected = train_local(cluster_config(models["untied"]), mixed_batch(), ref=True)
     assert_same_training(two.split, expected)
     torch.testing.assert_close(two.split["values"], expected["values"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "clip_cov_split"])
+def test_clip_cov_drops_as_many_unclipped_tokens_on_two_ranks_as_in_one_process(two, models, name):
+    """Each update has a second optimizer step, where some of the tokens drawn before are clipped."""
+    expected = train_local(cluster_config(models["untied"], *CLIP_COV), mixed_batch(), updates=2)
+    assert_same_training(getattr(two, name), expected)
+    assert all(metrics["actor/cov_selected"] > 0 for metrics in expected["metrics"])
 
 
 @pytest.mark.parametrize("name", list(SHARING))

@@ -129,27 +129,83 @@ def test_memory_knobs_do_not_change_the_gradient(mode, terms, dtype, tolerance):
     assert list(losses) == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
-def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
+COV = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 2.0}
+
+
+@pytest.mark.parametrize(("mode", "number"), [("clip_cov", 0), ("clip_cov", 1), ("kl_cov", 1)])
+def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode, number):
     """The tokens are chosen among the whole step; the gradient is the same to 1e-12, and is not that of no choice."""
-    numbers = {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 2.0}
-    loss = PolicyLossConfig(loss_mode=mode, **numbers)
+    loss = PolicyLossConfig(loss_mode=mode, **COV)
     batch, gradients = random_batch(), []
     idle = torch.arange(len(batch)) % 3 == 0  # advantages of 0: kl_cov trains these sequences too
     batch = batch.adding(advantages=batch.advantages * ~idle.repeat_interleave(batch.lengths))
     steps = {"ppo_mini_batch_size": 4, "ppo_epochs": 1, "shuffle": False}
     for knob in MEMORY:
         part = actor(torch.float64, policy_loss=loss, **knob)
+        part.stepper.number = number
         config = SimpleNamespace(**vars(part.config), **steps, loss_agg_mode="token-mean", loss_scale_factor=None)
         (step,) = mini_batching(config, 20, mode)(batch)
-        chosen = int(step.selected.sum())
-        assert 0 < chosen < step.loss_mask.sum() and not (step.selected & ~step.loss_mask).any()
+        chosen = step.selected > 0
+        assert 0 < chosen.sum() < step.loss_mask.sum() and not (chosen & ~step.loss_mask).any()
         gradients.append(accumulated(part, step)[0])
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-12
     nothing = step.adding(selected=torch.zeros_like(step.selected))
     without = accumulated(actor(torch.float64, policy_loss=loss), nothing)[0]
     assert float((without - gradients[0]).norm() / gradients[0].norm()) > 1e-3
+
+
+def clip_cov_step(share, old="old_log_probs"):
+    """Return an actor, a step, and by verl's formula: how many to draw, of which, which are clipped.
+
+    A sequence has advantages of zero and is in the draw all the same.
+    """
+    part = actor(policy_loss=PolicyLossConfig(loss_mode="clip_cov", **{**COV, "clip_cov_ratio": share}))
+    batch = random_batch()
+    zero = (torch.arange(len(batch)) == 4).repeat_interleave(batch.lengths)
+    batch = batch.adding(advantages=batch.advantages.masked_fill(zero, 0))
+    if old != "old_log_probs":
+        batch = batch.adding(old_log_probs=None, **{old: batch.old_log_probs})
+        part.bypass = True
+    cut = {"ppo_mini_batch_size": 4, "ppo_epochs": 1, "shuffle": False, "loss_scale_factor": None}
+    config = SimpleNamespace(**vars(part.config), **cut, loss_agg_mode="token-mean")
+    (step,) = mini_batching(config, 20, "clip_cov")(batch)
+    now, _ = part.log_probs(step, MicroBatchSize(max_sequences=100))
+    adv, before, mask = step.advantages.double(), getattr(step, old).double(), step.loss_mask
+    ratio = torch.exp(now - before)
+    clipped = (-adv * ratio.clamp(0.8, 1.28) > -adv * ratio) & mask
+    covariance = (adv - adv[mask].mean()) * (before - before[mask].mean())
+    inside = mask & (covariance > COV["clip_cov_lb"]) & (covariance < COV["clip_cov_ub"])
+    assert (inside & clipped).any() and (inside & zero).any()
+    return part, step, max(int(share * int(mask.sum())), 1), inside, clipped
+
+
+@pytest.mark.parametrize("old", ["old_log_probs", "rollout_log_probs"])
+def test_clip_cov_draws_no_token_that_the_clip_holds_already(old):
+    """As many are drawn as may be, in the order of the draw, or all that are left where those are fewer."""
+    for share in (0.001, 0.1, 0.15, 1.0):
+        part, step, count, inside, clipped = clip_cov_step(share, old)
+        part.stepper.number = 0 if part.bypass else 1  # the engine's policy is another from the start
+        free = inside & ~clipped
+        drawn = part.selected(step)
+        assert int(drawn.sum()) == min(count, int(free.sum())) and not (drawn & ~free).any()
+        first = step.selected > 0
+        assert torch.equal(drawn & first, free & first)  # none is given up without need
+        reserves = step.selected[free & ~drawn]
+        assert not len(reserves) or reserves.max() < step.selected[drawn].min()
+
+
+def test_what_clip_cov_drops_instead_of_a_clipped_token_is_what_the_step_trains_without():
+    part, step, _, _, _ = clip_cov_step(0.1)
+    part.stepper.number = 1
+    means, part.mismatch = MetricSums(), MetricSums()
+    part.accumulate(step, means)
+    drawn, before = part.selected(step), step.selected > 0
+    contributing = (step.advantages != 0) & step.response_mask
+    assert means.sums["cov_selected"] == int((drawn & contributing).sum())
+    assert not torch.equal(drawn, before)
+    part.stepper.number = 0  # the first step of a rollout: no weight has moved
+    assert torch.equal(part.selected(step), before)
 
 
 def test_the_objective_is_the_formula_written_out():
