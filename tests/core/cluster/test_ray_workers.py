@@ -250,11 +250,18 @@ def test_a_hang_names_phase_and_rank_and_a_full_or_dead_learner_its_rank(small):
 
         self.learner.update_actor = fail
 
-    def sleep_through_the_phase(self):
-        time.sleep(30)
+    def hang_once(self):
+        compute = self.learner.compute_log_probs
 
+        def sleep_through_the_phase(batch):
+            time.sleep(30)
+            self.learner.compute_log_probs = compute
+            return compute(batch)
+
+        self.learner.compute_log_probs = sleep_through_the_phase
+
+    call(small.learners[1], hang_once)
     small.watch.timeout_s = 6
-    small.learners[1].__ray_call__.remote(sleep_through_the_phase)
     with pytest.raises(WorkersLost) as caught:
         small.compute_log_probs(mixed_batch())
     first, *stacks = str(caught.value).splitlines()
