@@ -12,6 +12,7 @@ from tests.tiny import command_words, tiny_model, tiny_tokenizer
 
 # No verdict but a number that differs from answer to answer, so that every step has gradients
 REWARD = """
+import signal
 import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -19,6 +20,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def parity(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 2
+
+def with_an_alarm(data_source, solution_str, ground_truth, extra_info):
+    before = signal.signal(signal.SIGALRM, lambda *_: None)  # refused outside of the main thread
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    try:
+        return compute_score(data_source, solution_str, ground_truth, extra_info)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 def slowly(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.05)

@@ -18,8 +18,7 @@ from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from tests.core.ray_cluster import local_ray
 from tests.faults.tiny_run import command, prepare
 
-# Minutes, and one Ray, however many test processes
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
 
 STEPS, P = 5, 4
 APART = ("trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=1")
@@ -95,6 +94,7 @@ def apart(files) -> Fitted:
     return fit(files, "apart", *APART)
 
 
+@pytest.mark.slow
 def test_the_steps_are_those_of_a_run_in_one_process(files, apart):
     """The same ordinals, of the same policies: the ones drawn ahead are one older, and no sample is older than that."""
     lines = [json.loads(line) for line in (apart.folder / "metrics.jsonl").read_text().splitlines()]
@@ -108,6 +108,7 @@ def test_the_steps_are_those_of_a_run_in_one_process(files, apart):
     assert len(ordinals) == STEPS * P < ordinals[-1] + 1  # some were dropped
 
 
+@pytest.mark.slow
 def test_a_learner_killed_under_the_overlap_costs_no_ordinal(files, apart, monkeypatch):
     monkeypatch.setattr(Trainer, "kill_in", 3)
     killed = fit(files, "killed", *APART, "trainer.max_restarts=1")
@@ -117,3 +118,13 @@ def test_a_learner_killed_under_the_overlap_costs_no_ordinal(files, apart, monke
     assert list(second.trained) == list(range(resumed + 1, STEPS + 1))
     assert killed.trained == apart.trained
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncio")]
+
+
+@pytest.mark.processes
+def test_a_function_that_uses_an_alarm_grades_the_answers_ahead_too(files):
+    alarm = ("custom_reward_function.name=with_an_alarm", "algorithm.filter_groups.enable=False")
+    run = fit(files, "alarm", *APART, *alarm, "trainer.total_training_steps=3")
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert ["timing_s/hidden_ahead" in line for line in lines] == [True, True, False]
+    assert [line.get("reward/failed_rate", 0.0) for line in lines] == [0.0] * 3
+    assert all(line["critic/score/mean"] > 0 for line in lines)
