@@ -14,7 +14,7 @@ from tests.faults.kill_and_resume import ROOT
 from tests.faults.ray_runs import Run, Watched, disturbed
 from tests.faults.tiny_run import command, prepare
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900), pytest.mark.xdist_group("two_nodes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.xdist_group("two_nodes")]
 LOSSES = Path("core/algorithm/losses.py")
 NODES = ("trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
 

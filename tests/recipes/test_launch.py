@@ -225,7 +225,7 @@ def test_a_script_does_not_run_on_a_cluster_that_holds_the_port(job):
     assert "ran" not in job.calls()
 
 
-@pytest.mark.processes
+@pytest.mark.cluster
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("reach", "number"), [(the_batch_shell, signal.SIGUSR1), (everything, signal.SIGTERM)], ids=["warned", "cancelled"]
@@ -271,7 +271,7 @@ def test_the_job_server_is_installed_and_rayjob_finds_the_images_folder():
     assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600
 
 
-@pytest.mark.processes
+@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_ray_job_stop_waits_for_a_step_of_20_seconds_and_its_checkpoint(tmp_path, monkeypatch):
     """The lines of README.md, with another port and a tiny run."""
