@@ -90,7 +90,7 @@ def test_a_lost_node_is_named_and_waited_for_and_its_successor_goes_on(cluster, 
 
     wait = "trainer.max_restarts=4", "trainer.wait_for_nodes_s=60", "trainer.save_freq=1"
     slow = "actor_rollout_ref.actor.ppo_epochs=40"  # the run lasts while others look at it
-    run = started(cluster, files, files / "lost", *wait, slow, steps=4, act=lose, after=2)
+    run = started(cluster, files, files / "lost", *wait, slow, steps=12, act=lose, after=1)
     assert run.status == 0, run.log
     assert "1 of 2 nodes have room; nodes that have gone: 127.0.0.2; free CPUs by node: " in run.log
     assert "restart 1 of 4, after step" in run.log
