@@ -162,6 +162,12 @@ class RayPPOTrainer(Trainer):
         """
         looks_ahead = self.looks_ahead(metrics.step)
         wanted = self.config.data.train_batch_size
+
+        def after_group() -> None:
+            answered()
+            # If no answer can be scored, the run stops before the step is answered to its end
+            self.reward.failures.stop_if_all(wanted * self.config.actor_rollout_ref.rollout.n)
+
         with (
             metrics.time("gen"),
             progress(f"step {metrics.step}, answers", wanted, "prompt") as answered,
@@ -172,7 +178,7 @@ class RayPPOTrainer(Trainer):
                 self.state.collect,
                 self.collect_limits(),
                 stop_requested=lambda: self.run.stop.requested,
-                after_group=answered,
+                after_group=after_group,
                 ahead=looks_ahead,
             )
             self.collected = self.runner.run(collecting)
@@ -266,9 +272,6 @@ class RayPPOTrainer(Trainer):
             greedy = dataclasses.replace(self.train_sampling, temperature=0.0)
             answering.append(self.score_answers(prompt, [GREEDY], greedy))
         group, *greedy_group = await results_of(answering)
-        # If no answer of a step can be scored, the run stops before the step is answered to its end
-        n_answers = self.config.data.train_batch_size * len(sample_indices)
-        self.reward.failures.stop_if_all(n_answers)
         baseline = self._shaped(greedy_group[0])[0] if greedy_group else None
         return dataclasses.replace(group, scores=self._shaped(group), baseline=baseline)
 

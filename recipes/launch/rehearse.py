@@ -8,6 +8,7 @@ Each run is the script's own command behind a ``--`` with what makes it small, i
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -332,12 +333,19 @@ def page(script: Path, rehearsal: Rehearsal, seconds: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    if argv[0] == "--run":
+    if argv[:1] == ["--run"]:
         run_disturbed(argv[1:])
         return
-    begun, path = time.monotonic(), Path(argv[0])
+    parser = argparse.ArgumentParser(
+        "python -m recipes.launch.rehearse", description="Rehearse a run script with a tiny model."
+    )
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="The run script.")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="Keys in addition to the script's own.")
+    arguments = parser.parse_args(argv)
+    begun = time.monotonic()
+    path = arguments.script
     try:
-        script = read_script(path, argv[1:])
+        script = read_script(path, arguments.keys)
     except InputError as error:
         sys.exit(str(error))
     if script is None:

@@ -93,7 +93,7 @@ def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     batch = mixed_batch().adding(old_log_probs=None)
     for one in (ranks, alone):
         one.config = config
-    alone.actor.config = config.actor_rollout_ref.actor
+    alone.models.actor.config = config.actor_rollout_ref.actor
     for actor in ranks.learners:
         call(actor, lambda self, part: setattr(self.learner.actor, "config", part), config.actor_rollout_ref.actor)
     found, expected = (
