@@ -142,19 +142,6 @@ def test_weights_inside_a_split_layer_that_the_plan_leaves_out_are_refused(kind,
         plan_of(module)
 
 
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [("cohere", {"use_qk_norm": True}), *((kind, {}) for kind in ("olmo2", "phi3", "glm4", "opt"))],
-)
-def test_architectures_whose_split_gradients_are_untried_are_refused(kind, more):
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    with torch.device("meta"):
-        config = CONFIG_MAPPING[kind](vocab_size=100, pad_token_id=0, **shape, **more)
-        module = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(InputError):
-        plan_of(module)
-
-
 def test_sizes_that_the_ranks_do_not_divide_are_refused_before_a_rank_starts(tmp_path):
     config = config_of(write_model(tmp_path), f"{ACTOR}.{SIZE}=4")
     with pytest.raises(InputError, match=f"{ACTOR}.{SIZE}=4: must divide the key-value heads"):
