@@ -42,6 +42,13 @@ EQUAL = {
     "seed_oss": HEADS,
     "smollm3": {},
     "starcoder2": {"sliding_window": None},
+    "mistral": {"sliding_window": None},
+    "arcee": {},
+    "helium": HEADS,
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "ministral3": HEADS,
+    "jais2": {},
 }
 REFUSED = {
     "apertus": {},  # xIELU
