@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint.store import CheckpointStore
+from core.command_line import is_dry_run
 from core.config import Config
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
@@ -350,6 +351,9 @@ def main(argv: list[str]) -> None:
         sys.exit(str(error))
     if script is None:
         sys.exit(f"{path}: starts no training run")
+    if is_dry_run():
+        print(f"dry run: would rehearse {path}")
+        return
     folder = (
         Path("outputs") / "rehearsal" / f"{path.parent.name}-{path.stem}-{time.strftime('%m%d-%H%M%S')}"
     ).absolute()
